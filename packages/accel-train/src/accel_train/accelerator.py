@@ -824,7 +824,11 @@ class Accelerator(
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""
-        return self._plan.strategy.full_state_dict(model) if unwrap else model.state_dict()
+        if not unwrap:
+            return model.state_dict()
+        if self.num_processes > 1 and self._plan.strategy.is_divided(model):
+            checkpoint.all_hold_parts(self._prepared, "get_state_dict", model)
+        return self._plan.strategy.full_state_dict(model)
 
     def whole_parameters(self, model: nn.Module, *, write_back: bool = False) -> AbstractContextManager[None]:
         """Context in which every rank has the whole parameters of a prepared model, under every strategy.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state.communication.torch_collectives import break_connections, counters
+from accel_state.communication.torch_collectives import break_connections, counters, end_collectives
 from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.messages import first_line
@@ -401,9 +401,9 @@ class Channel:
         """Abort the group's pending work, which would otherwise keep this process from exiting."""
         if self.failure is None:
             self.failure = failure
-            self.group.abort()
-            if self.wire is not self.group:
-                self.wire.abort()
+            self.wire.abort()
+            if self.wire is not self.group:  # torch's collectives, in which other ranks may wait for this one
+                end_collectives(self.group)
             atexit.register(_leave_world)
         return failure
 

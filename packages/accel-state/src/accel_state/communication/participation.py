@@ -80,7 +80,7 @@ class Participation:
         """See ``accel_state.communication.watchdog.WatchedGroup``."""
         self._failure = error
 
-    def main_process_alone(self, operation: str) -> bool:
+    def main_process_alone(self, operation: str, advice: str = "") -> bool:
         """Whether the main process calls ``operation`` alone; False: all ranks do. Called by every rank that does.
 
         Raises:
@@ -104,36 +104,41 @@ class Participation:
             self._completed += 1
             return False
         if self._rank != 0 or len(self._elsewhere) < len(self.ranks) - 1:
-            self.refuse(operation)
+            self.refuse(operation, advice=advice)
         return True
 
-    def all_take_part(self, operation: str) -> None:
+    def all_take_part(self, operation: str, advice: str = "") -> None:
         """Return when all ranks call ``operation``; each that does calls this first.
+
+        Args:
+            operation: its name.
+            advice: the end of the message if not all do.
 
         Raises:
             CollectiveMismatchError: some ranks do not call it: they are past it, have ended, or one failed.
         """
-        if self.main_process_alone(operation):
-            self.refuse(operation)
+        if self.main_process_alone(operation, advice):
+            self.refuse(operation, advice=advice)
 
-    def refuse(self, operation: str, error: Exception | None = None) -> NoReturn:
+    def refuse(self, operation: str, error: Exception | None = None, *, advice: str = "") -> NoReturn:
         """Raise on this rank, and on ranks that wait in a collective in which ranks compare their calls.
 
         Args:
             operation: the one that not all ranks call.
             error: raised on this rank; None: that ranks call different operations.
+            advice: the end of that message.
         """
         world = self._world
         following = world.reach()[0] + 1
         if all(rank.number == following and self._compares(rank.operation) for rank in self._elsewhere):
             with world.operation(operation):
-                world.exchange(operation, lambda: "not called by all ranks", local_error=error)
+                world.exchange(operation, lambda: f"not called by all ranks. {advice}", local_error=error)
         if error is not None:
             raise error
         listing = "\n".join(f"  {rank}" for rank in self._elsewhere)
         raise CollectiveMismatchError(
             f"rank {self._rank} is in {operation}, which other ranks do not call:\n{listing}\n"
-            "Every rank must call the same collectives in the same order."
+            f"{advice or 'Every rank must call the same collectives in the same order.'}"
         )
 
     def _compares(self, operation: str | None) -> bool:

@@ -18,6 +18,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ __all__ = [
     "WatchedGroup",
     "call_site",
     "diagnose",
+    "error_site",
 ]
 
 REPORT_AFTER = 30.0
@@ -71,8 +73,24 @@ _LIBRARIES = frozenset(
         "torch",
         "contextlib",
         "functools",
+        "typing_extensions",  # wraps what torch deprecates
     }
 )
+_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|caused pair closure|Broken pipe|NCCL (?:error|communicator)|remote process",
+    re.IGNORECASE,
+)
+"""What gloo and NCCL say when another rank is gone, or when collectives were ended."""
+_FEWER_STEPS = (
+    "Usual causes: it makes fewer steps, because its data are shorter or because it leaves the loop earlier (break, an "
+    "exception that the script catches, an early return)."
+)
+_OTHER_STEPS = (
+    "Usual causes: ranks make different numbers of steps (data of different lengths, a break, or an exception that one "
+    "rank catches), or only some ranks call a function in which all must take part (clip_grad_norm_, evaluation)."
+)
+_GRACE = 1.0
+"""Seconds to find out which rank caused a broken connection."""
 _STACK_DEPTH = 16
 _PATIENCE = timedelta(seconds=10)
 """Timeout of one store operation; no call here waits for a missing key."""
@@ -170,6 +188,17 @@ def diagnose(
         if peer.gone is not None and (waiting or not here):
             proofs.append(f"rank {peer.rank} is gone ({peer.gone})")
     return Diagnosis(arrived, absent, "; ".join(proofs) or None)
+
+
+def error_site(error: BaseException) -> str | None:
+    """``file:line`` of the innermost frame of a traceback that belongs to neither this project nor torch."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 def call_site(frame: FrameType | None) -> str | None:
@@ -325,7 +354,39 @@ class Watchdog:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ends the program
-        self.leave(f"exited after {_one_line(error)}" if error is not None else "exited")
+        if error is None:
+            self.leave("exited")
+            return
+        why = self._explain_loss(error) if _LOST.search(str(error)) else None
+        if why is not None:
+            print(f"accel: {why}", file=sys.stderr, flush=True)
+        self.leave(f"exited after {_one_line(error)} at {error_site(error) or 'an unknown line'}")
+
+    def _explain_loss(self, error: BaseException) -> str | None:
+        """Why a collective of torch lost its connections; None if no other rank is known to be the cause."""
+        deadline = time.monotonic() + _GRACE
+        what = f"rank {self._rank} waited at {error_site(error) or 'an unknown line'}"
+        while True:
+            if self._verdict is not None:
+                return self._verdict
+            try:
+                with self._lock:
+                    if self._store is None:
+                        return f"{what} for rank 0, which is gone" if self._rank else None
+                    if self._store.check(["verdict/torch"]):
+                        return self._store.get("verdict/torch").decode()
+                    peers = self._peers(self._store, _World("torch", list(range(self._size))))
+            except RuntimeError as lost:
+                _logger.debug("the store is gone: %s", lost)
+                return f"{what} for {self._rank_0_exit or 'rank 0, which is gone, and with it the store of this world'}"
+            gone = [peer for peer in peers if peer.gone is not None and peer.rank != self._rank]
+            if gone:
+                ends = "; ".join(f"rank {peer.rank}, which is gone ({peer.gone})" for peer in gone)
+                ended = all(peer.gone in ENDED for peer in gone)
+                return f"{what} for {ends}" + (f". {_FEWER_STEPS}" if ended else "")
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
 
     def _announce_exit(self, store: Store, reason: str) -> None:
         self._publish(store, gone=reason)
@@ -456,9 +517,10 @@ class Watchdog:
         here = call_site(sys._current_frames().get(thread)) or "an unknown line"
         if diagnosis.proof is not None:
             listing = "\n".join(f"  {peer}" for peer in peers)
+            elsewhere = any(peer.torch for peer in diagnosis.absent)
             text = (
                 f"collective #{number}, {operation} at {here}, cannot complete: {diagnosis.proof}\n{listing}\n"
-                "Every rank must call the same collectives in the same order."
+                f"Every rank must call the same collectives in the same order.{f' {_OTHER_STEPS}' if elsewhere else ''}"
             )
             living = sum(peer.gone is None for peer in peers)
             store.set(f"verdict/{channel.name}", json.dumps({"text": text, "living": living}))
@@ -514,7 +576,7 @@ class Watchdog:
         text = (
             f"{mine.torch_words()} cannot complete on rank {mine.rank}: "
             + "; ".join(f"rank {peer.rank} waits in {peer.torch_words()} instead" for peer in stuck)
-            + f"\n{listing}\nEvery rank must make the same steps and call the same collectives in the same order."
+            + f"\n{listing}\nEvery rank must call the same collectives in the same order. {_OTHER_STEPS}"
         )
         if store.add("refused torch", 1) == 1:
             store.set("verdict/torch", text)

@@ -233,8 +233,12 @@ class PartialState:
         """
         return self.participation is not None and self.participation.main_process_alone(operation)
 
-    def all_take_part(self, operation: str) -> None:
+    def all_take_part(self, operation: str, advice: str = "") -> None:
         """Return when every process has called this for ``operation``, which starts no collective.
+
+        Args:
+            operation: its name.
+            advice: the end of the message if not all do.
 
         What follows may mix up the messages of other collectives, unless all processes take part in it.
 
@@ -242,7 +246,7 @@ class PartialState:
             CollectiveMismatchError: a process waits in a collective that this one has not reached, or has ended.
         """
         if self.participation is not None:
-            self.participation.all_take_part(operation)
+            self.participation.all_take_part(operation, advice)
 
     def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
         """The communication channel of ``group`` (None: all ranks); None if the group has one rank."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
 
 __all__ = [
+    "all_hold_parts",
     "automatic_folder",
     "load_state",
     "refuse_used_folder",
@@ -122,6 +123,20 @@ def save_model(
         _save_model(here, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload)
 
 
+def all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
+    """Wait until all ranks call an operation that gathers a model, of which each holds a part.
+
+    Raises:
+        CollectiveMismatchError: some do not call it.
+    """
+    strategy = here.plan.strategy
+    here.process.all_take_part(
+        operation,
+        f"The strategy {strategy.name!r} divides the model {type(strategy.plain(model)).__name__} among processes, and "
+        f"each gives its part. Call {operation}() on all processes: move it out of `if accelerator.is_main_process:`.",
+    )
+
+
 def _told(here: Prepared) -> AbstractContextManager[None]:
     """Tells the launcher, where it asks, that a save is in progress."""
     pulse = here.accumulator.pulse
@@ -143,7 +158,8 @@ def _save_model(
     each_node = here.project.save_on_each_node
     _warn_of_training_weights(here, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
-    if strategy.is_divided(model):  # all must call
+    if strategy.is_divided(model):
+        all_hold_parts(here, "save_model", model)
         if push_to_hub is None:
             accel_ckpt.save_gathered_model(
                 strategy.exported_state(model),
@@ -456,6 +472,11 @@ def load_state(
             f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out; objects that "
             "were registered as trusted need trust_custom_objects=True."
         )
+    here.process.all_take_part(
+        "load_state",
+        "Every rank restores its own state, and all must succeed: call load_state() on all processes, not inside "
+        "`if accelerator.is_main_process:`.",
+    )
     here.saver.make_room()
     found: list[Saved] = []
 

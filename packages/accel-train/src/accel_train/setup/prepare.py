@@ -49,6 +49,7 @@ def prepare(here: Prepared, objects: Sequence[Any], device_placement: list[bool]
         )
     found = _Objects(here, list(objects), device_placement)
     found.check()
+    found.meet()
     found.loaders()
     found.models_and_optimizers()
     found.schedulers()
@@ -88,6 +89,16 @@ class _Objects:
                 self._fresh.append(place)
         self._check_together()
         self._check_optimizers()
+
+    def meet(self) -> None:
+        """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
+        models = [model for model in self._new.values() if self._strategy.needs_all_ranks(model)]
+        loaders = [
+            item for place in self._of_kind(DataLoader) if _is_new(self._here, item := self.results[place])
+        ]
+        if models or loaders:
+            names = [type(item).__name__ for item in (*models, *loaders)]
+            _meet(self._here, "prepare", names, shared=bool(models))
 
     def loaders(self) -> None:
         new: list[Any] = []
@@ -300,15 +311,38 @@ def prepare_loader(
     here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
 ) -> PreparedLoader:
     """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
+    if _is_new(here, loader):
+        _meet(here, "prepare_data_loader", [type(loader).__name__])
     prepared = _own_part(here, loader, placed, slice_fn)
     if prepared is not loader:
         check_lengths(here.plan.strategy.batch, [prepared])
     return prepared
 
 
-def _own_part(here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None) -> PreparedLoader:
+def _is_new(here: Prepared, loader: DataLoader[Any]) -> bool:
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
-    if any(loader is known or epoch is known.epoch_state for known in here.loaders):
+    return not any(loader is known or epoch is known.epoch_state for known in here.loaders)
+
+
+def _meet(here: Prepared, operation: str, names: Sequence[str], *, shared: bool = False) -> None:
+    """Wait until all ranks call `operation`.
+
+    Args:
+        here: what is prepared.
+        operation: its name.
+        names: of what is prepared, for the message.
+        shared: ranks hold parts or copies of it; else they share out the batches of loaders alone.
+    """
+    if shared or here.plan.strategy.batch.size > 1:
+        here.process.all_take_part(
+            operation,
+            f"All ranks must prepare {', '.join(names)}, because they work on it together: move the call out of "
+            "`if accelerator.is_main_process:`, or leave unprepared what one rank uses alone.",
+        )
+
+
+def _own_part(here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None) -> PreparedLoader:
+    if not _is_new(here, loader):
         return loader  # type: ignore[return-value]
     prepared = prepare_for_ranks(
         loader,

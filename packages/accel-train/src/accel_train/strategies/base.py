@@ -366,6 +366,10 @@ class Strategy:
         """Whether all ranks hold the parameters of a prepared model, and what optimizers derive from them, alike."""
         return False
 
+    def needs_all_ranks(self, model: nn.Module) -> bool:
+        """Whether to prepare a `model` is a collective, so that all ranks must call."""
+        return self.capabilities.needs_process_group
+
     def is_outdated(self, model: nn.Module) -> bool:
         """Whether a prepared `model` has changed so that it must be prepared again."""
         return False

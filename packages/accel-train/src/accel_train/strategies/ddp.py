@@ -58,6 +58,11 @@ class DDPStrategy(Strategy):
         self._shared = {number for number, count in times.items() if count > 1}
         return super().prepare(parts, steps)
 
+    def needs_all_ranks(self, model: nn.Module) -> bool:
+        """Only where it is wrapped: a frozen model stays itself."""
+        wrapped = _ddp(model) is not None or is_sharded_by_script(model, self.batch)
+        return not wrapped and any(parameter.requires_grad for parameter in model.parameters())
+
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Wrap a model that has something to train; a frozen one needs no reduction and stays itself."""
         return steps.compile(self._wrap(steps.place(steps.convert(model))))

@@ -113,13 +113,18 @@ def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
         longest: characters of an error that are shown.
     """
     waited: list[str] = []
+    differing: list[str] = []
     failed: dict[str, list[str]] = {}
     for label, line in ends:
-        if waited_for_another(line):
+        if "CollectiveMismatchError: ranks disagree" in line:
+            differing.append(label)
+        elif waited_for_another(line):
             waited.append(label)
         else:
             failed.setdefault(line, []).append(label)
     lines = [f"{listed(labels)} failed too: {line[:longest]}" for line, labels in failed.items()]
+    if differing:
+        lines.append(f"{listed(differing)} raised the same error, because ranks call different collectives")
     if waited:
         lines.append(f"{listed(waited)} waited for it, and ended because it was gone")
     return lines

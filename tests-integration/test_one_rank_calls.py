@@ -1,0 +1,101 @@
+"""What all ranks must call and one rank calls alone: an error that names the call, and no hang."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_state.errors import CollectiveMismatchError
+from testkit import worlds
+
+STRATEGIES = ["ddp", "fsdp2"]
+
+
+def trained(strategy: str):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if strategy == "fsdp2" else {}
+    accelerator = Accelerator(cpu=True, **plugin)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        accelerator.backward(model(torch.randn(4, 6)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return accelerator, model, step
+
+
+def alone(strategy: str, call: str, meanwhile: str, folder: str) -> str:
+    accelerator, model, step = trained(strategy)
+    if call == "load_state":
+        accelerator.save_state(folder)
+    calls = {
+        "load_state": lambda: accelerator.load_state(folder),
+        "prepare": lambda: accelerator.prepare(nn.Linear(3, 3)),
+        "prepare a loader": lambda: accelerator.prepare(DataLoader(range(8))),
+        "get_state_dict": lambda: accelerator.get_state_dict(model),
+        "save_model": lambda: accelerator.save_model(model, folder),
+    }
+
+    if meanwhile == "steps":
+        text = ""
+        if accelerator.is_main_process:
+            with pytest.raises(CollectiveMismatchError) as refused:
+                calls[call]()
+            text = str(refused.value)
+        step()  # nothing has been sent, so the run can go on
+        accelerator.wait_for_everyone()
+        return text
+
+    def go_on() -> None:
+        if accelerator.is_main_process:
+            calls[call]()
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(CollectiveMismatchError) as caught:
+        go_on()
+    return str(caught.value)
+
+
+CASES = [
+    ("ddp", "load_state"),
+    ("ddp", "prepare"),
+    ("ddp", "prepare a loader"),
+    ("fsdp2", "load_state"),
+    ("fsdp2", "prepare"),
+    ("fsdp2", "get_state_dict"),
+    ("fsdp2", "save_model"),
+]
+
+
+@pytest.mark.parametrize("meanwhile", ["waits", pytest.param("steps", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("strategy", "call"), CASES)
+def test_a_call_on_one_rank_is_named(strategy: str, call: str, meanwhile: str, tmp_path) -> None:
+    main, other = worlds.run(alone, 2, strategy, call, meanwhile, str(tmp_path / "state"))
+    operation = call.partition(" ")[0]
+    assert re.search(rf"\b{operation}\b.*test_one_rank_calls.py:\d+|rank 0 is in {operation}", main)
+    assert "if accelerator.is_main_process" in main
+    if meanwhile == "waits":  # in a collective in which ranks compare their calls
+        assert f"rank 0: {operation} at " in other
+
+
+def frozen_alone() -> str:
+    accelerator, _, step = trained("ddp")
+    if accelerator.is_main_process:
+        teacher = accelerator.prepare(nn.Linear(3, 3).requires_grad_(False))
+        teacher(torch.ones(1, 3))
+    step()
+    accelerator.wait_for_everyone()
+    return "done"
+
+
+def test_a_frozen_model_of_one_rank_is_prepared_there_alone() -> None:
+    assert worlds.run(frozen_alone, 2) == ["done"] * 2
