@@ -79,6 +79,7 @@ __getattr__, __dir__, __all__ = attach(
             "reduce",
             "set_collective_checks",
         ),
+        "accel_state.communication.differentiable": ("gather_with_grad",),
         "accel_state.launching.watching.answers": ("training_heartbeat",),
         "accel_state.config.default_config": (
             "default_config_file",

@@ -9,6 +9,7 @@ from accel_state.communication.collectives import gather_object as gather_object
 from accel_state.communication.collectives import pad_across_processes as pad_across_processes
 from accel_state.communication.collectives import reduce as reduce
 from accel_state.communication.collectives import set_collective_checks as set_collective_checks
+from accel_state.communication.differentiable import gather_with_grad as gather_with_grad
 from accel_state.communication.scatter import Scatterer as Scatterer
 from accel_state.communication.scatter import scatter as scatter
 from accel_state.compat import convert_bytes as convert_bytes

@@ -179,7 +179,7 @@ def test_a_rank_that_has_failed_is_an_error() -> None:
     main, _ = launch(script, 2)
     assert main[0] == 1
     assert "CollectiveMismatchError" in main[2]
-    assert "rank 1 is gone (exited after ValueError: no such file)" in main[2]
+    assert "rank 1 is gone (exited after ValueError: no such file at <string>:6)" in main[2]
 
 
 def test_without_a_watchdog_every_rank_counts_as_calling() -> None:

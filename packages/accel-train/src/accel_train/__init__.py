@@ -175,6 +175,7 @@ __getattr__, __dir__, __all__ = attach(
             "pad_across_processes",
             "reduce",
         ),
+        "accel_state.communication.differentiable": ("gather_with_grad",),
         "accel_state.host.devices": ("get_current_device_type",),
         "accel_state.environment": (
             "convert_dict_to_env_variables",
@@ -293,6 +294,7 @@ __getattr__, __dir__, __all__ = attach(
             "DividedTensorError",
             "IncompatibleOptionsError",
             "MetricsShapeError",
+            "NoGradientError",
             "OptionError",
             "PrepareError",
             "StepGuardError",

@@ -159,6 +159,7 @@ from accel_state.communication.collectives import gather as gather
 from accel_state.communication.collectives import gather_object as gather_object
 from accel_state.communication.collectives import pad_across_processes as pad_across_processes
 from accel_state.communication.collectives import reduce as reduce
+from accel_state.communication.differentiable import gather_with_grad as gather_with_grad
 from accel_state.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.host.devices import get_current_device_type as get_current_device_type
@@ -203,6 +204,7 @@ from accel_train.errors import DispatchError as DispatchError
 from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
+from accel_train.errors import NoGradientError as NoGradientError
 from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.errors import StepGuardError as StepGuardError

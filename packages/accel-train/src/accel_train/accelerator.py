@@ -28,7 +28,7 @@ from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.client_lists_view import ClientListsView
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, NoGradientError, TrackerError
 from accel_train.loader_view import LoaderView
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
@@ -567,6 +567,7 @@ class Accelerator(
 
         Raises:
             AccumulationError: `num_items` is given for a part of a window only.
+            NoGradientError: the loss depends on nothing that requires a gradient.
             OptionError: automatic checkpoints of another run are in the project's folder, and were not loaded.
         """
         if not self._has_begun:
@@ -589,6 +590,15 @@ class Accelerator(
                     "not its .item() or the model's whole output."
                 ) from None
             raise
+        except RuntimeError as error:
+            if "does not require grad" not in str(error) or loss.requires_grad:
+                raise
+            raise NoGradientError(
+                f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
+                "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
+                "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
+                "torch.no_grad() or from detached tensors."
+            ) from error
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
         """Compute gradients, and update each parameter when its gradient is there (lomo-optim).

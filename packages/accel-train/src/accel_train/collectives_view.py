@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from accel_state.communication import collectives
+from accel_state.communication import collectives, differentiable
 from accel_state.world.process import PartialState
 
 __all__ = ["CollectivesView"]
@@ -22,8 +22,23 @@ class CollectivesView:
     flag_tensor: Tensor | None
 
     def gather(self, tensor: T) -> T:
-        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
+        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too.
+
+        The result has no gradient; `gather_with_grad` has one.
+        """
         gathered: T = collectives.gather(tensor)
+        return gathered
+
+    def gather_with_grad(self, tensor: T, *, ragged: bool = False) -> T:
+        """As `gather`, and gradients flow back to every rank's tensors, for a loss over the samples of all ranks.
+
+        With gradients averaged over ranks the result is that of one big batch. All ranks must use it in their loss.
+
+        Args:
+            tensor: nested tensors; those that require no gradient, such as labels, are gathered as they are.
+            ragged: allow first dimensions that differ between ranks.
+        """
+        gathered: T = differentiable.gather_with_grad(tensor, ragged=ragged)
         return gathered
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:

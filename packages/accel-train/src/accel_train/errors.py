@@ -31,6 +31,7 @@ __all__ = [
     "DividedTensorError",
     "IncompatibleOptionsError",
     "MetricsShapeError",
+    "NoGradientError",
     "OptionError",
     "PrepareError",
     "StepGuardError",
@@ -65,6 +66,10 @@ class AccumulationError(AccelError, RuntimeError):
 
 class DividedTensorError(AccelError, pickle.PicklingError):
     """One rank's part of a tensor was to be saved as if it were the whole; the message says what to call."""
+
+
+class NoGradientError(AccelError, RuntimeError):
+    """The loss of a backward pass depends on nothing that requires a gradient."""
 
 
 class StepGuardError(AccelError, RuntimeError):
