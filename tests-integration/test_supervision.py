@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from accel_state.launching.ranks.processes import group_is_alive
 from accel_state.launching.watching.monitor import CAN_WATCH
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="real-time signals and /proc of Linux")
@@ -109,3 +110,26 @@ def test_a_run_that_is_not_watched_writes_no_heartbeats(tmp_path):
     body = START + "assert accelerator._accumulator.pulse is None\nprint('off')\n"
     done = accel(tmp_path, body=body)
     assert (done.returncode, done.stdout.count("off")) == (0, 2), done.stderr
+
+
+SESSIONS = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+group = subprocess.Popen(["sleep", "600"], process_group=0)
+with open(sys.argv[1] + "/" + os.environ["RANK"], "w") as file:
+    print(child.pid, group.pid, file=file)
+if os.environ["RANK"] == "1":
+    while len(os.listdir(sys.argv[1])) < 2:
+        time.sleep(0.01)
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_children_in_sessions_of_their_own_end_with_the_launcher(tmp_path, code):
+    (tmp_path / "children").mkdir()
+    done = accel(tmp_path, body=SESSIONS, args=[str(tmp_path / "children"), str(code)])
+    assert done.returncode == code
+    pids = [int(pid) for path in (tmp_path / "children").iterdir() for pid in path.read_text().split()]
+    assert len(pids) == 4
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}") and group_is_alive(pid)]

@@ -28,7 +28,7 @@ from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.client_lists_view import ClientListsView
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, NoGradientError, TrackerError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError, explain_no_gradient
 from accel_train.loader_view import LoaderView
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
@@ -591,14 +591,8 @@ class Accelerator(
                 ) from None
             raise
         except RuntimeError as error:
-            if "does not require grad" not in str(error) or loss.requires_grad:
-                raise
-            raise NoGradientError(
-                f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
-                "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
-                "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
-                "torch.no_grad() or from detached tensors."
-            ) from error
+            explain_no_gradient(loss, error)
+            raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
         """Compute gradients, and update each parameter when its gradient is there (lomo-optim).
@@ -834,11 +828,7 @@ class Accelerator(
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""
-        if not unwrap:
-            return model.state_dict()
-        if self.num_processes > 1 and self._plan.strategy.is_divided(model):
-            checkpoint.all_hold_parts(self._prepared, "get_state_dict", model)
-        return self._plan.strategy.full_state_dict(model)
+        return checkpoint.state_dict(self._prepared, model) if unwrap else model.state_dict()
 
     def whole_parameters(self, model: nn.Module, *, write_back: bool = False) -> AbstractContextManager[None]:
         """Context in which every rank has the whole parameters of a prepared model, under every strategy.

@@ -7,6 +7,7 @@ AccelError
 ├── PrepareError (ValueError)           an object cannot be prepared as asked
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
+├── NoGradientError (RuntimeError)      the loss depends on nothing that requires a gradient
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DividedTensorError (PicklingError)  one rank's part of a tensor was to be saved as the whole
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
@@ -19,6 +20,7 @@ AccelError
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 from accel_state.errors import AccelError
 
@@ -37,6 +39,7 @@ __all__ = [
     "StepGuardError",
     "TrackerContractError",
     "TrackerError",
+    "explain_no_gradient",
 ]
 
 
@@ -94,3 +97,22 @@ class TrackerError(AccelError, RuntimeError):
 
 class TrackerContractError(AccelError, NotImplementedError):
     """A class of trackers lacks an attribute that each must have; the message names it."""
+
+
+def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
+    """Raise in the place of what torch raises for a loss without a gradient.
+
+    Args:
+        loss: of the backward pass.
+        error: that it raised.
+
+    Raises:
+        NoGradientError: that was the reason.
+    """
+    if "does not require grad" in str(error) and not loss.requires_grad:
+        raise NoGradientError(
+            f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
+            "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
+            "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
+            "torch.no_grad() or from detached tensors."
+        ) from error

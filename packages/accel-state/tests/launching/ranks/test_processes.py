@@ -8,7 +8,14 @@ import time
 
 import pytest
 
-from accel_state.launching.ranks.processes import Guardian, end_group, group_is_alive, start_command
+from accel_state.constants import RUN_FOLDER
+from accel_state.launching.ranks.processes import (
+    Guardian,
+    end_group,
+    end_strays,
+    group_is_alive,
+    start_command,
+)
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups of POSIX systems")
 CHILD = (
@@ -92,3 +99,48 @@ def test_an_inactive_guardian_does_nothing():
     assert process.poll() is None
     process.kill()
     process.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="descriptors of processes, of Linux")
+def test_what_has_inherited_the_folder_of_a_launch_ends_and_nothing_else(tmp_path):
+    mine, others = str(tmp_path / "run-1"), str(tmp_path / "run-12")
+    launched = (
+        "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+    )
+    parent = subprocess.run(  # it ends, and its child goes on in a session of its own
+        [sys.executable, "-c", launched],
+        env={**os.environ, RUN_FOLDER: mine},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    stray = int(parent.stdout)
+    spare = subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_FOLDER: mine})
+    foreign = subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_FOLDER: others})
+    try:
+        assert end_strays(mine, signal.SIGKILL, launcher=os.getpid())
+        wait_until(lambda: not group_is_alive(stray))
+        assert not end_strays(mine, 0, launcher=os.getpid())
+        assert spare.poll() is None
+        assert end_strays(mine, signal.SIGKILL)
+        assert spare.wait(10) == -signal.SIGKILL
+        assert foreign.poll() is None
+    finally:
+        spare.kill()
+        foreign.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="descriptors of processes, of Linux")
+def test_a_guardian_ends_what_has_inherited_its_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    guardian = Guardian()
+    guardian.remove(str(folder))
+    stray = subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, RUN_FOLDER: str(folder)}, start_new_session=True
+    )
+    try:
+        guardian.close()
+        assert stray.wait(10) == -signal.SIGKILL
+        assert not folder.exists()
+    finally:
+        stray.kill()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
 
 __all__ = [
-    "all_hold_parts",
     "automatic_folder",
     "load_state",
     "refuse_used_folder",
@@ -36,6 +35,7 @@ __all__ = [
     "save_model",
     "save_object",
     "save_state",
+    "state_dict",
 ]
 
 
@@ -123,7 +123,15 @@ def save_model(
         _save_model(here, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload)
 
 
-def all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
+def state_dict(here: Prepared, model: nn.Module) -> dict[str, Any]:
+    """See `Accelerator.get_state_dict`."""
+    strategy = here.plan.strategy
+    if here.process.num_processes > 1 and strategy.is_divided(model):
+        _all_hold_parts(here, "get_state_dict", model)
+    return strategy.full_state_dict(model)
+
+
+def _all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
     """Wait until all ranks call an operation that gathers a model, of which each holds a part.
 
     Raises:
@@ -159,7 +167,7 @@ def _save_model(
     _warn_of_training_weights(here, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
     if strategy.is_divided(model):
-        all_hold_parts(here, "save_model", model)
+        _all_hold_parts(here, "save_model", model)
         if push_to_hub is None:
             accel_ckpt.save_gathered_model(
                 strategy.exported_state(model),

@@ -16,18 +16,22 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Protocol
 
+from accel_state.constants import RUN_FOLDER
+
 __all__ = [
     "CommandProcess",
     "Guardian",
     "RankProcess",
     "die_with_parent",
     "end_group",
+    "end_strays",
     "group_is_alive",
     "start_command",
 ]
 
 HAS_SESSIONS = hasattr(os, "killpg") and hasattr(os, "setsid")
 _PR_SET_PDEATHSIG = 1
+_ROUNDS = 50
 
 
 class RankProcess(Protocol):
@@ -191,6 +195,45 @@ def group_is_alive(group: int) -> bool:
     return False
 
 
+def end_strays(folder: str, signum: int, *, launcher: int | None = None) -> bool:
+    """Send ``signum`` to every process that has inherited a launch's folder, whatever its group and session are.
+
+    Children of a rank that lead a session of their own are members of no group that is known. Each has the environment
+    of its rank, unless it has put that aside. Linux only, and only processes of this user.
+
+    Args:
+        folder: the value of ``RUN_FOLDER``, which no other launch has.
+        signum: the signal.
+        launcher: children of this process are left alone: ranks, which it ends itself, and spare ones.
+
+    Returns:
+        whether there was such a process.
+    """
+    marker = f"{RUN_FOLDER}={folder}".encode()
+    found = False
+    if not hasattr(os, "pidfd_open") or not os.path.isdir("/proc/self"):
+        return False
+    for name in os.listdir("/proc"):
+        if not name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            process = os.pidfd_open(int(name))  # from here on no other process is taken for this one
+            try:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    marked = marker in file.read().split(b"\0")
+                if marked and (launcher is None or _parent_of(name) != launcher):
+                    signal.pidfd_send_signal(process, signum)
+                    found = True
+            finally:
+                os.close(process)
+    return found
+
+
+def _parent_of(name: str) -> int:
+    with open(f"/proc/{name}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+
+
 class Guardian:
     """A forked process that kills the ranks' process groups if the launcher ends without having ended them.
 
@@ -223,7 +266,7 @@ class Guardian:
         self._send(f"-{group}\n")
 
     def remove(self, folder: str) -> None:
-        """Remove ``folder`` and the files in it if the launcher dies."""
+        """Remove ``folder`` and the files in it, and end what has inherited it, if the launcher dies."""
         self._send(f"~{folder}\n")
 
     def close(self) -> None:
@@ -272,6 +315,10 @@ def _guard(pipe: int) -> None:
                 time.sleep(0.05)
             end_group(group, signal.SIGKILL)
         for folder in folders:
+            for _ in range(_ROUNDS):  # a process may start another one between two of them
+                if not end_strays(os.fsdecode(folder), signal.SIGKILL):
+                    break
+                time.sleep(0.02)
             with contextlib.suppress(FileNotFoundError):  # the launcher has removed it
                 shutil.rmtree(folder)
     finally:

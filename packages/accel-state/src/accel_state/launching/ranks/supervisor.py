@@ -17,6 +17,7 @@ from accel_state.launching.ranks.processes import (
     Guardian,
     RankProcess,
     end_group,
+    end_strays,
     group_is_alive,
 )
 from accel_state.launching.ranks.signals import EXITED, SignalQueue, receive_signals
@@ -440,6 +441,8 @@ class _Group:
             member.code = -int(getattr(signal, "SIGKILL", signal.SIGTERM))
         if HAS_SESSIONS:
             _sweep({member.process.pid for member in self.members})
+        if self.monitor is not None:
+            _end_strays(str(self.monitor.folder))
         for member in self.members:
             member.output.finish(_DRAIN, self._stop_requested)
             self.guardian.forget(member.process.pid)
@@ -507,6 +510,19 @@ def _sweep(groups: set[int]) -> None:
                 end_group(group, signal.SIGKILL)
             return
         time.sleep(0.01)
+
+
+def _end_strays(folder: str) -> None:
+    """End processes that ranks have started in groups and sessions of their own."""
+    if not end_strays(folder, signal.SIGTERM, launcher=os.getpid()):
+        return
+    until = time.monotonic() + _SWEEP_GRACE
+    while end_strays(folder, 0, launcher=os.getpid()):
+        if time.monotonic() > until:
+            end_strays(folder, signal.SIGKILL, launcher=os.getpid())
+        time.sleep(0.01)
+        if time.monotonic() > until + _SWEEP_GRACE:  # blocked in the kernel
+            return
 
 
 def _shell_code(code: int) -> int:
