@@ -50,7 +50,7 @@ def gather_with_grad(tensor: Any, *, group: dist.ProcessGroup | None = None, rag
     dense = leaves and all(leaf.layout is torch.strided and not leaf.is_nested for leaf in leaves)
     if not (dense and torch.is_grad_enabled()):
         return gather(tensor, group=group, ragged=ragged)  # which refuses, on all ranks, what is not dense
-    results = iter(_Gather.apply(group, ragged, channel.rank, *leaves))
+    results = iter(_Gather.apply(group, ragged, channel.rank, *leaves))  # type: ignore[no-untyped-call]
     return recursively_apply(lambda _: next(results), tensor)
 
 

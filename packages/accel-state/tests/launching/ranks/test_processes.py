@@ -105,7 +105,7 @@ def test_an_inactive_guardian_does_nothing():
 def test_what_has_inherited_the_folder_of_a_launch_ends_and_nothing_else(tmp_path):
     mine, others = str(tmp_path / "run-1"), str(tmp_path / "run-12")
     launched = (
-        "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True)"
+        "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3).pid)"
     )
     parent = subprocess.run(  # it ends, and its child goes on in a session of its own
         [sys.executable, "-c", launched],
