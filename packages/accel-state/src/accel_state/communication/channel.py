@@ -401,10 +401,16 @@ class Channel:
         """Abort the group's pending work, which would otherwise keep this process from exiting."""
         if self.failure is None:
             self.failure = failure
-            self.wire.abort()
-            if self.wire is not self.group:  # torch's collectives, in which other ranks may wait for this one
-                end_collectives(self.group)
             atexit.register(_leave_world)
+            self.wire.abort()
+            if self.wire is self.group:
+                return failure
+            # Torch's collectives, in which other ranks may wait for this one. To reach a rank that is gone would take
+            # minutes where gloo has not connected to it yet.
+            if self._issued() and self.watchdog is not None and self.watchdog.all_live(self):
+                end_collectives(self.group)
+            else:
+                self.group.abort()
         return failure
 
     def _raise_mismatch(self, describe: Callable[[], str], local_error: BaseException | None) -> NoReturn:

@@ -42,7 +42,7 @@ from accel_state.communication.torch_collectives import (
     issued,
     not_begun,
 )
-from accel_state.errors import CollectiveMismatchError
+from accel_state.errors import AccelError, CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.signed_store import prefixed
 
@@ -312,6 +312,10 @@ class Watchdog:
             except RuntimeError as error:
                 _logger.debug("the store is gone: %s", error)
 
+    def all_live(self, channel: WatchedGroup) -> bool:
+        """Whether a collective of ``channel`` was found impossible, and no rank of it was gone then."""
+        return self._abandoned.get(channel.name) == len(channel.ranks)
+
     def ask(self, group: WatchedGroup) -> list[RankStatus]:
         """What is known of the ranks of a group; asks them for more, which they answer within ``poll_interval``.
 
@@ -357,7 +361,10 @@ class Watchdog:
         if error is None:
             self.leave("exited")
             return
-        why = self._explain_loss(error) if _LOST.search(str(error)) else None
+        lost = _LOST.search(str(error)) is not None and not isinstance(
+            error, AccelError
+        )  # which explains itself
+        why = self._explain_loss(error) if lost else None
         if why is not None:
             print(f"accel: {why}", file=sys.stderr, flush=True)
         self.leave(f"exited after {_one_line(error)} at {error_site(error) or 'an unknown line'}")
