@@ -146,10 +146,13 @@ def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
     }
     errors += [str(problem) for problem in find_contradictions(values, sources)]
     if not errors:
+        from accel_state.launching.deepspeed_file import check_deepspeed_file
         from accel_state.launching.engines import check_available
 
         try:
-            check_available(resolve(path, {}))
+            resolved = resolve(path, {})
+            check_available(resolved)
+            check_deepspeed_file(resolved)
         except AccelError as error:
             errors.append(str(error))
     return layer, errors

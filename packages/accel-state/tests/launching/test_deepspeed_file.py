@@ -7,12 +7,12 @@ import pytest
 from accel_state.config.flags import parse_flags
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError
-from accel_state.launching.engines import check_available
+from accel_state.launching.deepspeed_file import check_deepspeed_file
 
 
 def check(path, *flags):
     words = ["--use_deepspeed", "--deepspeed_config_file", str(path), *flags, "train.py"]
-    return check_available(resolve(None, {}, parse_flags(words, {})))
+    check_deepspeed_file(resolve(None, {}, parse_flags(words, {})))
 
 
 def write(tmp_path, text):

@@ -28,10 +28,11 @@ from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.client_lists_view import ClientListsView
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError, explain_no_gradient
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
 from accel_train.loader_view import LoaderView
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
+from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption

@@ -20,7 +20,6 @@ AccelError
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 from accel_state.errors import AccelError
 
@@ -39,7 +38,6 @@ __all__ = [
     "StepGuardError",
     "TrackerContractError",
     "TrackerError",
-    "explain_no_gradient",
 ]
 
 
@@ -97,22 +95,3 @@ class TrackerError(AccelError, RuntimeError):
 
 class TrackerContractError(AccelError, NotImplementedError):
     """A class of trackers lacks an attribute that each must have; the message names it."""
-
-
-def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
-    """Raise in the place of what torch raises for a loss without a gradient.
-
-    Args:
-        loss: of the backward pass.
-        error: that it raised.
-
-    Raises:
-        NoGradientError: that was the reason.
-    """
-    if "does not require grad" in str(error) and not loss.requires_grad:
-        raise NoGradientError(
-            f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
-            "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
-            "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
-            "torch.no_grad() or from detached tensors."
-        ) from error

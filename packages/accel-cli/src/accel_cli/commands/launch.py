@@ -16,6 +16,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
 from accel_state.messages import without_secrets
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
 
         return launch_on_sagemaker(resolved, Target(flags.rest[0], flags.rest[1:]))
     check_available(resolved)
+    check_deepspeed_file(resolved)
     surroundings = find_surroundings(resolved, environ)
     resolved = surroundings.resolved
     config = resolved.local()

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved
 from accel_state.errors import ConfigError
 
@@ -16,7 +15,7 @@ _OPTION = "deepspeed.hf_ds_config"
 _PRECISIONS = ("fp16", "bf16")
 
 
-def check_deepspeed_file(resolved: Resolved, config: LaunchConfig) -> None:
+def check_deepspeed_file(resolved: Resolved) -> None:
     """Check that the file is there, is JSON, and asks for no other precision than the configuration.
 
     Text in the place of a path, which DeepSpeed takes as well, is left to the run.
@@ -24,6 +23,7 @@ def check_deepspeed_file(resolved: Resolved, config: LaunchConfig) -> None:
     Raises:
         ConfigError: names the file and what is wrong.
     """
+    config = resolved.local()
     given = config.deepspeed.hf_ds_config
     if config.distributed_type != "DEEPSPEED" or given is None or not _is_path(given):
         return

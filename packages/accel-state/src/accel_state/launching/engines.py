@@ -11,7 +11,6 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
 from accel_state.config.sections.megatron_lm import UNAVAILABLE
 from accel_state.errors import ConfigError, NotAvailableError
-from accel_state.launching.deepspeed_file import check_deepspeed_file
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -52,7 +51,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
 
     Raises:
         NotAvailableError: an engine does not have an option; the message names the option, and what there is instead.
-        ConfigError: an option that goes with another engine only; DeepSpeed's own file is missing, or contradicts it.
+        ConfigError: an option that goes with another engine only.
     """
     config = resolved.config
     if isinstance(config, SageMakerConfig):
@@ -63,7 +62,6 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     _check_tpu(resolved, config)
     _check_megatron(resolved, config)
     _check_fp8(resolved, config)
-    check_deepspeed_file(resolved, config)
     return config
 
 

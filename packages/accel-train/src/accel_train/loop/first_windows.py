@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
-from accel_train.errors import AccumulationError, PrepareError
+from accel_train.errors import AccumulationError, NoGradientError, PrepareError
 from accel_train.strategies.base import Strategy
 
 __all__ = ["FirstWindows", "check_trains"]
@@ -136,3 +136,22 @@ def _ids(optimizers: Iterable[Any]) -> set[int]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
+    """Raise in the place of what torch raises for a loss without a gradient.
+
+    Args:
+        loss: of the backward pass.
+        error: that it raised.
+
+    Raises:
+        NoGradientError: that was the reason.
+    """
+    if "does not require grad" in str(error) and not loss.requires_grad:
+        raise NoGradientError(
+            f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
+            "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
+            "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
+            "torch.no_grad() or from detached tensors."
+        ) from error
