@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from accel_state.communication.torch_collectives import break_connections, counters, end_collectives
-from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, WatchedGroup, call_site
+from accel_state.communication.watchdog import GRACE, REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.messages import first_line
 from accel_state.trees import TreeSpec
@@ -40,9 +40,6 @@ _HEADER = struct.Struct("<QqQq")  # fingerprint, bytes of payload, flags, reserv
 _LOCAL_ERROR = 1
 _TEXT = 4096
 """Bytes available to each rank to describe its call when ranks disagree."""
-_GRACE = 1.0
-"""Seconds to find out which rank caused a broken connection."""
-
 _logger = logging.getLogger(__name__)
 
 Compared = Callable[[Sequence[int], str, int, str], None]
@@ -392,7 +389,7 @@ class Channel:
         if self.watchdog is None:
             failure = DistributedOperationException(f"{what}, failed: {error}")
         else:
-            proof, listing = self.watchdog.explain(self, _GRACE)
+            proof, listing = self.watchdog.explain(self, GRACE)
             kind = CollectiveMismatchError if proof else DistributedOperationException
             failure = kind(f"{what}, failed: {proof or first_line(error)}\n{listing}")
         return self._abort(failure)

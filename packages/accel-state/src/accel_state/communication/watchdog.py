@@ -48,6 +48,7 @@ from accel_state.world.signed_store import prefixed
 
 __all__ = [
     "ENDED",
+    "GRACE",
     "REPORT_AFTER",
     "RankStatus",
     "Watchdog",
@@ -89,7 +90,7 @@ _OTHER_STEPS = (
     "Usual causes: ranks make different numbers of steps (data of different lengths, a break, or an exception that one "
     "rank catches), or only some ranks call a function in which all must take part (clip_grad_norm_, evaluation)."
 )
-_GRACE = 1.0
+GRACE = 1.0
 """Seconds to find out which rank caused a broken connection."""
 _STACK_DEPTH = 16
 _PATIENCE = timedelta(seconds=10)
@@ -371,7 +372,7 @@ class Watchdog:
 
     def _explain_loss(self, error: BaseException) -> str | None:
         """Why a collective of torch lost its connections; None if no other rank is known to be the cause."""
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + GRACE
         what = f"rank {self._rank} waited at {error_site(error) or 'an unknown line'}"
         while True:
             if self._verdict is not None:

@@ -103,11 +103,8 @@ class Epoch:
             left_out: how many batches it skips. The rest of an epoch that was left after so many belongs to it.
         """
         running = self.running
-        begun = (
-            running is not None and running.yielded and running.epoch == self.iteration and not self.chosen
-        )
-        if begun and not (left_out and running is not None and running.place()[0] == left_out):
-            self.iteration += 1
+        if running is None or not left_out or running.place()[0] != left_out:
+            self.iteration = self.following()
         for follower, epoch in self.told:
             # A sampler may have given itself the next number at its end.
             if follower.epoch not in (epoch, self.iteration) and not self.chosen:

@@ -114,10 +114,9 @@ def open_own_part(
     if reading is not None:
         assert iteration.source is not None
         iteration.source = ReadingSource(iteration.source, reading)
-    states = iteration.states
-    continues = there and restored is not None and restored.is_of(loader.ranks)
-    if states is not None and continues and restored is not None and restored.reading is not None:
-        states.load(restored.reading)
+    saved = None if restored is None or not there or not restored.is_of(loader.ranks) else restored.reading
+    if iteration.states is not None and saved is not None:
+        iteration.states.load(saved)
 
 
 def _open_indexes(

@@ -14,7 +14,7 @@ from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, NoGradientError, PrepareError
 from accel_train.strategies.base import Strategy
 
-__all__ = ["FirstWindows", "check_trains"]
+__all__ = ["FirstWindows", "check_trains", "explain_no_gradient"]
 
 _MICRO_BATCHES = 16
 _EQUAL_LOSSES = 2
