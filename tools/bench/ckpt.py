@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from accel_ckpt.disk import Disk
 from accel_train import Accelerator
 
-LAYERS = 60
 BATCH = 32
 CHUNK = 1 << 24
 Samples = dict[str, list[float]]
@@ -46,10 +45,11 @@ Samples = dict[str, list[float]]
 class Training:
     """The model and its steps."""
 
-    def __init__(self, gigabytes: float, begun: bool = True) -> None:
+    def __init__(self, gigabytes: float, count: int, begun: bool = True) -> None:
         torch.manual_seed(0)
-        self.width = width = int((gigabytes * 1e9 / 3 / 4 / LAYERS) ** 0.5) // 16 * 16
-        layers: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+        self.count = count
+        self.width = width = max(16, int((gigabytes * 1e9 / 3 / 4 / count) ** 0.5) // 16 * 16)
+        layers: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(count)]
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.batch = torch.randn(BATCH, width)
@@ -75,7 +75,7 @@ class Training:
     def digests(self) -> list[str]:
         """A hash of each tensor of the state."""
         states = self.optimizer.state_dict()["state"]
-        moments = [states[index][key] for index in range(LAYERS) for key in ("exp_avg", "exp_avg_sq")]
+        moments = [states[index][key] for index in range(self.count) for key in ("exp_avg", "exp_avg_sq")]
         return [digest(tensor) for tensor in [*self.model.state_dict().values(), *moments]]
 
     def overwrite(self) -> None:
@@ -246,13 +246,15 @@ class Bare:
         contender.note("durable, s", time.perf_counter() - began)
 
 
-def load_in_new_process(name: str, gigabytes: float, folder: Path) -> float:
+def load_in_new_process(name: str, gigabytes: float, layers: int, folder: Path) -> float:
     """Seconds of the load alone in a process that has just built its model and has no optimizer states yet."""
     command = [
         sys.executable,
         __file__,
         "--gigabytes",
         str(gigabytes),
+        "--layers",
+        str(layers),
         "--load",
         name,
         "--folder",
@@ -261,8 +263,8 @@ def load_in_new_process(name: str, gigabytes: float, folder: Path) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def be_new_process(name: str, gigabytes: float, folder: Path) -> None:
-    blocking, _ = contenders(Training(gigabytes, begun=False))
+def be_new_process(name: str, gigabytes: float, layers: int, folder: Path) -> None:
+    blocking, _ = contenders(Training(gigabytes, layers, begun=False))
     [contender] = [each for each in blocking if each.name == name]
     print(timed(lambda: contender.load(folder)))
 
@@ -277,6 +279,19 @@ def read_all(folder: Path) -> float:
                 while file.readinto(buffer):
                     pass
     return time.perf_counter() - began
+
+
+def read_and_hash(folder: Path) -> float:
+    """Processor seconds to read the files of a folder once and to hash them."""
+    buffer = memoryview(bytearray(CHUNK))
+    began = time.process_time()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest = xxhash.xxh3_64()
+            with open(path, "rb", buffering=0) as file:
+                while count := file.readinto(buffer):
+                    digest.update(buffer[:count])
+    return time.process_time() - began
 
 
 def forget(folder: Path) -> None:
@@ -295,20 +310,21 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def resumed(load: Callable[[], object]) -> float:
-    """Seconds of a load in a process that has no free memory at hand, like one that has just begun."""
+def resumed(load: Callable[[], object]) -> tuple[float, float]:
+    """Seconds and processor seconds of a load in a process that has no free memory at hand, like one that has begun."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return timed(load)
+    began = processor_seconds()
+    return timed(load), processor_seconds() - began
 
 
 class Bench:
     """One run."""
 
-    def __init__(self, gigabytes: float, folder: Path, parts: str) -> None:
+    def __init__(self, gigabytes: float, layers: int, folder: Path, parts: str) -> None:
         self.folder = folder
         self.gigabytes = gigabytes
-        self.training = Training(gigabytes)
+        self.training = Training(gigabytes, layers)
         blocking, background = contenders(self.training)
         self.blocking = blocking if parts != "background" else []
         self.background = background if parts != "blocking" else []
@@ -351,11 +367,14 @@ class Bench:
             contender.note("durable, s", timed(lambda: contender.save(path)))
         if contender.resumes:
             read_all(path)
-            contender.note("load warm, s", resumed(lambda: contender.load(path)))
-            in_new = load_in_new_process(contender.name, self.gigabytes, path)
+            contender.note("read and hash once, processor s", read_and_hash(path))
+            seconds, of_processor = resumed(lambda: contender.load(path))
+            contender.note("load warm, s", seconds)
+            contender.note("load warm, processor s", of_processor)
+            in_new = load_in_new_process(contender.name, self.gigabytes, self.training.count, path)
             contender.note("load warm in a new process, s", in_new)
             forget(path)
-            contender.note("load cold, s", resumed(lambda: contender.load(path)))
+            contender.note("load cold, s", resumed(lambda: contender.load(path))[0])
             forget(path)
             contender.note("read once cold, s", read_all(path))
         if check:
@@ -401,6 +420,7 @@ def cell(values: list[float] | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--layers", type=int, default=60, help="each a weight and its two moments")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", choices=("all", "blocking", "background"), default="all")
     parser.add_argument(
@@ -410,15 +430,16 @@ def main() -> int:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.load is not None:
-        be_new_process(arguments.load, arguments.gigabytes, arguments.folder)
+        be_new_process(arguments.load, arguments.gigabytes, arguments.layers, arguments.folder)
         return 0
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
-        bench = Bench(arguments.gigabytes, Path(folder), arguments.parts)
+        bench = Bench(arguments.gigabytes, arguments.layers, Path(folder), arguments.parts)
         for number in range(arguments.rounds + 1):
             bench.round(check=number == 0)
             if number == 0:
                 bench.forget_samples()
-    print(f"width {bench.training.width}, batch {BATCH}, {os.cpu_count()} cores, {arguments.rounds} rounds")
+    size = f"{arguments.layers} layers, width {bench.training.width}, batch {BATCH}"
+    print(f"{size}, {os.cpu_count()} cores, {arguments.rounds} rounds")
     report("While the caller waits", [*bench.blocking, bench.bare])
     report("In the background", bench.background)
     return 0

@@ -1,5 +1,8 @@
 """Reads of boxes: right values from any box into any target, and no more bytes than are needed."""
 
+import mmap
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -15,18 +18,31 @@ from accel_ckpt.loading.box_reads import BoxRead, read_boxes, spans
 from accel_ckpt.saving.writer import write_safetensors
 
 
-@pytest.fixture
-def read_bytes(monkeypatch):
+@pytest.fixture(params=["mapped", "read"])
+def read_bytes(request, monkeypatch):
     """Bytes of each request."""
     requests = []
-    original = box_reads.read_into
+    read, fetch = box_reads.read_into, box_reads.populate
 
-    def counting(file, view, path):
+    def reading(file, view, path):
         requests.append(len(view))
-        original(file, view, path)
+        read(file, view, path)
 
-    monkeypatch.setattr(box_reads, "read_into", counting)
+    def fetching(mapped):
+        if request.param == "read":
+            return False
+        assert mapped.data_ptr() % mmap.PAGESIZE == 0
+        requests.append(mapped.numel())
+        return fetch(mapped)
+
+    monkeypatch.setattr(box_reads, "read_into", reading)
+    monkeypatch.setattr(box_reads, "populate", fetching)
     return requests
+
+
+def exactly(nbytes):
+    """A request of so many bytes, from the beginning of a page if the file is mapped."""
+    return pytest.approx(nbytes + mmap.PAGESIZE / 2, abs=mmap.PAGESIZE / 2)
 
 
 def entry_of(path, tensor):
@@ -48,8 +64,8 @@ limits = st.tuples(
 )
 
 
-@given(cases(), limits, st.sampled_from([torch.float32, torch.float64]), st.booleans())
-def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strided):
+@given(cases(), limits, st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.booleans())
+def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strided, mapped):
     shape, box = case
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     entry = entry_of(tmp_path_factory.getbasetemp() / "any.safetensors", whole)
@@ -59,6 +75,8 @@ def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strid
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("_REQUEST", "_GAP", "_SMALL"), limits, strict=True):
             patch.setattr(box_reads, name, value)
+        if not mapped:  # as where the kernel cannot fetch mapped files
+            patch.setattr(box_reads, "populate", lambda part: False)
         read_boxes([BoxRead(entry, box, into)])
     assert torch.equal(into, whole[box.slices].to(dtype))
 
@@ -70,7 +88,7 @@ def test_small_tensors_that_are_side_by_side_are_one_request(tmp_path, read_byte
     into = {name: torch.zeros(64) for name in tensors}
     read_boxes(BoxRead(entries[name], Box((0,), (64,)), into[name]) for name in tensors)
     assert all(torch.equal(into[name], tensors[name]) for name in tensors)
-    assert read_bytes == [100 * 256]
+    assert read_bytes == [exactly(100 * 256)]
 
 
 def test_rows_are_read_without_the_others(tmp_path, read_bytes):
@@ -79,7 +97,7 @@ def test_rows_are_read_without_the_others(tmp_path, read_bytes):
     into = torch.zeros(1024, 1024)
     read_boxes([BoxRead(entry, Box((1024, 0), (1024, 1024)), into)])
     assert torch.equal(into, whole[1024:2048])
-    assert sum(read_bytes) == into.nbytes
+    assert into.nbytes <= sum(read_bytes) <= into.nbytes + mmap.PAGESIZE * len(read_bytes)
 
 
 def test_columns_with_large_gaps_are_read_without_them_and_small_gaps_along(tmp_path, read_bytes):
@@ -88,7 +106,7 @@ def test_columns_with_large_gaps_are_read_without_them_and_small_gaps_along(tmp_
     into = torch.zeros(8, 1 << 15)
     read_boxes([BoxRead(entry, Box((0, 1 << 16), (8, 1 << 15)), into)])
     assert torch.equal(into, whole[:, 1 << 16 : 3 << 15])
-    assert read_bytes == [into.nbytes // 8] * 8
+    assert read_bytes == [exactly(into.nbytes // 8)] * 8
     read_bytes.clear()
     near = torch.zeros(8, (1 << 17) - 16)
     read_boxes([BoxRead(entry, Box((0, 16), (8, (1 << 17) - 16)), near)])
@@ -103,7 +121,7 @@ def test_no_request_is_larger_than_the_limit(tmp_path, read_bytes):
     read_boxes([BoxRead(entry, Box((0,), (5_000_000,)), into)])
     assert torch.equal(into, whole)
     assert max(read_bytes) <= 1 << 24
-    assert sum(read_bytes) == into.nbytes
+    assert into.nbytes <= sum(read_bytes) <= into.nbytes + mmap.PAGESIZE * len(read_bytes)
 
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path):
@@ -112,6 +130,27 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path):
         file.truncate(200)
     with pytest.raises(CorruptCheckpointError, match=r"a\.safetensors ended while it was read"):
         read_boxes([BoxRead(entry, Box((0,), (100,)), torch.zeros(100))])
+
+
+def test_values_that_the_file_does_not_align_are_read(tmp_path):
+    entry = entry_of(tmp_path / "a.safetensors", torch.arange(100.0))
+    into = torch.zeros(98)
+    loose = entry._replace(dtype=torch.float32, shape=(99,), offset=entry.offset + 2, nbytes=396)
+    read_boxes([BoxRead(loose, Box((1,), (98,)), into)])
+    expected = torch.arange(100.0).view(torch.uint8)[6:398].clone().view(torch.float32)
+    assert torch.equal(into, expected)
+
+
+def test_many_files_are_open_one_at_a_time(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    entries = [entry_of(tmp_path / f"{i}.safetensors", torch.full((3,), float(i))) for i in range(100)]
+    into = torch.zeros(100, 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limit[1]))
+    try:
+        read_boxes(BoxRead(e, Box((0,), (3,)), row) for e, row in zip(entries, into, strict=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert torch.equal(into[:, 0], torch.arange(100.0))
 
 
 def test_autograd_notices_that_values_changed(tmp_path):

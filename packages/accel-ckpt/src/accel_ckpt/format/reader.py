@@ -29,7 +29,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
-from accel_ckpt.memory import Arena, MappedFile, populate
+from accel_ckpt.memory import Arena, MappedFile, map_file, populate
 from accel_ckpt.tensor_storage import (
     DTYPES,
     METADATA_KEYS,
@@ -236,7 +236,7 @@ class MappedShard:
             CorruptCheckpointError: it has another checksum.
         """
         content = torch.frombuffer(self._map(), dtype=torch.uint8)
-        check_digest(self.header.file, _mapped_digest(content) or file_digest(self.header.file), xxh3)
+        check_digest(self.header.file, _mapped_digest(content) or _read_digest(self.header.file), xxh3)
 
     def again(self) -> MappedShard:
         """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
@@ -335,7 +335,18 @@ def check_digest(path: Path, found: str, expected: str | None) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The xxh3 checksum of a file."""
+    """The xxh3 checksum of a file.
+
+    It is hashed where it is mapped, which saves copying it, or read if the kernel cannot fetch mapped files ahead.
+    """
+    try:
+        content = map_file(path, path.stat().st_size)
+    except (OSError, ValueError):  # empty, or of a file system that maps nothing
+        return _read_digest(path)
+    return _mapped_digest(content) or _read_digest(path)
+
+
+def _read_digest(path: Path) -> str:
     size = path.stat().st_size
     window = [memoryview(bytearray(min(_CHUNK, size))) for _ in range(2 * _READERS)]
 

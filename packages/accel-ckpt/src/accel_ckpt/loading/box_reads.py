@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,8 @@ import torch
 
 from accel_ckpt.format.reader import TensorEntry, read_into
 from accel_ckpt.geometry import Box
-from accel_ckpt.tensor_storage import as_bytes
+from accel_ckpt.memory import map_file, populate
+from accel_ckpt.tensor_storage import as_bytes, copy_values
 
 __all__ = ["BoxRead", "FileSpans", "read_boxes", "spans"]
 
@@ -57,7 +59,12 @@ def spans(read: BoxRead, gap: int) -> FileSpans | None:
     """
     if isinstance(read.content, torch.Tensor) or not read.box.volume:
         return None
-    entry, size = read.content, read.content.dtype.itemsize
+    return FileSpans(read.content.file, list(_spans(read, gap)))
+
+
+def _spans(read: BoxRead, gap: int) -> Iterator[tuple[int, int]]:
+    entry = _entry(read)
+    size = entry.dtype.itemsize
     strides = _strides(entry.shape)
     run, outer = _run(read)
     # Dimensions whose runs are close to each other make one span; the others are gone through.
@@ -69,7 +76,7 @@ def spans(read: BoxRead, gap: int) -> FileSpans | None:
         begin + size * sum(i * s for i, s in zip(index, strides, strict=False))
         for index in itertools.product(*map(range, read.box.sizes[:outer]))
     )
-    return FileSpans(entry.file, [(start, start + run * size) for start in starts])
+    return ((start, start + run * size) for start in starts)
 
 
 class _Copy(NamedTuple):
@@ -98,22 +105,68 @@ def read_boxes(reads: Iterable[BoxRead]) -> None:
         wanted.sort(key=lambda read: (str(_entry(read).file), _begin(read)))
         batches = list(_batches(wanted))
         if len(batches) < 2:
-            for batch in batches:
-                _copy(_read(batch))
+            for batch, mapped in _with_files(batches):
+                _copy(_values(batch, mapped))
             return
         pending: deque[Future[list[_Copy]]] = deque()
         with ThreadPoolExecutor(_READERS) as readers:
-            for batch in batches:
+            for batch, mapped in _with_files(batches):
                 if len(pending) == _READERS:
                     _copy(pending.popleft().result())
-                pending.append(readers.submit(_read, batch))
+                pending.append(readers.submit(_values, batch, mapped))
             for future in pending:
                 _copy(future.result())
 
 
 def _copy(copies: Iterable[_Copy]) -> None:
     for into, values in copies:
-        into.copy_(values)
+        copy_values(into, values)
+
+
+def _with_files(batches: Iterable[list[BoxRead]]) -> Iterator[tuple[list[BoxRead], torch.Tensor | None]]:
+    """Each batch with its file, mapped: from there values are copied once, and to their place.
+
+    It is ``None`` where a file cannot be mapped; reading it says why, if it cannot be read either.
+    """
+    for path, of_one_file in itertools.groupby(batches, lambda batch: _entry(batch[0]).file):
+        try:
+            mapped = map_file(path, path.stat().st_size)
+        except (OSError, ValueError):
+            mapped = None
+        for batch in of_one_file:
+            yield batch, mapped
+
+
+def _values(batch: Sequence[BoxRead], mapped: torch.Tensor | None) -> list[_Copy]:
+    """What a batch wants: as views of the mapped file once they are in memory, or else read."""
+    if mapped is not None and _fetch(batch, mapped):
+        return [_Copy(read.into, _view(read, mapped)) for read in batch]
+    return _read(batch)
+
+
+def _fetch(batch: Sequence[BoxRead], mapped: torch.Tensor) -> bool:
+    """Bring what a batch wants of a mapped file into memory; runs that are close to each other at once."""
+    for read in batch:
+        entry = _entry(read)
+        if entry.offset % entry.dtype.itemsize or entry.offset + entry.nbytes > len(mapped):
+            return False
+    ranges = sorted(one for read in batch for one in _spans(read, _GAP))
+    begin, end = ranges[0]
+    for following in (*ranges[1:], None):
+        if following is not None and following[0] - end <= _GAP:
+            end = max(end, following[1])
+            continue
+        if not populate(mapped[begin // mmap.PAGESIZE * mmap.PAGESIZE : end]):
+            return False
+        if following is not None:
+            begin, end = following
+    return True
+
+
+def _view(read: BoxRead, mapped: torch.Tensor) -> torch.Tensor:
+    entry = _entry(read)
+    whole = mapped[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+    return whole if read.box.sizes == tuple(entry.shape) else whole[read.box.slices]
 
 
 def _entry(read: BoxRead) -> TensorEntry:
