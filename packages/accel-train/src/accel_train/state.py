@@ -291,6 +291,7 @@ class GradientState:
         assert gradient_accumulation_plugin is not None
         self._accumulator = accumulator
         self._ledger = ledger
+        ledger.gradient_state = self
         self._plugin = gradient_accumulation_plugin
 
     @property
