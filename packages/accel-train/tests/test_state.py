@@ -100,3 +100,8 @@ def test_clients_may_write_what_a_state_answers():
 def test_a_state_is_made_by_an_accelerator_only(arguments):
     with pytest.raises(StateError, match=rf"Accelerator\({next(iter(arguments))}=…\)"):
         AcceleratorState(**arguments)
+
+
+def test_an_unknown_attribute_is_missed_in_the_state_that_was_asked():
+    with pytest.raises(AttributeError, match="'AcceleratorState' object has no attribute 'other'"):
+        _ = Accelerator(cpu=True).state.other

@@ -116,7 +116,10 @@ class AcceleratorState:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_process_state", "_strategy"):
             raise AttributeError(name)
-        return getattr(self._process_state, name)
+        try:
+            return getattr(self._process_state, name)
+        except AttributeError as error:
+            raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}: {error}") from None
 
     @property
     def initialized(self) -> bool:

@@ -42,4 +42,4 @@ def _torchdata_class() -> type[Any] | None:
 
 def _empty(kind: type[Any]) -> Any:
     """An object to be filled with a state."""
-    return kind.__new__(kind)
+    return object.__new__(kind)
