@@ -42,6 +42,11 @@ __getattr__, __dir__, __all__ = _answer(
         "accel_cli.as_accelerate.extras.launch": (
             "PrepareForLaunch",
         ),
+        "accel_cli.as_accelerate.extras.launch_environment": (
+            "prepare_deepspeed_cmd_env",
+            "prepare_multi_gpu_env",
+            "prepare_simple_launcher_cmd_env",
+        ),
         "accel_train": (
             "AORecipeKwargs",
             "AutocastKwargs",
