@@ -53,7 +53,9 @@ def test_a_namespace_is_filled_from_the_file(tmp_path):
 
 
 def test_commands_of_typer_are_parsed_by_argparse():
-    args = commands.estimate_command_parser().parse_args(["gpt2", "--dtypes", "float16", "int8", "--batch-size", "3"])
+    args = commands.estimate_command_parser().parse_args(
+        ["gpt2", "--dtypes", "float16", "int8", "--batch-size", "3"]
+    )
     assert (args.model_name, args.dtypes, args.batch_size) == ("gpt2", ["float16", "int8"], 3)
     parser = argparse.ArgumentParser()
     commands.env_command_parser(parser.add_subparsers())
@@ -79,7 +81,9 @@ def test_a_namespace_runs_the_command(monkeypatch, capsys):
 
 def test_nothing_to_run_on_a_pod_is_an_error():
     with pytest.raises(ConfigError, match="--command"):
-        commands.tpu_command_launcher(commands.tpu_command_parser().parse_args(["--tpu_name", "pod", "--debug"]))
+        commands.tpu_command_launcher(
+            commands.tpu_command_parser().parse_args(["--tpu_name", "pod", "--debug"])
+        )
 
 
 # Configurations
@@ -115,16 +119,24 @@ def test_a_job_has_a_configuration_of_its_own(tmp_path):
 
 
 def test_options_of_fsdp_1_become_those_of_2(tmp_path, caplog):
-    old = {"num_processes": 2, "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True}}
+    old = {
+        "num_processes": 2,
+        "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True},
+    }
     new = commands.convert_config_to_fsdp2(old)
-    assert new == {"num_processes": 2, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}}
+    assert new == {
+        "num_processes": 2,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+    }
     assert "fsdp_use_orig_params" in old["fsdp_config"]
     assert commands.convert_config_to_fsdp2(new) == new
     assert "already" in caplog.text
     (tmp_path / "out.yaml").touch()
     parser = commands.to_fsdp2_command_parser()
     with pytest.raises(FileExistsError, match="--overwrite"):
-        commands.to_fsdp2_command(parser.parse_args(["--config_file", "x.yaml", "--output_file", str(tmp_path / "out.yaml")]))
+        commands.to_fsdp2_command(
+            parser.parse_args(["--config_file", "x.yaml", "--output_file", str(tmp_path / "out.yaml")])
+        )
     with pytest.raises(FileNotFoundError):
         commands.to_fsdp2_command(parser.parse_args(["--config_file", str(tmp_path / "none.yaml")]))
 
@@ -135,7 +147,9 @@ def test_options_of_fsdp_1_become_those_of_2(tmp_path, caplog):
 def test_one_process_is_started_as_a_launch_starts_it(tmp_path):
     script = tmp_path / "x.py"
     script.touch()
-    args = launch.launch_command_parser().parse_args(["--cpu", "--mixed_precision", "bf16", str(script), "--lr", "1"])
+    args = launch.launch_command_parser().parse_args(
+        ["--cpu", "--mixed_precision", "bf16", str(script), "--lr", "1"]
+    )
     command, environment = launch_environment.prepare_simple_launcher_cmd_env(args)
     assert command == [sys.executable, str(script), "--lr", "1"]
     assert (environment["ACCELERATE_USE_CPU"], environment["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
@@ -164,7 +178,9 @@ def test_deepspeed_is_started_by_torchrun_unless_it_has_a_hostfile():
 
 
 def test_options_of_a_script_are_typed():
-    found = launch_environment._convert_nargs_to_dict(["--name", "x", "--train", "False", "--steps", "3", "--lr", "5e-5"])
+    found = launch_environment._convert_nargs_to_dict(
+        ["--name", "x", "--train", "False", "--steps", "3", "--lr", "5e-5"]
+    )
     assert found == {"name": "x", "train": False, "steps": 3, "lr": 5e-5}
     with pytest.raises(ValueError, match="--train"):
         launch_environment._convert_nargs_to_dict(["--train", "--steps", "3"])

@@ -23,7 +23,9 @@ def add_option(parser: argparse.ArgumentParser, flags: Sequence[str], **settings
     """
     plain = [flag for flag in flags if not flag.startswith("--")]
     shown = [flag for flag in flags if flag.startswith("--")]
-    spelled = {f"--{name}" for flag in shown for name in (flag[2:].replace("-", "_"), flag[2:].replace("_", "-"))}
+    spelled = {
+        f"--{name}" for flag in shown for name in (flag[2:].replace("-", "_"), flag[2:].replace("_", "-"))
+    }
     words = [*plain, *shown, *sorted(spelled.difference(shown))]
     name = next(iter(shown or plain)).lstrip("-").replace("-", "_")
     action = parser.add_argument(*words, dest=name, **settings)

@@ -233,7 +233,9 @@ def _installation(args: argparse.Namespace) -> list[str]:
 
 
 def _commands(tpu: TpuSection) -> list[str]:
-    lines = [] if tpu.command_file is None else Path(tpu.command_file).read_text(encoding="utf-8").splitlines()
+    lines = (
+        [] if tpu.command_file is None else Path(tpu.command_file).read_text(encoding="utf-8").splitlines()
+    )
     found = [line for line in (*lines, *(tpu.commands or ())) if line.strip()]
     if not found:
         raise ConfigError("there is nothing to run; pass --command or --command_file")
