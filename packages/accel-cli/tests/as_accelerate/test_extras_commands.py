@@ -16,7 +16,8 @@ from testkit import worlds
 
 
 def test_values_have_the_type_of_their_option():
-    line = "--num-processes 2 --multi_gpu --fsdp_offload_params false --fsdp_min_num_params 1e8 --gpu_ids all x.py --lr 1"
+    line = "--num-processes 2 --multi_gpu --fsdp_offload_params false --fsdp_min_num_params 1e8 --gpu_ids all"
+    line += " x.py --lr 1"
     args = launch.launch_command_parser().parse_args(line.split())
     assert (args.num_processes, args.multi_gpu, args.use_fsdp) == (2, True, False)
     assert (args.fsdp_offload_params, args.fsdp_min_num_params, args.gpu_ids) == (False, 10**8, "all")
@@ -131,11 +132,12 @@ def test_options_of_fsdp_1_become_those_of_2(tmp_path, caplog):
     assert "fsdp_use_orig_params" in old["fsdp_config"]
     assert commands.convert_config_to_fsdp2(new) == new
     assert "already" in caplog.text
-    (tmp_path / "out.yaml").touch()
+    target = tmp_path / "out.yaml"
+    target.touch()
     parser = commands.to_fsdp2_command_parser()
     with pytest.raises(FileExistsError, match="--overwrite"):
         commands.to_fsdp2_command(
-            parser.parse_args(["--config_file", "x.yaml", "--output_file", str(tmp_path / "out.yaml")])
+            parser.parse_args(["--config_file", "x.yaml", "--output_file", str(target)])
         )
     with pytest.raises(FileNotFoundError):
         commands.to_fsdp2_command(parser.parse_args(["--config_file", str(tmp_path / "none.yaml")]))

@@ -106,7 +106,7 @@ def shapes():
     checked = operations.chained_operation(
         operations.verify_operation(lambda tensor: gather(tensor).sum().item())
     )
-    with pytest.raises(DistributedOperationException, match="while calling .*rank 1: "):
+    with pytest.raises(DistributedOperationException, match=r"while calling .*rank 1: "):
         checked(torch.ones(rank + 1))
     return shape.tolist(), operations.TENSOR_INT_TO_DTYPE[number], checked(torch.ones(2))
 
@@ -149,7 +149,7 @@ def test_devices():
 
 def test_what_needs_deepspeed_says_so(monkeypatch):
     monkeypatch.setattr(names, "is_deepspeed_available", lambda: False)
-    with pytest.raises(ImportError, match="train_with_it.*pip install deepspeed"):
+    with pytest.raises(ImportError, match=r"train_with_it.*pip install deepspeed"):
         names.deepspeed_required(named("train_with_it"))()
     monkeypatch.setattr(names, "is_deepspeed_available", lambda: True)
     assert names.deepspeed_required(named("x"))() == "ran"

@@ -32,6 +32,7 @@ class ConvertOutputsToFp32:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return convert_to_fp32(self.function(*args, **kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -55,8 +55,8 @@ def parser_of(app: App, name: str, subparsers: Any = None) -> argparse.ArgumentP
 def _add(parser: argparse.ArgumentParser, param: Any) -> None:
     about = (getattr(param, "help", None) or "").replace("%", "%%")
     if param.param_type_name == "argument":
-        several = {"nargs": "*"} if param.nargs == -1 else {} if param.required else {"nargs": "?"}
-        parser.add_argument(param.name, help=about, **several)
+        words = "*" if param.nargs == -1 else None if param.required else "?"
+        parser.add_argument(param.name, help=about, nargs=words)
     elif param.is_flag:
         add_option(parser, param.opts, action="store_true", help=about)
     elif param.multiple:

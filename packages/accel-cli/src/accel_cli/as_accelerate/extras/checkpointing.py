@@ -44,7 +44,8 @@ def save_accelerator_state(
     Args:
         output_dir: a folder that exists.
         model_states: state dicts of the models.
-        optimizers, schedulers: theirs are written.
+        optimizers: their states are written.
+        schedulers: likewise.
         dataloaders: those that continue inside an epoch (`use_stateful_dataloader`) have a state that is written.
         process_index: rank whose random states these are.
         step: kept beside them.
@@ -92,8 +93,12 @@ def load_accelerator_state(
 
     Args:
         input_dir: the folder.
-        models, optimizers, schedulers, dataloaders, scaler: what is loaded into, in the order of saving.
+        models: they are loaded into in the order of saving.
+        optimizers: likewise, built as those that were saved.
+        schedulers: likewise.
+        dataloaders: likewise those that continue inside an epoch.
         process_index: rank whose random states are restored.
+        scaler: a gradient scaler; None: there is none.
         map_location: None, "cpu" or "on_device"; values go where the parameters are in any case.
         load_kwargs: not taken.
         **load_model_func_kwargs: as for ``load_state_dict`` of a model.

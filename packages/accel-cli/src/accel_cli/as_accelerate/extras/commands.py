@@ -117,7 +117,7 @@ def merge_command(args: argparse.Namespace) -> None:
 # test
 
 
-def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
     """The flag of ``accelerate test``; ``accel test`` takes those of ``accel launch`` as well."""
     text = "Start the configured world and check it (accel test)."
     parser: argparse.ArgumentParser
@@ -200,9 +200,10 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Run commands on all machines of a TPU pod, joined as Accelerate joins them: each runs whatever became of the others.
+    """Run commands on all machines of a TPU pod.
 
-    ``accel tpu-config`` stops at the first that fails.
+    They are joined as Accelerate joins them: each runs whatever became of the others. ``accel tpu-config`` stops at the
+    first that fails.
 
     Raises:
         ConfigError: the pod has no name, or there is nothing to run.

@@ -10,7 +10,6 @@ from accel_state import default_config_file
 from accel_state.config.default_config import load_config_from_file as load
 from accel_state.config.files import layer_of, save_config
 from accel_state.config.launch import LaunchConfig as _Local
-from accel_state.config.option import Section
 from accel_state.config.sagemaker import SageMakerConfig as _Cloud
 from accel_state.config.schema import build, schema_of
 
@@ -43,7 +42,7 @@ class BaseConfig:
         ConfigError: a value is wrong.
     """
 
-    _root: ClassVar[type[Section]] = _Local
+    _root: ClassVar[type[_Local | _Cloud]] = _Local
     compute_environment: Any = _Local.compute_environment
 
     def __init__(self, **values: Any) -> None:
@@ -87,7 +86,7 @@ class BaseConfig:
 
 
 class ClusterConfig(BaseConfig):
-    """The configuration of a run on machines of one's own."""
+    """The configuration of a run on your own machines."""
 
 
 class SageMakerConfig(BaseConfig):

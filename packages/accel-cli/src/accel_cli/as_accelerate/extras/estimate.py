@@ -39,7 +39,7 @@ def create_empty_model(
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """The rows of Accelerate's table: dtype, bytes of the largest layer and of all, and those of training with Adam.
 
-    Those of training are a mapping from the parts of a step to bytes, which are -1 for integers, in which nobody trains.
+    Those of training are a mapping from the parts of a step to bytes, which are -1 for integers.
 
     Args:
         args: what the parser of ``estimate_command_parser`` returned.

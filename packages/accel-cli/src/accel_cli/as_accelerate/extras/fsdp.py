@@ -131,7 +131,9 @@ def ensure_weights_retied(
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = {id(parameters[name]) for names in find_tied_parameters(model) for name in names}
-    kept = [parameter for parameter in parameters.values() if id(parameter) in tied]  # no id is given anew
+    kept = [
+        parameter for parameter in parameters.values() if id(parameter) in tied
+    ]  # an id is not used again
     made: dict[int, Tensor] = {}
 
     def make(module: nn.Module) -> Any:

@@ -91,14 +91,15 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 def _with_index(device: torch.device) -> torch.device:
     device = torch.device(device)
-    if device.index is None and device.type not in ("cpu", "meta", "mps"):
+    index: Any = device.index
+    if index is None and device.type not in ("cpu", "meta", "mps"):
         return torch.device(device.type, torch.get_device_module(device).current_device())
     return torch.device(device.type) if device.type == "cpu" else device
 
 
 def get_parameter_device(parameter: Any) -> torch.device:
     """The device of a module's first parameter, or of its first tensor if it has none."""
-    found: Tensor | None = next(iter(parameter.parameters()), None)
+    found = next(iter(parameter.parameters()), None)
     if found is None:
         found = next(value for value in vars(parameter).values() if isinstance(value, Tensor))
     return found.device
