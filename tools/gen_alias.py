@@ -2,8 +2,9 @@
 
 ``tools/data/accelerate_modules.tsv`` lists which module of Accelerate 1.15 has which public names. Where each name is
 found here, the packages say (``import_table.py``), or ``accel_cli/as_accelerate/extras`` for what exists only for this
-purpose. A stub beside each module says the same to type checkers. Nothing is imported. Run from the repository root: ``python tools/gen_alias.py`` writes the files, ``--check``
-tells whether they are up to date, and ``--missing`` lists the names that have no counterpart.
+purpose. A stub beside each module says the same to type checkers. Nothing is imported. Run from the repository root:
+``python tools/gen_alias.py`` writes the files, ``--check`` tells whether they are up to date, and ``--missing`` lists
+the names that have no counterpart.
 """
 
 from __future__ import annotations

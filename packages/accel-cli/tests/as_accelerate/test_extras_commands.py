@@ -211,3 +211,16 @@ def test_a_script_fails_where_a_check_does(monkeypatch):
     )
     with pytest.raises(AssertionError, match="sample 3 came twice"):
         checks.check_world()
+
+
+def test_an_environment_gets_the_variables_of_a_section():
+    given = {"HOME": "/root"}
+    args = argparse.Namespace(num_processes=4, parallelism_config_tp_size=4, use_parallelism_config=True)
+    found = launch_environment.prepare_extend_env_parallelism_config(args, given)
+    assert found.items() >= {"HOME": "/root", "PARALLELISM_CONFIG_TP_SIZE": "4"}.items()
+    assert found["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert not any(name.startswith("ACCELERATE_MIXED") for name in found)
+    args = argparse.Namespace(mixed_precision="fp8", fp8_backend="te", fp8_margin=3)
+    found = launch_environment.setup_fp8_env(args, given)
+    assert found["ACCELERATE_FP8_MARGIN"] == "3"
+    assert given == {"HOME": "/root"}

@@ -224,3 +224,10 @@ def test_another_strategy_does_not_divide():
 def test_names_without_wrappers():
     given = {"_orig_mod.a._checkpoint_wrapped_module.weight": 1}
     assert fsdp.fsdp2_canonicalize_names(given) == {"a.weight": 1}
+
+
+def test_arguments_of_a_loader_are_those_of_this_torch():
+    defaults = names._PYTORCH_DATALOADER_KWARGS
+    assert (defaults["batch_size"], defaults["shuffle"], defaults["num_workers"]) == (1, None, 0)
+    assert "dataset" not in defaults
+    torch.utils.data.DataLoader([1], **defaults)

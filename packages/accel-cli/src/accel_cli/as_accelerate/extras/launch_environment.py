@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from accel_cli.as_accelerate.extras.launch import launch_words, resolve_namespace
 from accel_cli.commands.launch import target_of
-from accel_state.config.codec import rank_environment
+from accel_state.config.codec import encode, rank_environment
 from accel_state.config.flags import parse_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import schema_of
 from accel_state.environment import snapshot
 from accel_state.host.system import get_free_port
 from accel_state.launching.machines.deepspeed import deepspeed_argv, uses_deepspeed_launcher
@@ -22,8 +24,10 @@ __all__ = [
     "_convert_nargs_to_dict",
     "env_var_path_add",
     "prepare_deepspeed_cmd_env",
+    "prepare_extend_env_parallelism_config",
     "prepare_multi_gpu_env",
     "prepare_simple_launcher_cmd_env",
+    "setup_fp8_env",
 ]
 
 
@@ -99,6 +103,37 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     new = {name: value for name, value in changed.items() if environ.get(name) != value}
     argv = deepspeed_argv(config, target_of(config, _flags(args)), Host().python, new, None)
     return list(argv), dict(changed)
+
+
+def setup_fp8_env(args: argparse.Namespace, current_env: Mapping[str, str]) -> dict[str, str]:
+    """An environment with the options of fp8 that a namespace has, as ranks read them.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    return _with_section(args, current_env, "fp8")
+
+
+def prepare_extend_env_parallelism_config(
+    args: argparse.Namespace, current_env: Mapping[str, str]
+) -> dict[str, str]:
+    """An environment with the degrees of parallelism that a namespace has, as ranks read them.
+
+    Raises:
+        ConfigError: a value is wrong, or the degrees do not fit the number of processes.
+    """
+    return _with_section(args, current_env, "parallelism")
+
+
+def _with_section(args: argparse.Namespace, current_env: Mapping[str, str], section: str) -> dict[str, str]:
+    encoded = encode(resolve_namespace(args).local())
+    names = {
+        name
+        for bound in schema_of(LaunchConfig).options
+        if bound.section == section or bound.path == f"use_{section}_config"
+        for name in bound.variables
+    }
+    return {**current_env, **{name: value for name, value in encoded.items() if name in names}}
 
 
 def _flags(args: argparse.Namespace) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from accel_state import PartialState
 from accel_state.host.available import is_deepspeed_available
@@ -24,6 +26,7 @@ __all__ = [
     "SAGEMAKER_PYTHON_VERSION",
     "SAGEMAKER_PYTORCH_VERSION",
     "SAGEMAKER_TRANSFORMERS_VERSION",
+    "_PYTORCH_DATALOADER_KWARGS",
     "AmaxComputeAlgorithm",
     "Backend",
     "CPUInformation",
@@ -57,6 +60,13 @@ OptLevel = Literal["O1", "O2"]
 FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
 AmaxComputeAlgorithm = Literal["max", "most_recent"]
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+
+_PYTORCH_DATALOADER_KWARGS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in ("self", "dataset")
+}
+"""Arguments of a `DataLoader` of this PyTorch to their defaults."""
 
 SharedDict = dict
 """What attributes are shared through; one process has one dictionary."""

@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_cli.as_accelerate.extras.names": (
             "DataLoaderAdapter",
+            "_PYTORCH_DATALOADER_KWARGS",
         ),
         "accel_train": (
             "BatchSamplerShard",

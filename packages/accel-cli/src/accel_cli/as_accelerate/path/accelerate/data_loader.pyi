@@ -2,6 +2,7 @@
 
 from accel_cli.as_accelerate.extras.names import (
     DataLoaderAdapter as DataLoaderAdapter,
+    _PYTORCH_DATALOADER_KWARGS as _PYTORCH_DATALOADER_KWARGS,
 )
 from accel_train import (
     BatchSamplerShard as BatchSamplerShard,

@@ -15,8 +15,10 @@ __getattr__, __dir__, __all__ = _answer(
             "_convert_nargs_to_dict",
             "env_var_path_add",
             "prepare_deepspeed_cmd_env",
+            "prepare_extend_env_parallelism_config",
             "prepare_multi_gpu_env",
             "prepare_simple_launcher_cmd_env",
+            "setup_fp8_env",
         ),
         "accel_state": (
             "DEEPSPEED_MULTINODE_LAUNCHERS",

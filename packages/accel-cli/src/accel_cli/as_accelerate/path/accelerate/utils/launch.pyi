@@ -10,8 +10,10 @@ from accel_cli.as_accelerate.extras.launch_environment import (
     _convert_nargs_to_dict as _convert_nargs_to_dict,
     env_var_path_add as env_var_path_add,
     prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
+    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env as prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+    setup_fp8_env as setup_fp8_env,
 )
 from accel_state import (
     DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS,
