@@ -246,7 +246,7 @@ def test_wrong_types_are_named():
         accelerator.accumulate(torch.optim.SGD(model.parameters()))
     with pytest.raises(TypeError, match="DataLoader"):
         accelerator.prepare_data_loader([1, 2, 3])
-    with pytest.raises(ValueError, match=r"item 1 \(str\)"):
+    with pytest.raises(ValueError, match=r"Item at index 1 \(str\)"):
         accelerator.register_for_checkpointing(model, "text")
 
 

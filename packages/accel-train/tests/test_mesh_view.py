@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accel_state.errors import StateError
 from accel_train import Accelerator, ParallelismConfig
-from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh_view import MeshView
 from testkit import worlds
 
@@ -114,3 +115,22 @@ def test_divided_sequences():
     for missing, odd in worlds.run(divided, 2):
         assert missing.startswith("OptionError: maybe_context_parallel got 1 buffers and 0 buffer_seq_dims")
         assert "buffer of shape (3,) cannot be divided into 2 equal parts along dimension 0" in odd
+
+
+def adapt():
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+    plain = DataLoader([{"x": torch.arange(4)}], batch_size=1)
+    loader = accelerator.prepare(plain)
+    adapted = accelerator.deepspeed_ulysses_dl_adapter(loader, None)
+    with pytest.raises(PrepareError, match=r"accelerator\.prepare\(dataloader\)"):
+        accelerator.deepspeed_ulysses_dl_adapter(plain, None)
+    return adapted is loader, next(iter(adapted))["x"].tolist()
+
+
+def test_a_prepared_loader_divides_sequences_already():
+    assert worlds.run(adapt, 2) == [(True, [[0, 1]]), (True, [[2, 3]])]
+
+
+def test_whole_sequences_need_no_adapter():
+    plain = DataLoader([1])
+    assert Accelerator(cpu=True).deepspeed_ulysses_dl_adapter(plain, None) is plain

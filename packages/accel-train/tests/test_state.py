@@ -100,3 +100,27 @@ def test_clients_may_write_what_a_state_answers():
 def test_a_state_is_made_by_an_accelerator_only(arguments):
     with pytest.raises(StateError, match=rf"Accelerator\({next(iter(arguments))}=…\)"):
         AcceleratorState(**arguments)
+
+
+def test_an_unknown_attribute_is_missed_in_the_state_that_was_asked():
+    with pytest.raises(AttributeError, match="'AcceleratorState' object has no attribute 'other'"):
+        _ = Accelerator(cpu=True).state.other
+
+
+def test_a_precision_that_is_written_has_no_effect_silently():
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = "no"
+    with pytest.raises(OptionError, match=r"set up for 'no'\. Create Accelerator\(mixed_precision='bf16'\)"):
+        accelerator.state._mixed_precision = "bf16"
+    with pytest.raises(AttributeError):
+        accelerator.state.mixed_precision = "bf16"
+    assert accelerator.mixed_precision == accelerator.state._mixed_precision == "no"
+    assert AcceleratorState._shared_state["_mixed_precision"] == "no"
+
+
+def test_facts_of_the_process_are_attributes_of_the_class():
+    """Tests of clients replace them there."""
+    state = Accelerator(cpu=True).state
+    for name in ("is_main_process", "is_local_main_process", "is_last_process", "use_distributed"):
+        assert isinstance(getattr(AcceleratorState, name), property)
+        assert getattr(state, name) is getattr(state.process_state, name)

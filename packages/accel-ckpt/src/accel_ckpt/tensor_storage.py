@@ -181,7 +181,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
     aliases = tied_aliases(state_dict)
     if aliases:
         logger.warning(
-            "Names that repeat another name's tensor are left out: %s",
+            "Removed shared tensors, which are kept under their first name: %s",
             ", ".join(f"{alias} (same as {name})" for alias, name in aliases.items()),
         )
     used: set[StorageId] = set()

@@ -195,3 +195,24 @@ def test_children_find_the_command(tmp_path):
         print(done.returncode, "num_processes" in done.stdout)
     """
     assert run(tmp_path, text).stdout.split() == ["0", "True"]
+
+
+def test_type_checkers_are_told_what_is_answered(tmp_path):
+    """Every name of a stub is the object that its module gives."""
+    body = """
+        import ast, importlib, pathlib, accelerate
+        root, names = pathlib.Path(accelerate.__file__).parent, 0
+        for stub in sorted(root.rglob("*.pyi")):
+            parts = stub.relative_to(root.parent).with_suffix("").parts
+            module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+            for node in ast.parse(stub.read_text()).body:
+                for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                    home = importlib.import_module(node.module)
+                    assert getattr(module, alias.asname) is getattr(home, alias.name), (stub, alias.name)
+                    names += 1
+        print(names > 1000, sorted(accelerate.state.__all__) == sorted(
+            alias.asname for node in ast.parse((root / "state.pyi").read_text()).body
+            if isinstance(node, ast.ImportFrom) for alias in node.names))
+    """
+    done = run(tmp_path, body)
+    assert done.stdout == "True True\n", done.stderr

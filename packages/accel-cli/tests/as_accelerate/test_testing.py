@@ -125,6 +125,8 @@ def test_a_case_forgets_the_state():
 def test_expected_exceptions():
     with testing.assert_exception(ValueError, "part"):
         raise ValueError("a part of it")
+    with testing.assert_exception(LookupError):
+        raise KeyError("one that derives from it")
     missing = pytest.raises(AssertionError, match="expected ValueError, and nothing was raised")
     with missing, testing.assert_exception(ValueError):
         pass

@@ -502,3 +502,9 @@ def test_broadcast_does_not_write_into_elements_that_share_memory(size):
         return collectives.gather(torch.tensor([PartialState().process_index])).tolist()
 
     assert worlds.run(body, 2) == [[0, 1]] * 2
+
+
+def test_one_process_says_that_nested_tensors_are_not_padded():
+    nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
+    with pytest.warns(collectives.CannotPadNestedTensorWarning):
+        assert collectives.pad_across_processes([nested])[0] is nested

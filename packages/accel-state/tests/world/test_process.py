@@ -79,7 +79,9 @@ def test_instances_share_their_attributes_and_reset_empties_them():
     PartialState.reset()
     assert not first.initialized
     assert current_state() is None
-    with pytest.raises(AttributeError, match=r"PartialState\.reset\(\) was called"):
+    with pytest.raises(
+        AttributeError, match=r"`PartialState._reset_state\(\)` was called, which is reset\(\)"
+    ):
         _ = first.num_processes
     with pytest.raises(AttributeError, match="no attribute 'nonsense'") as caught:
         _ = first.nonsense

@@ -446,11 +446,13 @@ class Accelerator(
         # It shares the epoch of `dataloader`, which is the one that checkpoints hold.
         return skip_first_batches(dataloader, num_batches)
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The model inside a prepared one; see `extract_model_from_parallel`."""
-        return unwrap(self._plan.strategy, model, keep_fp32_wrapper, keep_torch_compile)
+    def unwrap_model(self, model: T1, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> T1:
+        """The model inside a prepared one; see `extract_model_from_parallel`.
+
+        To type checkers it is of the class of `model`, as what `prepare` returns is.
+        """
+        plain = unwrap(self._plan.strategy, cast(nn.Module, model), keep_fp32_wrapper, keep_torch_compile)
+        return cast(T1, plain)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything prepared and give memory back; returns one None per object, to rebind their names."""

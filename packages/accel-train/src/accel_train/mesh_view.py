@@ -8,10 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from accel_state.errors import StateError
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
+from accel_train.data.loader import PreparedLoader
+from accel_train.errors import PrepareError
 from accel_train.plugins import ParallelismConfig
 from accel_train.setup.resolve import Plan
 from accel_train.state import AcceleratorState
@@ -90,6 +93,23 @@ class MeshView:
                 "ParallelismConfig(…)), or launch with --use_parallelism_config."
             )
         return self._plan.mesh.index(dimension)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: DataLoader[Any], model: Any) -> DataLoader[Any]:
+        """The loader whose batches hold this rank's positions of each sequence: a prepared loader is that itself.
+
+        Args:
+            dl: a loader.
+            model: not used; kept for scripts that call this after they have prepared it.
+
+        Raises:
+            PrepareError: sequences are divided among ranks (`sp_size`, `cp_size`), and the loader is not prepared.
+        """
+        if self._plan.sequence is not None and not isinstance(dl, PreparedLoader):
+            raise PrepareError(
+                f"deepspeed_ulysses_dl_adapter() got a {type(dl).__name__} that is not prepared, so its batches hold "
+                "whole sequences. Call accelerator.prepare(dataloader) first; what that returns divides them."
+            )
+        return dl
 
     def maybe_context_parallel(
         self,

@@ -67,7 +67,9 @@ class _SharedState:
 
     def __get__(self, state: AcceleratorState | None, owner: type[AcceleratorState]) -> dict[str, Any]:
         state = _newest_state if state is None else state
-        return {} if state is None else {**vars(state.process_state), **vars(state)}
+        if state is None:
+            return {}
+        return {**vars(state.process_state), **vars(state), "mixed_precision": state.mixed_precision}
 
 
 class AcceleratorState:
@@ -77,7 +79,6 @@ class AcceleratorState:
         StateError: called without arguments before there is an `Accelerator`, or with options of one.
     """
 
-    mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin
     parallelism_config: ParallelismConfig | None = None
     _shared_state = _SharedState()
@@ -105,7 +106,11 @@ class AcceleratorState:
         if process_state is None or strategy is None:
             return  # __new__ returned a state that exists
         # A strategy knows the models that it trains, and this object outlives them.
-        self.__dict__.update(decided, _process_state=process_state, _strategy=weakref.ref(strategy))
+        facts = {
+            ("_mixed_precision" if name == "mixed_precision" else name): value
+            for name, value in decided.items()
+        }
+        self.__dict__.update(facts, _process_state=process_state, _strategy=weakref.ref(strategy))
         options = strategy.options
         self._config, self._kind = options.config, strategy.distributed_type or process_state.distributed_type
         mesh = options.mesh.device_mesh
@@ -116,7 +121,10 @@ class AcceleratorState:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("_process_state", "_strategy"):
             raise AttributeError(name)
-        return getattr(self._process_state, name)
+        try:
+            return getattr(self._process_state, name)
+        except AttributeError as error:
+            raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}: {error}") from None
 
     @property
     def initialized(self) -> bool:
@@ -125,6 +133,49 @@ class AcceleratorState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, ({**vars(self), "_strategy": self._strategy()},)
+
+    @property
+    def mixed_precision(self) -> str:
+        """The numbers that models compute with: "no", "fp16", "bf16" or "fp8"."""
+        return self._mixed_precision
+
+    @property
+    def _mixed_precision(self) -> str:
+        """The same, under the name that clients of Accelerate write.
+
+        Raises:
+            OptionError: another one is written: models, scaler and loss scaling were set up for this one.
+        """
+        precision: str = vars(self)["_mixed_precision"]
+        return precision
+
+    @_mixed_precision.setter
+    def _mixed_precision(self, precision: str) -> None:
+        if precision != self._mixed_precision:
+            raise OptionError(
+                f"_mixed_precision cannot become {precision!r}: this Accelerator was set up for "
+                f"{self._mixed_precision!r}. Create Accelerator(mixed_precision={precision!r})."
+            )
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.process_state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.process_state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.process_state.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.process_state.use_distributed
 
     @property
     def process_state(self) -> PartialState:
@@ -291,6 +342,7 @@ class GradientState:
         assert gradient_accumulation_plugin is not None
         self._accumulator = accumulator
         self._ledger = ledger
+        ledger.gradient_state = self
         self._plugin = gradient_accumulation_plugin
 
     @property

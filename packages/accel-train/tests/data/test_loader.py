@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
+from accel_state.errors import StateError
 from accel_train.data import ActiveLoaders, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_train.data.sampling.batches import ShardedBatchSampler
 from accel_train.errors import DataError
@@ -426,3 +427,20 @@ def test_a_strategy_cuts_its_part_out_of_every_batch(skip):
     loader.shard_batch = lambda batch: [tensor[:, 1:] for tensor in batch]
     seen = [batch.tolist() for (batch,) in skip_first_batches(loader, skip)]
     assert seen == [[[1, 2], [4, 5]], [[7, 8], [10, 11]]][skip:]
+
+
+def test_the_loader_that_torch_iterates_is_itself(make):
+    loader = make()
+    assert loader.base_dataloader is loader
+    with pytest.raises(AttributeError):
+        _ = type(loader).base_dataloader
+
+
+def test_gradient_state_is_that_of_the_accelerator(make):
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(10), batch_size=3))
+    assert loader.gradient_state is accelerator.gradient_state
+    with pytest.raises(StateError, match="no Accelerator"):
+        _ = make().gradient_state

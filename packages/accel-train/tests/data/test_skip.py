@@ -60,6 +60,33 @@ def test_skip_data_loader():
     assert lists(SkipDataLoader(Numbers(3), batch_size=4, skip_batches=2)) == []
 
 
+def test_a_loader_that_skips_answers_as_a_prepared_one():
+    loader = SkipDataLoader(list(range(18)), batch_size=4, skip_batches=2)
+    answers = [(loader.end_of_dataloader, loader.batches_left, loader.remainder) for _ in loader]
+    assert answers == [(False, 2, 2), (False, 1, 2), (True, 0, 2)]
+
+
+@pytest.mark.parametrize("data", [list(range(20)), Numbers(20)])
+def test_a_loader_that_skips_continues_where_its_state_says(data):
+    def make():
+        return SkipDataLoader(data, 1, True, batch_size=4)
+
+    loader = make()
+    batches = iter(loader)
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    other = make()
+    other.load_state_dict(loader.state_dict())
+    assert lists(other) == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+
+
+@pytest.mark.parametrize("data", [list(range(20)), Numbers(20)])
+def test_a_loader_that_skips_can_be_prepared_and_skipped_further(data):
+    loader = SkipDataLoader(data, 2, batch_size=4)
+    assert lists(prepare(loader)) == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
+    assert lists(prepare(skip_first_batches(loader, 1))) == [[12, 13, 14, 15], [16, 17, 18, 19]]
+    assert lists(skip_first_batches(prepare(loader), 2)) == [[16, 17, 18, 19]]
+
+
 def test_plain_loaders_stay_plain():
     plain = skip_first_batches(DataLoader(list(range(16)), batch_size=4), 2)
     assert type(plain) is DataLoader

@@ -159,3 +159,18 @@ def test_an_accelerators_scheduler_waits_for_the_optimizer_that_skips():
     for scheduler in (first, second):
         scheduler.step()
     assert (steps_of(first), steps_of(second)) == (0, 1)
+
+
+def test_a_client_may_say_that_the_step_was_skipped():
+    """As code does that steps the wrapped optimizer itself; the next step says it anew."""
+    model = torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = AcceleratedOptimizer(plain)
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(plain, 1), optimizer, steps_per_call=1)
+    optimizer.step()
+    optimizer._is_overflow = True
+    scheduler.step()
+    assert (optimizer.step_was_skipped, scheduler.get_last_lr()) == (True, [1.0])
+    optimizer.step()
+    scheduler.step()
+    assert (optimizer._is_overflow, scheduler.get_last_lr()) == (False, [pytest.approx(0.1)])

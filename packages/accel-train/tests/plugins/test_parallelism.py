@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,6 +15,7 @@ from accel_train import (
     TorchTensorParallelConfig,
 )
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+from testkit import worlds
 
 
 def test_unset_degrees_are_1():
@@ -22,6 +24,45 @@ def test_unset_degrees_are_1():
     assert (config.cp_backend, config.sp_backend) == ("torch", "deepspeed")
     assert config.active_mesh_dims == []
     assert config.build_device_mesh("cpu") is None
+
+
+def test_a_mesh_is_described_without_a_world():
+    config = ParallelismConfig(dp_shard_size=4, tp_size=3, dp_replicate_size=2)
+    assert config._get_mesh() == (("dp_replicate", "dp_shard", "tp"), (2, 4, 3))
+    assert ParallelismConfig()._get_mesh() == ()
+
+
+def build(degrees):
+    import torch.distributed as dist
+
+    from accel_state import PartialState
+
+    config = ParallelismConfig(**degrees)
+    PartialState()
+    if config.total_size != dist.get_world_size():
+        with pytest.raises(IncompatibleOptionsError, match="2 processes"):
+            config.build_device_mesh("cpu")
+        return None
+    mesh = config.build_device_mesh("cpu")
+    return mesh.mesh_dim_names, tuple(mesh.shape), mesh["dp_cp"].size(), mesh["dp"].get_local_rank()
+
+
+def test_a_mesh_has_the_joint_dimensions():
+    assert worlds.run(build, 2, {"dp_shard_size": 2}) == [(("dp_shard",), (2,), 2, rank) for rank in (0, 1)]
+
+
+def test_degrees_must_fit_the_world_that_runs():
+    assert worlds.run(build, 2, {"tp_size": 4}) == [None, None]
+
+
+def test_without_a_world_torch_is_asked_for_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "torch.distributed.device_mesh.init_device_mesh",
+        lambda device, shape, mesh_dim_names: asked.append((device, shape, mesh_dim_names)) or MagicMock(),
+    )
+    ParallelismConfig(dp_replicate_size=8).build_device_mesh("cpu")
+    assert asked == [("cpu", (8,), ("dp_replicate",))]
 
 
 def test_unset_degrees_come_from_the_launcher():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.sanity.checks import CHECKS, Bench
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from accel_train import Accelerator
+
+__all__ = ["main", "run_checks"]
 
 
 def main(arguments: list[str]) -> int:
@@ -22,12 +26,34 @@ def main(arguments: list[str]) -> int:
     Returns:
         0, also if a check failed: the results tell.
     """
-    from accel_train import Accelerator, gather_object
+    from accel_train import Accelerator
 
-    folder = Path(arguments[0])
-    bench = Bench(Accelerator(), folder)
+    accelerator = Accelerator()
+    run_checks(accelerator, Path(arguments[0]))
+    accelerator.end_training()
+    return 0
+
+
+def run_checks(
+    accelerator: Accelerator, folder: Path, names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
+    """Run checks in the world of an accelerator, up to the first that fails, and write their results to a file.
+
+    Args:
+        accelerator: one that has prepared nothing.
+        folder: one that all ranks can write to.
+        names: of the checks to run; None: all.
+
+    Returns:
+        The results, the same on all ranks.
+    """
+    from accel_train import gather_object
+
+    bench = Bench(accelerator, folder)
     results: list[dict[str, Any]] = []
     for name, check in CHECKS:
+        if names is not None and name not in names:
+            continue
         began = time.perf_counter()
         problem = ""
         bench.found = ""
@@ -43,8 +69,7 @@ def main(arguments: list[str]) -> int:
             (folder / "results.json").write_text(json.dumps(results))
         if problems:
             break  # the next checks use what this one has made
-    bench.accelerator.end_training()
-    return 0
+    return results
 
 
 if __name__ == "__main__":

@@ -284,7 +284,8 @@ def pad_across_processes(
     """
     channel = PartialState().channel(group)
     if channel is None:
-        tensor_leaves(tensor)  # raise here what several ranks would raise
+        for leaf in tensor_leaves(tensor):  # raise here what several ranks would raise, and warn
+            _padded_size(leaf, dim)
         return tensor
     with channel.operation("pad_across_processes"):
         tree = _Tree.of(channel, tensor, dense=False)

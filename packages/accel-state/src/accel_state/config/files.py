@@ -25,6 +25,7 @@ __all__ = [
     "default_path",
     "find_default",
     "find_mistakes",
+    "layer_of",
     "load",
     "load_config",
     "parse_text",
@@ -181,7 +182,21 @@ def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
 def read_layer(path: str | Path) -> FileLayer:
     """Read a file as a layer of ``resolve``; errors are those of ``load_config``."""
     path = Path(path).expanduser()
-    layer, problems = _Reader(*_read(path), str(path)).read()
+    return _strict(_Reader(*_read(path), str(path)))
+
+
+def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
+    """The same for data with the keys of a file.
+
+    Args:
+        data: keys to values, in the places that they have in a file.
+        source: what to call it in messages.
+    """
+    return _strict(_Reader(data, {}, source))
+
+
+def _strict(reader: _Reader) -> FileLayer:
+    layer, problems = reader.read()
     if not problems:
         return layer
     if len(problems) == 1:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
 import socket
 import sys
-import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ __all__ = [
     "override_numa_affinity",
     "set_numa_affinity",
 ]
+
+_logger = logging.getLogger(__name__)
 
 # Below this Linux release, processes that share memory between GPUs can hang.
 _MIN_KERNEL = (5, 5, 0)
@@ -48,10 +50,9 @@ def check_os_kernel() -> None:
         return
     kernel = (int(match[1]), int(match[2]), int(match[3] or 0))
     if kernel < _MIN_KERNEL and detect(environment.snapshot()).rank == 0:
-        warnings.warn(
+        _logger.warning(
             f"the Linux kernel here is {release}; before 5.5.0 processes of a training run can hang. Update it, or "
-            "look there first if this run stops without an error",
-            stacklevel=2,
+            "look there first if this run stops without an error"
         )
 
 

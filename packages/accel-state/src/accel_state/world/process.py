@@ -136,8 +136,8 @@ class PartialState:
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attributes:
             raise AttributeError(
-                f"{type(self).__name__!r} has no attribute {name!r}: PartialState.reset() was called and no new "
-                "PartialState or Accelerator has been created since"
+                f"`PartialState` object has no attribute {name!r}. This happens if `PartialState._reset_state()` was "
+                "called, which is reset(), and no new PartialState or Accelerator has been created since"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -60,7 +60,7 @@ def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bo
         OptionError: some have no `state_dict` or no `load_state_dict`; none is added then.
     """
     wrong = [
-        f"item {index} ({type(item).__name__})"
+        f"Item at index {index} ({type(item).__name__})"
         for index, item in enumerate(objects)
         if not (
             callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
@@ -68,7 +68,7 @@ def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bo
     ]
     if wrong:
         raise OptionError(
-            f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(); {', '.join(wrong)} "
+            f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(). {', '.join(wrong)} "
             "lack one of them."
         )
     registered.extend(Registered(item, trusted) for item in objects)

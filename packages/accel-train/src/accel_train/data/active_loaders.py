@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from accel_state.errors import StateError
+
 if TYPE_CHECKING:
     from accel_state.launching.watching.heartbeat import Heartbeat
 
@@ -36,10 +38,30 @@ class ActiveLoaders:
     """
 
     pulse: Heartbeat | None = None
+    _gradient_state: weakref.ref[Any] | None = None
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._clock = 0
+
+    @property
+    def gradient_state(self) -> Any:
+        """The `GradientState` of the `Accelerator` that the record belongs to.
+
+        Raises:
+            StateError: it belongs to none, or that is gone.
+        """
+        state = None if self._gradient_state is None else self._gradient_state()
+        if state is None:
+            raise StateError(
+                "This loader belongs to no Accelerator, so it has no gradient_state. Prepare it with "
+                "accelerator.prepare(loader)."
+            )
+        return state
+
+    @gradient_state.setter
+    def gradient_state(self, state: Any) -> None:
+        self._gradient_state = weakref.ref(state)
 
     def begin(self, loader: object) -> None:
         """An iteration of `loader` begins; a loader may have several iterators at a time."""

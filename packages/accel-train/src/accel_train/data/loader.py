@@ -35,6 +35,7 @@ from accel_train.data.sampling.samplers import (
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
 from accel_train.data.stateful import is_stateful
+from accel_train.data.torchdata_instance import TorchdataInstance
 from accel_train.data.transfer import BatchTransfer, DirectTransfer
 from accel_train.data.workers import Ending
 from accel_train.ranks import Ranks
@@ -58,6 +59,15 @@ class DataLoaderStateMixin:
     def end(self) -> None:
         """An iteration is over."""
         self.ledger.end(self)
+
+
+class _Itself:
+    """An attribute of instances that is the instance; the class has none."""
+
+    def __get__(self, loader: PreparedLoader | None, owner: type[Any]) -> PreparedLoader:
+        if loader is None:
+            raise AttributeError(f"type object {owner.__name__!r} has no attribute 'base_dataloader'")
+        return loader
 
 
 class Indexes:
@@ -85,7 +95,7 @@ class Indexes:
         return {"sampler": self.sampler, "stream": None}
 
 
-class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
+class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], ABC):
     """A `torch.utils.data.DataLoader` that knows its place among the ranks; base of the two prepared kinds.
 
     Args:
@@ -117,6 +127,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     """Whether ranks can hold different numbers of batches."""
     make_iteration: type[Iteration] = Iteration
     """The class of its iterations."""
+    base_dataloader = _Itself()
+    """The loader that torch iterates, under Accelerate's name: itself, because none is wrapped."""
 
     def __init__(
         self,
@@ -182,6 +194,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         return super()._index_sampler if indexes is None else indexes
 
     # Answers about the last returned batch
+
+    @property
+    def gradient_state(self) -> Any:
+        """The `GradientState` of the `Accelerator` that the loader belongs to.
+
+        Raises:
+            StateError: it belongs to none, or that is gone.
+        """
+        return self.ledger.gradient_state
 
     @property
     def end_of_dataloader(self) -> bool:

@@ -170,7 +170,7 @@ def prepare_for_ranks(
         ArgumentTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
         DataError: options that exclude each other, or a batch size that cannot be split.
     """
-    if isinstance(dataloader, PreparedLoader):
+    if isinstance(dataloader, PreparedLoader) and not isinstance(dataloader, SkipDataLoader):
         if ledger is not None:
             dataloader.ledger = ledger
         return dataloader

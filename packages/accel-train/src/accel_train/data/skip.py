@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,41 +12,32 @@ from accel_train.data.loader import PreparedLoader
 from accel_train.data.position import check_workers, steps_to
 from accel_train.data.sampling.batches import SkipBatchSampler
 from accel_train.data.sampling.samplers import loader_options
+from accel_train.data.shard import DataLoaderShard
 from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
-class SkipDataLoader(DataLoader[Any]):
-    """A plain data loader without its first batches.
+class SkipDataLoader(DataLoaderShard):
+    """The loader of one process without its first batches: it reads all data, and answers as a prepared loader does.
+
+    `Accelerator.prepare` takes it as it takes a plain loader.
 
     Args:
         dataset: the dataset.
-        skip_batches: how many batches are read and dropped at every iteration.
-        use_stateful_dataloader: kept for scripts written for Accelerate; a plain loader has no position to
-            restore.
-        **kwargs: as for `torch.utils.data.DataLoader`.
+        skip_batches: how many batches every iteration leaves out; of a stream they are read and dropped.
+        use_stateful_dataloader: whether a loaded state continues inside the epoch.
+        **kwargs: as for `DataLoaderShard`.
     """
+
+    skips_steps = True
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
-        self.use_stateful_dataloader = use_stateful_dataloader
-
-    def __iter__(self) -> Any:
-        batches: Iterator[Any] = super().__iter__()
-        for _ in range(self.skip_batches):
-            if next(batches, _END) is _END:
-                break
-        return batches
-
-    def __len__(self) -> int:
-        return max(super().__len__() - self.skip_batches, 0)
-
-
-_END = object()
+        super().__init__(
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
+        )
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -80,10 +70,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return _skip_prepared(dataloader, num_batches)
     options = loader_options(dataloader)
     if isinstance(dataloader.dataset, IterableDataset):
-        already = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
         return SkipDataLoader(
             dataloader.dataset,
-            already + num_batches,
+            num_batches,
             batch_size=dataloader.batch_size,
             drop_last=dataloader.drop_last,
             **options,

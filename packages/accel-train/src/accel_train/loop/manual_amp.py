@@ -16,10 +16,15 @@ from accel_train.plugins import AutocastKwargs
 from accel_train.precision.registry import PRECISIONS
 from accel_train.state import AcceleratorState
 
-__all__ = ["convert_outputs_to_fp32", "get_grad_scaler", "get_mixed_precision_context_manager"]
+__all__ = [
+    "ConvertOutputsToFp32",
+    "convert_outputs_to_fp32",
+    "get_grad_scaler",
+    "get_mixed_precision_context_manager",
+]
 
 
-class _Float32Outputs:
+class ConvertOutputsToFp32:
     """A function whose float16 and bfloat16 outputs are converted to float32; an object, so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -27,15 +32,16 @@ class _Float32Outputs:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
         return convert_to_fp32(self.function(*args, **kwargs))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Float32Outputs, (self.function,)
+        return ConvertOutputsToFp32, (self.function,)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that float16 and bfloat16 tensors in its nested outputs are converted to float32."""
-    return _Float32Outputs(model_forward)
+    return ConvertOutputsToFp32(model_forward)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:

@@ -242,6 +242,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._skipped
 
     @property
+    def _is_overflow(self) -> bool:
+        """`step_was_skipped`, under the name by which clients of Accelerate also write it."""
+        return self._skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, skipped: bool) -> None:
+        self._skipped = skipped
+
+    @property
     def gradients_spent(self) -> bool:
         """Whether the gradients were stepped with and wait for `zero_grad()` to drop them."""
         return self._spent

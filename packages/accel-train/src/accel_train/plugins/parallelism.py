@@ -271,6 +271,8 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """PyTorch's mesh of the dimensions with several ranks; None if there is none. All ranks must call this.
 
+        Where no process group runs yet, PyTorch starts the one that the environment variables describe.
+
         Args:
             device_type: such as "cpu" or "cuda".
 
@@ -280,16 +282,20 @@ class ParallelismConfig:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        described = self._get_mesh()
         running = dist.is_available() and dist.is_initialized()
         wrong = misfit(self.degrees, dist.get_world_size() if running else 1)
-        if wrong is not None:
+        if running and wrong is not None:
             raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
-        used = self._enabled(*DIMENSIONS)
-        if not used:
+        if not described:
             return None
-        mesh = init_device_mesh(
-            device_type, tuple(self.degrees[name] for name in used), mesh_dim_names=tuple(used)
-        )
+        names, shape = described
+        try:
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        except ValueError as error:
+            if running:
+                raise
+            raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.") from error  # no world is described
         unions = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
@@ -297,8 +303,16 @@ class ParallelismConfig:
         }
         for name, members in unions.items():
             if members:
-                mesh[tuple(members)]._flatten(name)
+                mesh[members]._flatten(name)  # type: ignore[index]  # lists are taken as well
         return mesh
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        """Names and ranks of the dimensions with several ranks, in the order of the mesh; empty without one.
+
+        Nothing is started or asked: clients call this, under this name, to describe a mesh that they build.
+        """
+        used = self._enabled(*DIMENSIONS)
+        return (tuple(used), tuple(self.degrees[name] for name in used)) if used else ()
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh of the `Accelerator` that got this configuration, or else one that is built at the first call.

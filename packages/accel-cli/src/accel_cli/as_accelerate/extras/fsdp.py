@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accel_train.strategies.fsdp2.units import ignored_parameters
+from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.modules.ties import find_tied_parameters
+from accel_train import Accelerator, FullyShardedDataParallelPlugin
+from accel_train.errors import PrepareError
+from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
+from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import any_divided
 
-__all__ = ["get_module_class_from_name", "get_parameters_from_modules", "model_has_dtensor"]
+__all__ = [
+    "ensure_weights_retied",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
+    "get_fsdp2_grad_scaler",
+    "get_module_class_from_name",
+    "get_parameters_from_modules",
+    "model_has_dtensor",
+]
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -39,3 +57,92 @@ def get_parameters_from_modules(
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter of a model is divided among ranks (`DTensor`)."""
     return any_divided(model.parameters())
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Divide a model among ranks, and register it, as ``accelerator.prepare_model`` does.
+
+    Raises:
+        PrepareError: the accelerator uses another strategy than FSDP2.
+    """
+    if not accelerator.is_fsdp2:
+        raise PrepareError(
+            f"fsdp2_prepare_model() needs an Accelerator that uses FSDP2, and this one uses "
+            f"{accelerator.strategy.name!r}. Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())."
+        )
+    prepared: nn.Module = accelerator.prepare_model(model)
+    return prepared
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool]:
+    """What tells of a module of a model whether it becomes a unit of its own."""
+    units = set(map(id, find_units(model, fsdp2_plugin)))
+    return lambda module: id(module) in units
+
+
+def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Recompute the units of a model in backward, as ``activation_checkpointing`` of the plugin says; in place."""
+    plugin = accelerator.state.fsdp_plugin
+    checkpoint_blocks(
+        model,
+        find_units(model, plugin),
+        plugin.activation_checkpointing_offload,
+        policy_of(plugin.activation_checkpointing or True),
+    )
+    return model
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
+    """Give each rank its part of whole tensors that rank 0 has. Collective.
+
+    Args:
+        accelerator: not used; kept for the callers.
+        model: a divided model.
+        full_sd: whole tensors by name; empty on other ranks.
+        cpu_offload: parts stay in host memory.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    set_model_state_dict(model, dict(full_sd), options=options)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Names without what wrappers of checkpointing, compilation and parallelism add."""
+    return canonical_state_dict(named_params)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler for divided parameters, which PyTorch's own takes."""
+    return torch.amp.GradScaler(**kwargs)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], Any]:
+    """A function that makes a module's parameters as `param_init_fn` does, and ties those that were tied in a model.
+
+    Args:
+        param_init_fn: gives parameters of one module values, which may replace them.
+        model: the model, before.
+        device: not used; kept for the callers.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = {id(parameters[name]) for names in find_tied_parameters(model) for name in names}
+    kept = [
+        parameter for parameter in parameters.values() if id(parameter) in tied
+    ]  # an id is not used again
+    made: dict[int, Tensor] = {}
+
+    def make(module: nn.Module) -> Any:
+        before = {
+            name: id(value) for name, value in module.named_parameters(recurse=False) if id(value) in tied
+        }
+        result = param_init_fn(module)
+        for name, key in before.items():
+            setattr(module, name, made.setdefault(key, getattr(module, name)))
+        return result
+
+    return make if kept else param_init_fn

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from accel_cli.as_accelerate.extras import config
+from accel_cli.as_accelerate.extras.arguments import add_option
 from accel_cli.commands.launch import main
+from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.schema import schema_of
+from accel_state.config.merge import Resolved, resolve
+from accel_state.config.option_types import StringList
+from accel_state.config.schema import BoundOption, schema_of, value_of
+from accel_state.config.sources import Origin
 from accel_state.enums import DistributedType
-from accel_state.environment import assign, get
+from accel_state.environment import assign, get, snapshot
+from accel_state.errors import ConfigError
 
-__all__ = ["PrepareForLaunch", "launch_command", "launch_command_parser"]
+__all__ = [
+    "PrepareForLaunch",
+    "_validate_launch_command",
+    "launch_command",
+    "launch_command_parser",
+    "launch_words",
+    "resolve_namespace",
+]
 
 _SCRIPT = "training_script"
 _ARGUMENTS = "training_script_args"
+_OWN = {"config_file": True}
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -26,29 +41,46 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to become the command ``launch`` of it.
 
     Returns:
-        The parser; ``launch_command`` takes the namespace that its ``parse_args`` returns. Values stay as typed: the
-        launcher reads and checks them.
+        The parser; ``launch_command`` takes the namespace that its ``parse_args`` returns. A value has the type of
+        its option; None, or False of a flag without a value, is not given.
     """
-    text = "Start a script on one or many processes (accel launch)."
+    text = "Start a script on one or many processes (accel launch). Dashes may join words, as in --num-processes."
     parser: argparse.ArgumentParser
     if subparsers is None:
         parser = argparse.ArgumentParser("accel launch", description=text, allow_abbrev=False)
     else:
         parser = subparsers.add_parser("launch", description=text)
-    parser.add_argument("--config_file", "--config-file", default=None, metavar="FILE")
-    for name, spellings, takes_value in _flags():
-        words = sorted(
-            {*spellings, *(word.replace("_", "-") for word in spellings)}, key=lambda word: (len(word), word)
-        )
-        if takes_value:
-            parser.add_argument(*words, dest=name, default=None, metavar="VALUE")
-        else:
-            parser.add_argument(*words, dest=name, action="store_const", const=True, default=None)
+    add_option(parser, ["--config_file"], metavar="FILE")
+    for bound in schema_of(LaunchConfig).options:
+        if bound.flags:
+            _add(parser, bound)
+        for switch in bound.about.switches:
+            add_option(parser, [switch], action="store_true")
     parser.add_argument(_SCRIPT, metavar="SCRIPT")
     parser.add_argument(_ARGUMENTS, nargs=argparse.REMAINDER)
     if subparsers is not None:
         parser.set_defaults(func=launch_command)
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, bound: BoundOption) -> None:
+    if bound.about.toggle:
+        add_option(parser, bound.flags, action="store_true")
+    elif isinstance(bound.option_type, StringList):
+        add_option(parser, bound.flags, action="append", metavar="VALUE")
+    else:
+        add_option(parser, bound.flags, type=_typed(bound), metavar="VALUE")
+
+
+def _typed(bound: BoundOption) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = bound.parse(text, bound.flags[0])
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text if value is None else value  # "all" of --gpu_ids, which takes a value of a file back
+
+    return read
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -58,7 +90,7 @@ def launch_command(args: argparse.Namespace) -> None:
         SystemExit: the run failed, with its exit code.
         AccelError: a value is wrong, or the machine does not fit.
     """
-    code = main(_words(args), returns=True)
+    code = main(launch_words(args), returns=True)
     if code:
         sys.exit(code)
 
@@ -91,23 +123,63 @@ class PrepareForLaunch:
         self.launcher(*args)
 
 
-def _flags() -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Attribute of the namespace, spellings, and whether a value follows."""
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """Fill a namespace with what the configuration file and the environment say.
+
+    Returns:
+        The namespace, which is changed; the file's configuration, None without one; and whether the mixed precision
+        is the file's.
+
+    Raises:
+        ConfigError: values that are wrong, or contradict each other.
+    """
+    resolved = resolve_namespace(args)
+    here = resolved.local()
     for bound in schema_of(LaunchConfig).options:
         if bound.flags:
-            yield bound.flags[0].lstrip("-"), bound.flags, not bound.about.toggle
+            setattr(args, _name(bound.flags[0]), value_of(here, bound))
         for switch in bound.about.switches:
-            yield switch.lstrip("-"), (switch,), False
+            setattr(args, _name(switch), getattr(here, _name(switch), getattr(args, _name(switch), False)))
+    defaults = None if resolved.file is None else config.load_config_from_file(resolved.file)
+    return args, defaults, resolved.origin("mixed_precision") is Origin.FILE
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def resolve_namespace(args: argparse.Namespace) -> Resolved:
+    """The configuration of a launch that a namespace describes, with the file and the environment.
+
+    Raises:
+        ConfigError: values that are wrong, or contradict each other.
+    """
+    return resolve(getattr(args, "config_file", None), snapshot(), parse_flags(launch_words(args), _OWN))
+
+
+def launch_words(args: argparse.Namespace) -> list[str]:
+    """The command line of ``accel launch`` that a namespace stands for."""
     words = []
     values = vars(args)
     if values.get("config_file"):
         words += ["--config_file", str(values["config_file"])]
-    for name, spellings, takes_value in _flags():
-        value = values.get(name)
-        if value is None or value is False:
-            continue
-        words += [f"{spellings[0]}={value}"] if takes_value else [spellings[0]]
-    return [*words, str(values[_SCRIPT]), *map(str, values.get(_ARGUMENTS) or [])]
+    for bound in schema_of(LaunchConfig).options:
+        if bound.flags:
+            words += _words(bound, values.get(_name(bound.flags[0])))
+        words += [switch for switch in bound.about.switches if values.get(_name(switch))]
+    script = values.get(_SCRIPT)
+    return words if script is None else [*words, str(script), *map(str, values.get(_ARGUMENTS) or [])]
+
+
+def _words(bound: BoundOption, value: Any) -> list[str]:
+    flag = bound.flags[0]
+    if value is None or (value is False and bound.about.toggle):
+        return []
+    if bound.about.toggle:
+        return [flag]
+    several = isinstance(bound.option_type, StringList) and not isinstance(value, str)
+    return [
+        f"{flag}={item if isinstance(item, str) else bound.option_type.format(item)}"
+        for item in (value if several else [value])
+    ]
+
+
+def _name(flag: str) -> str:
+    """The attribute of a namespace."""
+    return flag.lstrip("-").replace("-", "_")

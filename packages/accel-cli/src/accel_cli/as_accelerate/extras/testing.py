@@ -220,13 +220,13 @@ class MockingTestCase(unittest.TestCase):
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Expect an exception of exactly this class, whose text has a part."""
+    """Expect an exception of this class or of one that derives from it, whose text has a part."""
     found: BaseException | None = None
     try:
         yield
     except BaseException as error:
         found = error
-    if type(found) is not exception_class:
+    if not isinstance(found, exception_class):
         what = "nothing was raised" if found is None else f"got {type(found).__name__}: {found}"
         raise AssertionError(f"expected {exception_class.__name__}, and {what}") from found
     if msg is not None and msg not in str(found):

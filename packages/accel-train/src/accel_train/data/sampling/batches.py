@@ -415,5 +415,5 @@ def check_split(batch_size: object, num_processes: int) -> None:
         fitting = -(-batch_size // num_processes) * num_processes
         raise DataError(
             f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
-            f"{batch_size}. Use a multiple of {num_processes} (say {fitting}), or split_batches=False."
+            f"{batch_size}. Use a round multiple of {num_processes} (say {fitting}), or split_batches=False."
         )

@@ -5,6 +5,12 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.checkpointing": (
+            "load_accelerator_state",
+            "load_custom_state",
+            "save_accelerator_state",
+            "save_custom_state",
+        ),
         "accel_train": (
             "MODEL_NAME",
             "OPTIMIZER_NAME",

@@ -5,6 +5,10 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.names": (
+            "DataLoaderAdapter",
+            "_PYTORCH_DATALOADER_KWARGS",
+        ),
         "accel_train": (
             "BatchSamplerShard",
             "DataLoaderDispatcher",

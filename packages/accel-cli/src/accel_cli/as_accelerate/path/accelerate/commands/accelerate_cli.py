@@ -5,6 +5,15 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.commands": (
+            "env_command_parser",
+            "estimate_command_parser",
+            "main",
+            "merge_command_parser",
+            "test_command_parser",
+            "to_fsdp2_command_parser",
+            "tpu_command_parser",
+        ),
         "accel_cli.as_accelerate.extras.launch": (
             "launch_command_parser",
         ),

@@ -9,6 +9,14 @@ __getattr__, __dir__, __all__ = _answer(
             "calculate_maximum_sizes",
             "init_empty_weights",
         ),
+        "accel_cli.as_accelerate.extras.commands": (
+            "estimate_command",
+            "estimate_command_parser",
+        ),
+        "accel_cli.as_accelerate.extras.estimate": (
+            "create_empty_model",
+            "gather_data",
+        ),
         "accel_train": (
             "convert_bytes",
             "is_timm_available",

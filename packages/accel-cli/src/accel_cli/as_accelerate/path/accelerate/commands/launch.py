@@ -5,16 +5,24 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.config": (
+            "SageMakerConfig",
+            "load_config_from_file",
+        ),
         "accel_cli.as_accelerate.extras.launch": (
+            "_validate_launch_command",
             "launch_command",
             "launch_command_parser",
         ),
+        "accel_cli.as_accelerate.extras.launch_environment": (
+            "prepare_deepspeed_cmd_env",
+            "prepare_multi_gpu_env",
+            "prepare_simple_launcher_cmd_env",
+        ),
         "accel_state": (
             "DEEPSPEED_MULTINODE_LAUNCHERS",
-            "SageMakerConfig",
             "TORCH_DYNAMO_MODES",
             "default_config_file",
-            "load_config_from_file",
         ),
         "accel_train": (
             "ComputeEnvironment",

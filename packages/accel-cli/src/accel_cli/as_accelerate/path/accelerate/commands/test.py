@@ -5,6 +5,10 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.commands": (
+            "test_command",
+            "test_command_parser",
+        ),
         "accel_cli.as_accelerate.extras.testing": (
             "execute_subprocess_async",
             "path_in_accelerate_package",

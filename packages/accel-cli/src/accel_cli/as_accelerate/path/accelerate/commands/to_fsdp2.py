@@ -5,6 +5,11 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.commands": (
+            "convert_config_to_fsdp2",
+            "to_fsdp2_command",
+            "to_fsdp2_command_parser",
+        ),
         "accel_state": (
             "load_config",
         ),

@@ -5,9 +5,15 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.commands": (
+            "tpu_command_launcher",
+            "tpu_command_parser",
+        ),
+        "accel_cli.as_accelerate.extras.config": (
+            "load_config_from_file",
+        ),
         "accel_state": (
             "default_config_file",
-            "load_config_from_file",
         ),
     },
 )

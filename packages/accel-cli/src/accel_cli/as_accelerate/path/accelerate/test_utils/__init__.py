@@ -60,5 +60,10 @@ __getattr__, __dir__, __all__ = _answer(
             "path_in_accelerate_package",
             "pytest_xdist_worker_id",
         ),
+        "accelerate.test_utils.scripts": (
+            "test_ops",
+            "test_script",
+            "test_sync",
+        ),
     },
 )

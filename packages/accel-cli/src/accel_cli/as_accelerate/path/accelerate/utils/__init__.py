@@ -32,15 +32,37 @@ __getattr__, __dir__, __all__ = _answer(
             "offload_weight",
             "save_offload_index",
         ),
+        "accel_cli.as_accelerate.extras.blocks": (
+            "compile_regions_deepspeed",
+            "compile_regions_fsdp2",
+        ),
         "accel_cli.as_accelerate.extras.deepspeed": (
             "DeepSpeedSchedulerWrapper",
             "get_active_deepspeed_plugin",
         ),
         "accel_cli.as_accelerate.extras.fsdp": (
+            "ensure_weights_retied",
+            "fsdp2_apply_ac",
+            "fsdp2_canonicalize_names",
+            "fsdp2_load_full_state_dict",
+            "fsdp2_prepare_model",
+            "get_fsdp2_grad_scaler",
             "model_has_dtensor",
         ),
         "accel_cli.as_accelerate.extras.launch": (
             "PrepareForLaunch",
+        ),
+        "accel_cli.as_accelerate.extras.launch_environment": (
+            "prepare_deepspeed_cmd_env",
+            "prepare_multi_gpu_env",
+            "prepare_simple_launcher_cmd_env",
+        ),
+        "accel_cli.as_accelerate.extras.names": (
+            "convert_model",
+            "deepspeed_required",
+        ),
+        "accel_cli.as_accelerate.extras.operations": (
+            "GatheredParameters",
         ),
         "accel_train": (
             "AORecipeKwargs",

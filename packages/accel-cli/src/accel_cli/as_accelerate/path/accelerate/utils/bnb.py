@@ -19,6 +19,9 @@ __getattr__, __dir__, __all__ = _answer(
             "offload_weight",
             "replace_with_bnb_layers",
         ),
+        "accel_cli.as_accelerate.extras.names": (
+            "get_parameter_device",
+        ),
         "accel_train": (
             "find_tied_parameters",
             "is_4bit_bnb_available",

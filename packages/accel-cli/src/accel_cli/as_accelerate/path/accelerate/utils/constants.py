@@ -5,6 +5,16 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.names": (
+            "DTENSOR_PYTORCH_VERSION",
+            "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
+            "FSDP2_PYTORCH_VERSION",
+            "FSDP_PYTORCH_VERSION",
+            "SAGEMAKER_PARALLEL_EC2_INSTANCES",
+            "SAGEMAKER_PYTHON_VERSION",
+            "SAGEMAKER_PYTORCH_VERSION",
+            "SAGEMAKER_TRANSFORMERS_VERSION",
+        ),
         "accel_state": (
             "BETA_CP_AVAILABLE_PYTORCH_VERSION",
             "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",

@@ -13,6 +13,13 @@ __getattr__, __dir__, __all__ = _answer(
         "accel_cli.as_accelerate.extras.fsdp": (
             "get_module_class_from_name",
         ),
+        "accel_cli.as_accelerate.extras.names": (
+            "AmaxComputeAlgorithm",
+            "Backend",
+            "FP8Format",
+            "OptLevel",
+            "ProfilerActivity",
+        ),
         "accel_state": (
             "BETA_CP_AVAILABLE_PYTORCH_VERSION",
             "BETA_TP_AVAILABLE_PYTORCH_VERSION",

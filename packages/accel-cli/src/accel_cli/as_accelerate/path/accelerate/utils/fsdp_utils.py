@@ -6,6 +6,13 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_cli.as_accelerate.extras.fsdp": (
+            "ensure_weights_retied",
+            "fsdp2_apply_ac",
+            "fsdp2_canonicalize_names",
+            "fsdp2_load_full_state_dict",
+            "fsdp2_prepare_auto_wrap_policy",
+            "fsdp2_prepare_model",
+            "get_fsdp2_grad_scaler",
             "get_module_class_from_name",
             "get_parameters_from_modules",
         ),

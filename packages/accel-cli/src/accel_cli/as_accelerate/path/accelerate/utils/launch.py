@@ -5,12 +5,23 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.config": (
+            "SageMakerConfig",
+        ),
         "accel_cli.as_accelerate.extras.launch": (
             "PrepareForLaunch",
         ),
+        "accel_cli.as_accelerate.extras.launch_environment": (
+            "_convert_nargs_to_dict",
+            "env_var_path_add",
+            "prepare_deepspeed_cmd_env",
+            "prepare_extend_env_parallelism_config",
+            "prepare_multi_gpu_env",
+            "prepare_simple_launcher_cmd_env",
+            "setup_fp8_env",
+        ),
         "accel_state": (
             "DEEPSPEED_MULTINODE_LAUNCHERS",
-            "SageMakerConfig",
             "get_free_port",
         ),
         "accel_train": (

@@ -29,6 +29,9 @@ __getattr__, __dir__, __all__ = _answer(
             "offload_weight",
             "save_offload_index",
         ),
+        "accel_cli.as_accelerate.extras.names": (
+            "check_device_same",
+        ),
         "accel_state": (
             "is_tqdm_available",
         ),

@@ -5,6 +5,15 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.operations": (
+            "ConvertOutputsToFp32",
+            "GatheredParameters",
+            "TENSOR_INT_TO_DTYPE",
+            "TENSOR_TYPE_TO_INT",
+            "chained_operation",
+            "gather_tensor_shape",
+            "verify_operation",
+        ),
         "accel_state": (
             "get_shape",
             "is_torch_distributed_available",

@@ -8,6 +8,12 @@ __getattr__, __dir__, __all__ = _answer(
         "accel_ckpt": (
             "TORCH_SAFE_GLOBALS",
         ),
+        "accel_cli.as_accelerate.extras.blocks": (
+            "compile_regions_deepspeed",
+            "compile_regions_fsdp2",
+            "has_repeated_blocks",
+            "is_repeated_blocks",
+        ),
         "accel_cli.as_accelerate.extras.fsdp": (
             "model_has_dtensor",
         ),

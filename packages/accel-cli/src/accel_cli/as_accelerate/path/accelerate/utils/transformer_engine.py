@@ -5,6 +5,9 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.names": (
+            "convert_model",
+        ),
         "accel_train": (
             "apply_fp8_autowrap",
             "contextual_fp8_autocast",

@@ -9,10 +9,10 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_cli.as_accelerate.extras.config": (
             "config_args",
+            "load_config_from_file",
         ),
         "accel_state": (
             "default_config_file",
-            "load_config_from_file",
         ),
     },
     (

@@ -5,10 +5,17 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
-        "accel_state": (
+        "accel_cli.as_accelerate.extras.config": (
+            "BaseConfig",
+            "ClusterConfig",
             "SageMakerConfig",
-            "default_config_file",
+            "cache_dir",
+            "default_json_config_file",
+            "default_yaml_config_file",
             "load_config_from_file",
+        ),
+        "accel_state": (
+            "default_config_file",
         ),
         "accel_train": (
             "ComputeEnvironment",

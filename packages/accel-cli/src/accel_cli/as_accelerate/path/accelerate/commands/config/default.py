@@ -5,6 +5,10 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.config": (
+            "ClusterConfig",
+            "default_json_config_file",
+        ),
         "accel_train": (
             "is_hpu_available",
             "is_mlu_available",

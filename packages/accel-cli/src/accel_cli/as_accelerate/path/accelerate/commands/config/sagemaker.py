@@ -5,8 +5,10 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
-        "accel_state": (
+        "accel_cli.as_accelerate.extras.config": (
             "SageMakerConfig",
+        ),
+        "accel_state": (
             "TORCH_DYNAMO_MODES",
         ),
         "accel_train": (
