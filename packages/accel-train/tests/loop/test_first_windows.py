@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_train import Accelerator, AccumulationError, PrepareError
+from accel_train import Accelerator, AccumulationError
 from testkit import worlds
 
 
@@ -114,15 +114,20 @@ def test_a_closure_without_gradients_of_its_own_waits_for_the_end_of_the_window(
     assert torch.equal(model.weight, reference.weight - 0.1 * reference.weight.grad)
 
 
-def test_an_optimizer_of_a_copy_is_refused_at_its_first_step():
+def test_an_optimizer_of_a_copy_is_named_at_its_first_step():
     accelerator = Accelerator()
     model = make()
     model, optimizer = accelerator.prepare(model, sgd(copy.deepcopy(model)))
+    before = model.weight.detach().clone()
     accelerator.backward(model(X).sum())
-    with pytest.raises(
-        PrepareError, match=r"SGD holds 2 parameters.*'weight' of Linear.*train\s+nothing.*copy"
-    ):
+    named = r"SGD holds 2 parameters.*'weight' of Linear.*train\s+nothing.*copy"
+    with pytest.warns(UserWarning, match=named) as told:
         optimizer.step()
+    assert told[0].filename == __file__
+    assert torch.equal(model.weight, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # said once
 
 
 def test_an_optimizer_that_has_nothing_to_do_yet_may_step():

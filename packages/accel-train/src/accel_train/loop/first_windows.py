@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
-from accel_train.errors import AccumulationError, NoGradientError, PrepareError
+from accel_train.errors import AccumulationError, NoGradientError
 from accel_train.strategies.base import Strategy
 
 __all__ = ["FirstWindows", "check_trains", "explain_no_gradient"]
@@ -100,15 +100,14 @@ class FirstWindows:
 def check_trains(
     optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], optimizers: Iterable[Any]
 ) -> None:
-    """Refuse an optimizer of which nothing is trained, while gradients of a prepared model wait for one.
+    """Warn of an optimizer of which nothing is trained, while gradients of a prepared model wait for one.
+
+    It is a warning, because scripts step such an optimizer to test something else, and Accelerate lets them.
 
     Args:
         optimizer: about to step for the first time.
         models: the prepared ones, without wrappers.
         optimizers: the prepared ones.
-
-    Raises:
-        PrepareError: it is of another model: of a copy, say.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not held or any(parameter.grad is not None for parameter in held):
@@ -120,12 +119,14 @@ def check_trains(
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and id(parameter) not in known:
-                raise PrepareError(
+                warnings.warn(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
                     f"{tuple(held[0].shape)}, and none of them is of a prepared model or has a gradient, while "
-                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps would "
-                    "train nothing. Build it from the parameters() of the model that is prepared (not of a copy of it)."
+                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps train "
+                    "nothing. Build it from the parameters() of the model that is prepared (not of a copy of it).",
+                    stacklevel=4,
                 )
+                return
 
 
 def _ids(optimizers: Iterable[Any]) -> set[int]:
