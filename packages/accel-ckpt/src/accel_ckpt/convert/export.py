@@ -144,6 +144,10 @@ class _Export:
             )
         if trees.pop("buffers", {}):
             self._note(f"buffers of rank {rank} differ from those of rank 0, and Accelerate keeps one copy")
+        if differing := trees.pop("differing", {}):
+            self._note(
+                f"rank {rank} has its own {', '.join(sorted(differing))}, and Accelerate keeps that of rank 0 for all"
+            )
         for name, tree in trees.items():
             kind, _, number = name.rpartition("_")
             if kind == "loader":

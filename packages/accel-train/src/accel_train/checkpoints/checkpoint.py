@@ -18,7 +18,8 @@ from accel_ckpt.parts import is_divided, is_leaf, is_sharded
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.chosen_parts import ALL, choose
-from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, named_models, read
+from accel_train.checkpoints.collecting import collect, named_models
+from accel_train.checkpoints.training_state import Pairs, Saved, apply, fit, read
 from accel_train.errors import DividedTensorError, OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
