@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from accel_state import PartialState
-from accel_train import Accelerator
+from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_train.checkpoints import collecting
 from testkit import worlds
 from testkit.small_run import build, snapshot
@@ -81,3 +83,42 @@ def test_collecting_that_fails_on_a_rank_fails_on_all():
     assert "collecting the training state" in message
     assert "no state now" in message
     assert own == ("KeyError", "'no state now'")
+
+
+PLUGINS = {
+    "ddp": dict,
+    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()},
+    "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+}
+
+
+class Rows(nn.Module):
+    """Something to divide, and statistics that are whole on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+
+def buffers(folder, strategy, loads):
+    accelerator = Accelerator(cpu=True, **PLUGINS[strategy]())
+    model = Rows()
+    if strategy == "tp":
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], {"project": ColwiseParallel()})
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norm = accelerator.unwrap_model(model).norm
+    if loads:
+        accelerator.load_state(folder)
+    else:
+        norm.running_mean.fill_(1.0 + accelerator.process_index)
+        accelerator.save_state(folder)
+    return norm.running_mean.tolist()
+
+
+@pytest.mark.parametrize("strategy", PLUGINS)
+def test_buffers_of_a_rank_come_back_to_it(tmp_path, strategy):
+    folder = str(tmp_path / "state")
+    expected = [[1.0] * 4, [2.0] * 4]
+    assert worlds.run(buffers, 2, folder, strategy, False) == expected
+    assert worlds.run(buffers, 2, folder, strategy, True) == expected

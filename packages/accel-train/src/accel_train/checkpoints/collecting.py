@@ -15,6 +15,7 @@ import accel_ckpt
 from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
 from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.parts import is_divided
 from accel_ckpt.rank_trees import Marks, RankTree, ranks_that_differ
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.tensor_storage import as_bytes
@@ -118,17 +119,15 @@ def named_models(here: Prepared) -> list[NamedModel]:
 
 
 def replicated_buffers(here: Prepared, named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:
-    """Buffers of models of which every rank has a copy, by name."""
+    """Buffers of which every rank has a copy, by name: strategies that divide parameters leave them whole."""
     if here.process.num_processes == 1:
         return {}
-    strategy = here.plan.strategy
     found: dict[str, torch.Tensor] = {}
-    for index, (model, prepared) in enumerate(zip(named, here.prepared_models, strict=True)):
-        if strategy.keeps_replicas(prepared):
-            saved = model.state_dict()
-            for name, buffer in model.buffers().items():
-                if name in saved:
-                    found[f"model_{index}.{name}"] = buffer
+    for index, model in enumerate(named):
+        saved = model.state_dict()
+        for name, buffer in model.buffers().items():
+            if name in saved and not is_divided(buffer):
+                found[f"model_{index}.{name}"] = buffer
     return found
 
 
