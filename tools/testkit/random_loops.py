@@ -176,7 +176,8 @@ class Data:
         persistent = bool(workers) and noise is None and chance.random() < 0.3
         noise = None if order == "placed" and workers else noise
         size, batch = chance.choice([7, 10, 13, 16, 24, 31]), chance.choice([1, 2, 3, 4])
-        return cls(order, size, batch, workers, noise, chance.random() < 0.3, persistent)
+        drop_last = chance.random() < 0.3 and size >= batch * max(RANKS.values())  # so that a batch is left
+        return cls(order, size, batch, workers, noise, drop_last, persistent)
 
     def loader(self) -> DataLoader:
         table = Table(self.size, self.noise)
