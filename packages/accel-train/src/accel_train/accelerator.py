@@ -877,6 +877,7 @@ class Accelerator(
         *,
         asynchronous: Literal[False] = False,
         when_busy: Literal["wait", "refuse"] = "wait",
+        trainable_only: bool = False,
         **save_model_kwargs: Any,
     ) -> Path: ...
 
@@ -888,6 +889,7 @@ class Accelerator(
         *,
         asynchronous: Literal[True],
         when_busy: Literal["wait", "refuse"] = "wait",
+        trainable_only: bool = False,
         **save_model_kwargs: Any,
     ) -> SaveHandle: ...
 
@@ -898,6 +900,7 @@ class Accelerator(
         *,
         asynchronous: bool = False,
         when_busy: Literal["wait", "refuse"] = "wait",
+        trainable_only: bool = False,
         **save_model_kwargs: Any,
     ) -> Path | SaveHandle:
         """Save everything prepared and registered; the folder appears when it is complete.
@@ -911,6 +914,8 @@ class Accelerator(
             asynchronous: return when everything is copied, and write in the background. What is saved are the values
                 of the call, whatever the script changes afterwards, and by whatever means.
             when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
+            trainable_only: leave out parameters with `requires_grad=False`, as the base of an adapter. `load_state`
+                takes those of the script, and refuses others than were there.
             save_model_kwargs: none is known; anything raises.
 
         Returns:
@@ -923,7 +928,13 @@ class Accelerator(
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
-            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+            self._prepared,
+            output_dir,
+            safe_serialization,
+            asynchronous,
+            when_busy,
+            trainable_only,
+            **save_model_kwargs,
         )
 
     def load_state(

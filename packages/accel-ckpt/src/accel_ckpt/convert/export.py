@@ -80,6 +80,8 @@ class _Export:
         for index, files in enumerate(self.checkpoint.manifest.models):
             self._model(index, files)
         step = shared.pop("step", 0)
+        if any(shared.get("progress", {}).get("frozen") or ()):
+            self._note("frozen parameters were not saved (trainable_only=True), so files of models lack them")
         for name, tree in shared.items():
             self._part(name, tree)
         for rank in self.checkpoint.manifest.ranks:

@@ -28,6 +28,7 @@ from accel_state.seeding import check_rng_state, derive_rng_state, set_rng_state
 from accel_train.checkpoints import accelerate_checkpoints, rank_differences, window_state
 from accel_train.checkpoints.chosen_parts import ALL, MODELS, Parts, left_out, limit, part_of, trains
 from accel_train.checkpoints.collecting import named_models, replicated_buffers, trained
+from accel_train.checkpoints.frozen_weights import completed
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared
@@ -453,6 +454,12 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
     else:  # a save hook dropped the weights of models that the load hook has loaded
         _check_models(len(kept), len(saved.models), saved.directory)
         pairs = list(zip(kept, saved.models, strict=True))
+    frozen = saved.shared.get("progress", {}).get("frozen")
+    if frozen is not None and pairs:
+        pairs = [
+            (model, _completed(here, model, weights, about, strict, saved.directory))
+            for (model, weights), about in zip(pairs, frozen, strict=True)
+        ]
     for model, weights in pairs:
         problems = here.plan.strategy.misfits(model, weights, strict)
         if problems:
@@ -470,6 +477,14 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
             scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}"
         )
     return pairs
+
+
+def _completed(
+    here: Prepared, model: nn.Module, weights: SavedModel, frozen: Any, strict: bool, directory: Path
+) -> SavedModel:
+    strategy = here.plan.strategy
+    what = f"the model {type(strategy.plain(model)).__name__}"
+    return completed(weights, frozen, strategy.model_state(model), strict, what, directory)
 
 
 def _check_scheduler(scheduler: Any, state: Any, where: str) -> None:
