@@ -878,7 +878,7 @@ class Accelerator(
         asynchronous: Literal[False] = False,
         when_busy: Literal["wait", "refuse"] = "wait",
         trainable_only: bool = False,
-        **save_model_kwargs: Any,
+        **kwargs: Any,
     ) -> Path: ...
 
     @overload
@@ -890,7 +890,7 @@ class Accelerator(
         asynchronous: Literal[True],
         when_busy: Literal["wait", "refuse"] = "wait",
         trainable_only: bool = False,
-        **save_model_kwargs: Any,
+        **kwargs: Any,
     ) -> SaveHandle: ...
 
     def save_state(
@@ -901,7 +901,7 @@ class Accelerator(
         asynchronous: bool = False,
         when_busy: Literal["wait", "refuse"] = "wait",
         trainable_only: bool = False,
-        **save_model_kwargs: Any,
+        **kwargs: Any,
     ) -> Path | SaveHandle:
         """Save everything prepared and registered; the folder appears when it is complete.
 
@@ -916,10 +916,10 @@ class Accelerator(
             when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
             trainable_only: leave out parameters with `requires_grad=False`, as the base of an adapter. `load_state`
                 takes those of the script, and refuses others than were there.
-            save_model_kwargs: none is known; anything raises.
+            kwargs: none is known; anything raises.
 
         Returns:
-            The folder, or with `asynchronous` a handle with `done()`, `result()`, `staged()` and `wait_staged()`.
+            The folder, or with `asynchronous` a handle with `done()`, `result()` and `wait()`.
 
         Raises:
             CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed; or the main process
@@ -928,13 +928,7 @@ class Accelerator(
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
-            self._prepared,
-            output_dir,
-            safe_serialization,
-            asynchronous,
-            when_busy,
-            trainable_only,
-            **save_model_kwargs,
+            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only, **kwargs
         )
 
     def load_state(
