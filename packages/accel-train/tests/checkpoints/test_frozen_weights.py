@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_ckpt import StateMismatchError, export_to_accelerate
+from accel_ckpt import CorruptCheckpointError, StateMismatchError, export_to_accelerate
 from accel_train import Accelerator, FullyShardedDataParallelPlugin
+from accel_train.checkpoints import training_state
 from accel_train.errors import OptionError
 from testkit import worlds
 
@@ -158,3 +159,15 @@ def test_nothing_frozen_and_hooks_are_named(tmp_path):
     with pytest.raises(OptionError, match="decides itself"):
         accelerator.save_state(tmp_path / "state", trainable_only=True)
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    "frozen", [3, [], [{}, {}], [{"base.weight": 3}], [{"base.weight": {"shape": "x"}}], ["x"]]
+)
+def test_what_no_save_writes_of_frozen_parameters_is_refused(tmp_path, frozen):
+    accelerator, *_ = build("single")
+    accelerator.save_state(tmp_path / "state", trainable_only=True)
+    saved = training_state.read(accelerator._prepared, tmp_path / "state", False, False)
+    saved.shared["progress"]["frozen"] = frozen
+    with pytest.raises(CorruptCheckpointError, match="frozen parameters"):
+        training_state.fit(accelerator._prepared, saved, accelerator._prepared.models, strict=True)

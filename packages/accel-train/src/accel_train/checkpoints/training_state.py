@@ -456,10 +456,11 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
         pairs = list(zip(kept, saved.models, strict=True))
     frozen = saved.shared.get("progress", {}).get("frozen")
     if frozen is not None and pairs:
-        pairs = [
-            (model, _completed(here, model, weights, about, strict, saved.directory))
-            for (model, weights), about in zip(pairs, frozen, strict=True)
-        ]
+        with _taken_up("what it says of frozen parameters", saved.directory):
+            pairs = [
+                (model, _completed(here, model, weights, about, strict, saved.directory))
+                for (model, weights), about in zip(pairs, frozen, strict=True)
+            ]
     for model, weights in pairs:
         problems = here.plan.strategy.misfits(model, weights, strict)
         if problems:
