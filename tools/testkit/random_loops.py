@@ -616,12 +616,12 @@ def failures(strategy: str, numbers: Sequence[int], folder: str, timeout: float 
         strategy: one of `RANKS`.
         numbers: which cases.
         folder: for checkpoints.
-        timeout: seconds that a case may take.
+        timeout: seconds that a world may take to begin; each of its cases adds 15.
     """
     found: dict[int, str] = {}
     left = list(numbers)
     while left:
-        at_once, running = left[:50], Path(folder, "running")
+        at_once, running = left[:25], Path(folder, "running")
         try:
             answers = worlds.run(
                 try_all,
@@ -629,7 +629,7 @@ def failures(strategy: str, numbers: Sequence[int], folder: str, timeout: float 
                 strategy,
                 at_once,
                 folder,
-                timeout=timeout + 3 * len(at_once),
+                timeout=timeout + 15 * len(at_once),
                 environ={"ACCELERATE_LOG_LEVEL": "ERROR"},
             )
         except worlds.RankError as error:
