@@ -96,3 +96,71 @@ def test_save_is_a_save_function(tmp_path):
     model = gpt2()
     model.save_pretrained(tmp_path, is_main_process=True, save_function=save)
     same(model, type(model).from_pretrained(tmp_path))
+
+
+def masked_bert():
+    from transformers import BertConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertConfig(vocab_size=64, **sizes)
+
+
+def experts_of(kind):
+    import transformers
+
+    small = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    if kind == "mixtral":
+        return transformers.MixtralConfig(**small, **heads, num_local_experts=12)
+    return transformers.Qwen3MoeConfig(**small, **heads, num_experts=12, moe_intermediate_size=8)
+
+
+@pytest.mark.parametrize("placed", ["in place", "meta", "device map"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_that_transformers_stacks_are_stacked(tmp_path, kind, placed):
+    """from_pretrained is the oracle; the file holds a matrix for each expert."""
+    from transformers import AutoModelForCausalLM
+
+    from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(experts_of(kind)).save_pretrained(tmp_path / "saved")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    if placed == "in place":
+        model = AutoModelForCausalLM.from_config(experts_of(kind))
+        load_checkpoint_in_model(model, tmp_path / "saved", strict=True)
+    else:
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(experts_of(kind))
+        model.tie_weights()
+        inner = {f"model.{name}": "cpu" for name, _ in model.model.named_children()}
+        places = {"": "cpu"} if placed == "meta" else {**inner, "model.layers": "disk", "lm_head": "cpu"}
+        model = load_checkpoint_and_dispatch(
+            model, tmp_path / "saved", device_map=places, offload_folder=tmp_path / "offload"
+        )
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, wanted(ids).logits)
+
+
+def test_old_names_and_heads_are_those_of_the_model(tmp_path):
+    from safetensors.torch import save_file
+    from transformers import BertForMaskedLM, BertModel
+
+    from accel_ckpt import load_checkpoint_in_model
+
+    torch.manual_seed(0)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = BertModel(masked_bert()).state_dict()
+    for new, name in old.items():
+        tensors = {key.replace(new, name): value.clone() for key, value in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    masked_bert().save_pretrained(tmp_path)
+    wanted = BertForMaskedLM.from_pretrained(tmp_path)
+    model = BertForMaskedLM(masked_bert())
+    with pytest.warns(UserWarning, match="does not fill the whole model"):
+        report = load_checkpoint_in_model(model, tmp_path, strict=False)
+    assert all(name.startswith("cls.") for name in report.missing)
+    assert all(name.startswith("pooler.") for name in report.unexpected)
+    found, expected = model.bert.state_dict(), wanted.bert.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

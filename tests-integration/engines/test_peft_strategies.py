@@ -124,10 +124,10 @@ def test_t37_adapters_train_and_are_saved_complete(tmp_path, strategy, ranks):
     torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def save(strategy, folder):
+def save(strategy, folder, trainable_only):
     run = Run(strategy, folder / "base")
     run.steps(2)
-    run.accelerator.save_state(folder / "state")
+    run.accelerator.save_state(folder / "state", trainable_only=trainable_only)
     return run.steps(2, begin=2)
 
 
@@ -137,10 +137,13 @@ def resume(strategy, folder):
     return run.steps(2, begin=2)
 
 
+@pytest.mark.parametrize("trainable_only", [False, True])
 @strategies
-def test_a_run_with_adapters_resumes_bit_for_bit_and_on_one_process(tmp_path, strategy, ranks):
+def test_a_run_with_adapters_resumes_bit_for_bit_and_on_one_process(
+    tmp_path, strategy, ranks, trainable_only
+):
     base().save_pretrained(tmp_path / "base")
-    wanted = worlds.run(save, ranks, strategy, tmp_path, timeout=120)
+    wanted = worlds.run(save, ranks, strategy, tmp_path, trainable_only, timeout=120)
     assert worlds.run(resume, ranks, strategy, tmp_path, timeout=120) == wanted
     [alone] = worlds.run(resume, 1, "single", tmp_path)
     torch.testing.assert_close(torch.tensor(alone), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from accel_ckpt import (
     open_training_state,
 )
 from accel_ckpt.disk import Disk
+from accel_state import PartialState
+from testkit import worlds
 
 
 def training(seed=0):
@@ -299,3 +302,34 @@ def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path):
     assert state["progress"]["step"] == 2
     assert own["gradient"].all()
     assert torch.equal(torch.rand(3), drawn)
+
+
+class Counter:
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count, "table": torch.full((3,), float(self.count))}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def saved_with_warnings(folder):
+    rank = PartialState(cpu=True).process_index
+    state = {"run": {"epoch": 1, "loss": 0.5 + rank, "seen": Counter(4 + rank), "step": Counter(2)}}
+    own = {"mine": Counter(rank)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Checkpointer(folder).save(1, state, per_rank=own)
+    Checkpointer(folder).load(state, per_rank=own)
+    return [str(warning.message) for warning in said], state["run"]["seen"].count, own["mine"].count
+
+
+def test_a_part_that_is_another_on_a_rank_is_named(tmp_path):
+    (said, *first), (others, *second) = worlds.run(saved_with_warnings, 2, tmp_path / "run")
+    named = sorted(text.partition(" is not the same on rank 1")[0] for text in said)
+    assert named == ["run.loss", "run.seen"]
+    assert "per_rank=" in said[0]
+    assert others == []
+    assert (first, second) == ([4, 0], [4, 1])

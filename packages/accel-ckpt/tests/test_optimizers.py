@@ -354,3 +354,25 @@ def test_a_tree_that_is_no_state_of_an_optimizer_is_refused(tree):
     model, optimizer = stepped(torch.optim.AdamW)
     with pytest.raises(CorruptCheckpointError, match="the saved optimizer"):
         load_optimizer_state(optimizer, tree, [model])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_groups_that_share_a_tensor_share_it_again(tmp_path, lazy):
+    """torch gives all groups its default rate, which a scheduler then fills once for each of them."""
+
+    def build(rate):
+        net = nn.Linear(2, 2)
+        return net, torch.optim.AdamW(
+            [{"params": [net.weight]}, {"params": [net.bias]}], lr=torch.tensor(rate)
+        )
+
+    net, optimizer = build(0.5)
+    trees = {"optimizer_0": optimizer_state_by_name(optimizer, [net])}
+    folder = save_training_state(tmp_path / "state", models=[], shared=trees, per_rank={})
+    checkpoint = open_training_state(folder)
+    read = checkpoint.lazy_shared(["optimizer_0"]) if lazy else checkpoint.mapped_shared(["optimizer_0"])
+    net, optimizer = build(0.1)
+    load_optimizer_state(optimizer, read["optimizer_0"], [net])
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert first.item() == 0.5
+    assert first is second

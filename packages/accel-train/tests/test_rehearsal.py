@@ -271,6 +271,5 @@ def test_nothing_is_saved_in_a_rehearsal(together):
 def test_the_handle_of_a_save_that_is_left_out():
     handle = NotSaved(Path("out"))
     assert handle.done() is True
-    assert handle.staged() is True
-    assert handle.wait() is handle.wait_staged(timeout=0.1) is None
+    assert handle.wait() is None
     assert handle.result(timeout=0.1) == Path("out")

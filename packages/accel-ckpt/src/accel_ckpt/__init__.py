@@ -6,7 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "accel_ckpt.saving.background": ["BackgroundSaver", "BeforeStep", "SaveHandle", "before_torch_steps"],
+        "accel_ckpt.saving.background": ["BackgroundSaver", "SaveHandle"],
         "accel_ckpt.checkpointer": ["Checkpointer", "RandomState"],
         "accel_ckpt.saving.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.convert.accelerate": [

@@ -72,9 +72,7 @@ from accel_ckpt.optimizers import load_optimizer_state as load_optimizer_state
 from accel_ckpt.optimizers import optimizer_state_by_name as optimizer_state_by_name
 from accel_ckpt.parts import Part as Part
 from accel_ckpt.saving.background import BackgroundSaver as BackgroundSaver
-from accel_ckpt.saving.background import BeforeStep as BeforeStep
 from accel_ckpt.saving.background import SaveHandle as SaveHandle
-from accel_ckpt.saving.background import before_torch_steps as before_torch_steps
 from accel_ckpt.saving.commit import checkpoints_from as checkpoints_from
 from accel_ckpt.saving.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.saving.commit import prune_checkpoints as prune_checkpoints

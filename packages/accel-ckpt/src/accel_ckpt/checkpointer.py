@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_stat
 from accel_ckpt.loading.tree_fill import TreeFill
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.parts import is_divided, shape_of
+from accel_ckpt.rank_trees import Marks, RankTree, ranks_that_differ
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
@@ -67,7 +69,8 @@ class Checkpointer:
     verified, and a training state like any other (``accel_ckpt.open_training_state``).
 
     All ranks call the methods alike. Modules and the rest of a state are those of rank 0; what each rank has of
-    its own, such as ``RandomState``, goes into ``per_rank``.
+    its own, such as ``RandomState``, goes into ``per_rank``. A part of the state that differs on another rank is named
+    in a warning when it is saved.
 
     Args:
         directory: the folder of the checkpoints; made by the first save. Or a URI of object storage.
@@ -249,6 +252,11 @@ class Checkpointer:
         return steps[-1]
 
     @property
+    def has_several_ranks(self) -> bool:
+        """Whether other ranks save with this one."""
+        return self._ranks().world_size > 1
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank's modules and shared parts are the ones that are saved."""
         return self._ranks().rank == 0
@@ -274,8 +282,10 @@ class _Collector:
         self._content: StateContent | None = None
         self._replicas: dict[str, nn.Module] = {}
 
-    def collect(self) -> dict[str, str]:
-        """Take the state, if this step can be saved; returns what tells replicas of modules from each other."""
+    def collect(self) -> tuple[dict[str, str], Marks]:
+        """Take the state, if this step can be saved; returns what tells that of one rank from another's: marks of the
+        replicas of modules, and of the shared parts.
+        """
         taken = checkpoints_from(self._owner.directory, self._step, _PREFIX)
         if taken:
             raise CheckpointSaveError(
@@ -297,7 +307,10 @@ class _Collector:
             max_shard_size=self._owner.max_shard_size,
             canonical=True,
         )
-        return {path: replica_marks([*module.parameters()]) for path, module in self._replicas.items()}
+        replicas = {path: replica_marks([*module.parameters()]) for path, module in self._replicas.items()}
+        several = self._owner.has_several_ranks
+        shared = leaves.compared(self._content.shared) if several else {}
+        return replicas, {path: RankTree.of(path, tree).marks for path, tree in shared.items()}
 
     def content(self, collected: Sequence[Any]) -> StateContent:
         """What was taken."""
@@ -306,7 +319,15 @@ class _Collector:
             for path, module in self._replicas.items():
                 names = [name for name, _ in module.named_parameters()]
                 warn_of_drift(
-                    f"{path} ({type(module).__name__})", names, [marks.get(path, "") for marks in collected]
+                    f"{path} ({type(module).__name__})",
+                    names,
+                    [marks.get(path, "") for marks, _ in collected],
+                )
+            for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
+                warnings.warn(
+                    f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose is saved for "
+                    "all. Give what every rank has of its own in save(…, per_rank=…), and in load()",
+                    stacklevel=2,
                 )
         return self._content
 
@@ -345,6 +366,11 @@ class _Leaves:
         """The parts to be saved by name."""
         values = {path: holder[key] for path, (holder, key) in self.values.items()}
         return {_ABOUT: {"modules": list(self.objects.modules), "values": values}, **self.objects.trees()}
+
+    def compared(self, dumped: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the dumped parts those that are to be the same on all ranks: data, and objects but optimizers."""
+        objects = {path: dumped[path] for path in self.objects.objects}
+        return {**dumped[_ABOUT]["values"], **objects}
 
     def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Restore]:
         """What to call to go back to the saved state; everything is compared here."""

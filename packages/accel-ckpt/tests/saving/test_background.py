@@ -24,7 +24,6 @@ from accel_ckpt import (
     CheckpointSaveError,
     SaveInProgressError,
     UnsupportedValueError,
-    before_torch_steps,
     open_training_state,
     optimizer_state_by_name,
     save_training_state,
@@ -69,7 +68,7 @@ def parts(model, optimizer):
 
 
 def save(saver, path, model, optimizer, **options):
-    return saver.save(path, **parts(model, optimizer), optimizers=[optimizer], **options)
+    return saver.save(path, **parts(model, optimizer), **options)
 
 
 def content(folder):
@@ -88,7 +87,6 @@ def test_it_is_what_a_synchronous_save_writes(tmp_path):
         save_training_state(tmp_path / "sync", **parts(model, optimizer))
         handle = save(saver, tmp_path / "async", model, optimizer)
         step(model, optimizer)
-        assert handle.staged()
         assert handle.result() == tmp_path / "async" == handle.directory
         assert handle.done()
         assert content(tmp_path / "sync") == content(tmp_path / "async"), number
@@ -163,8 +161,6 @@ def test_a_save_holds_the_values_of_the_call_however_they_are_changed_after(tmp_
     expected = {name: tensor.clone() for name, tensor in live.items()}
     gate = Gate()
     handle = BackgroundSaver(gate).save(tmp_path / "c", **content)
-    assert handle.staged()
-    handle.wait_staged(0)
     for tensor in live.values():
         change(tensor)
     assert not any(torch.equal(live[name], expected[name]) for name in live if expected[name].any())
@@ -195,13 +191,9 @@ def test_plain_data_is_that_of_the_call(tmp_path):
     assert checkpoint.per_rank(0)["array"].tolist() == [0, 1, 2, 3]
 
 
-def test_what_asked_optimizers_to_wait_is_still_accepted(tmp_path):
+def test_optimizers_need_not_wait_for_a_save(tmp_path):
     model, optimizer = build()
-    save(
-        BackgroundSaver(), tmp_path / "c", model, optimizer, before_step=before_torch_steps([optimizer])
-    ).result()
-    assert hooks(optimizer) == 0
-    before_torch_steps([optimizer])(print).remove()
+    save(BackgroundSaver(), tmp_path / "c", model, optimizer).result()
     assert hooks(optimizer) == 0
 
 
@@ -364,9 +356,7 @@ def test_new_tensors_may_be_freed_at_once(tmp_path):
     for number in range(5):
         weight = nn.Parameter(torch.full((1000, 1000), float(number)))
         optimizer = torch.optim.SGD([weight])
-        handle = saver.save(
-            tmp_path / "c", models=[{"w": weight}], shared={}, per_rank={}, optimizers=[optimizer]
-        )
+        handle = saver.save(tmp_path / "c", models=[{"w": weight}], shared={}, per_rank={})
         del weight, optimizer
         handle.result()
         assert (open_training_state(tmp_path / "c").models[0]["w"] == number).all()
@@ -392,7 +382,6 @@ weight = nn.Parameter(torch.ones(1000))
 saver = BackgroundSaver(Slow())
 handle = saver.save(
     sys.argv[1] + "/c", models=[{{"w": weight}}], shared={{"step": 2}}, per_rank={{}},
-    optimizers=[torch.optim.SGD([weight])],
 )
 {end}
 """

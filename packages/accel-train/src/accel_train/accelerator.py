@@ -879,7 +879,8 @@ class Accelerator(
         *,
         asynchronous: Literal[False] = False,
         when_busy: Literal["wait", "refuse"] = "wait",
-        **save_model_kwargs: Any,
+        trainable_only: bool = False,
+        **kwargs: Any,
     ) -> Path: ...
 
     @overload
@@ -890,7 +891,8 @@ class Accelerator(
         *,
         asynchronous: Literal[True],
         when_busy: Literal["wait", "refuse"] = "wait",
-        **save_model_kwargs: Any,
+        trainable_only: bool = False,
+        **kwargs: Any,
     ) -> SaveHandle: ...
 
     def save_state(
@@ -900,7 +902,8 @@ class Accelerator(
         *,
         asynchronous: bool = False,
         when_busy: Literal["wait", "refuse"] = "wait",
-        **save_model_kwargs: Any,
+        trainable_only: bool = False,
+        **kwargs: Any,
     ) -> Path | SaveHandle:
         """Save everything prepared and registered; the folder appears when it is complete.
 
@@ -913,10 +916,12 @@ class Accelerator(
             asynchronous: return when everything is copied, and write in the background. What is saved are the values
                 of the call, whatever the script changes afterwards, and by whatever means.
             when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
-            save_model_kwargs: none is known; anything raises.
+            trainable_only: leave out parameters with `requires_grad=False`, as the base of an adapter. `load_state`
+                takes those of the script, and refuses others than were there.
+            kwargs: none is known; anything raises.
 
         Returns:
-            The folder, or with `asynchronous` a handle with `done()`, `result()`, `staged()` and `wait_staged()`.
+            The folder, or with `asynchronous` a handle with `done()`, `result()` and `wait()`.
 
         Raises:
             CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed; or the main process
@@ -925,7 +930,7 @@ class Accelerator(
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
-            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only, **kwargs
         )
 
     def load_state(

@@ -147,13 +147,6 @@ class NotSaved:
         """The folder that a save would have written."""
         return self.directory
 
-    def staged(self) -> bool:
-        """Always true."""
-        return True
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """Return at once."""
-
     def wait(self) -> None:
         """Return at once."""
 

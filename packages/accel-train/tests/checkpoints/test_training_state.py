@@ -20,7 +20,6 @@ from accel_ckpt import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_state import PartialState
 from accel_train import Accelerator, GradScalerKwargs
 from accel_train.checkpoints import training_state
 from accel_train.checkpoints.training_state import read
@@ -209,66 +208,6 @@ def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, 
         accelerator.load_state(tmp_path / "state")
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
     assert optimizer.state_dict() == before[1]
-
-
-@pytest.mark.parametrize(
-    "buffer",
-    [torch.tensor(2), torch.empty(0, 3), torch.arange(6.0)[1::2][:1], torch.tensor([1 + 2j]).conj()],
-    ids=["scalar", "empty", "one element", "conjugate"],
-)
-def test_fingerprints_of_odd_buffers(buffer):
-    assert training_state._fingerprint(buffer) == training_state._fingerprint(buffer.clone())
-
-
-def test_collecting_changes_nothing_and_separates_what_ranks_share():
-    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
-    model, optimizer, scheduler, _ = build(accelerator)
-    accelerator.register_for_checkpointing(Held({"a": 1}))
-    accelerator.step = 3
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(2, 4)).sum())
-    before = snapshot(model, optimizer, scheduler), model.weight.grad.clone()
-    shared, own = training_state.collect(accelerator._prepared)
-    assert sorted(shared) == ["custom_0", "optimizer_0", "progress", "scaler", "scheduler_0", "step"]
-    assert sorted(own) == ["buffers", "loader_0", "replicas", "rng", "windows"]
-    assert (shared["step"], shared["custom_0"]) == (3, {"a": 1})
-    assert shared["progress"] == {
-        "save_iteration": 1,
-        "optimizers": [{"skipped": False, "spent": False}],
-        "main_process_alone": False,
-    }
-    after = snapshot(model, optimizer, scheduler)
-    assert torch.equal(before[0][3], after[3]), "no random number was drawn"
-    assert torch.equal(before[1], model.weight.grad)
-    assert accelerator.save_iteration == 0
-
-
-class Failing:
-    """Has no state on rank 1."""
-
-    def state_dict(self):
-        if PartialState().process_index == 1:
-            raise KeyError("no state now")
-        return {}
-
-    load_state_dict = state_dict
-
-
-def collected_with_a_failure():
-    accelerator = Accelerator()
-    accelerator.register_for_checkpointing(Failing())
-    try:
-        training_state.collect(accelerator._prepared)
-    except Exception as error:
-        return type(error).__name__, str(error)
-
-
-def test_collecting_that_fails_on_a_rank_fails_on_all():
-    (kind, message), own = worlds.run(collected_with_a_failure, 2)
-    assert kind == "CheckpointSaveError"
-    assert "collecting the training state" in message
-    assert "no state now" in message
-    assert own == ("KeyError", "'no state now'")
 
 
 def test_flags_and_counters_come_back(tmp_path):

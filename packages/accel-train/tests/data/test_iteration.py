@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from accel_train import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accel_train.data.iteration import Iteration, is_plain
 from accel_train.data.reading_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
@@ -265,3 +266,47 @@ class Text(str):
 )
 def test_plain_batches(batch, plain):
     assert is_plain(batch) is plain
+
+
+class Noisy(IterableDataset):
+    """Seven samples, each of which draws; of known length."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return (random.random() for _ in range(7))
+
+
+@pytest.mark.parametrize("by", ["skip", "stateful", "dispatch"])
+@pytest.mark.parametrize("asks", [True, False], ids=["read ahead", "not asked"])
+def test_samples_that_fill_no_batch_are_drawn_once(by, asks):
+    """The oracle is the plain loader, which draws for the seventh sample when it is asked for a third batch."""
+
+    def loader_of():
+        options = DataLoaderConfiguration(
+            use_stateful_dataloader=by != "skip", dispatch_batches=by == "dispatch"
+        )
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        return accelerator, accelerator.prepare(DataLoader(Noisy(), batch_size=3, drop_last=True))
+
+    random.seed(3)
+    drawn = [random.random() for _ in range(7)]
+    next_draw = random.random()
+
+    random.seed(3)
+    _, loader = loader_of()
+    iterator = iter(loader)
+    batches = [next(iterator), next(iterator)]
+    assert torch.equal(torch.cat(batches), torch.tensor(drawn[:6], dtype=torch.float64))
+    if asks:
+        assert loader.end_of_dataloader
+    state, generator = loader.state_dict(), random.getstate()
+
+    _, again = loader_of()
+    again.load_state_dict(state)
+    random.setstate(generator)
+    again.set_epoch(0)
+    rest = skip_first_batches(again, 2) if by == "skip" else again
+    assert list(rest) == []
+    assert random.random() == next_draw

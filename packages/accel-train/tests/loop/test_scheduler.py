@@ -136,6 +136,9 @@ def test_everything_else_is_the_wrapped_schedulers():
     assert scheduler.state_dict() == scheduler.scheduler.state_dict()
     assert scheduler.get_lr() == [0.05]
     assert scheduler.base_lrs == [0.1]
+    scheduler.base_lrs = [0.2]
+    assert scheduler.scheduler.base_lrs == [0.2]
+    scheduler.base_lrs = [0.1]
     with pytest.raises(AttributeError, match="missing"):
         _ = scheduler.missing
     fresh = wrapped()
@@ -174,3 +177,49 @@ def test_a_client_may_say_that_the_step_was_skipped():
     optimizer.step()
     scheduler.step()
     assert (optimizer._is_overflow, scheduler.get_last_lr()) == (False, [pytest.approx(0.1)])
+
+
+SCHEDULES = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=12, cycle_momentum=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:load_state:UserWarning")
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("tensor", [False, True])
+def test_rates_are_scaled_after_loading(tmp_path, kind, tensor):
+    """The recipe of the page on checkpoints; the oracle is the same schedule, scaled all along."""
+
+    def build(rate):
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(2, 1)
+        given = torch.tensor(rate, dtype=torch.float64) if tensor else rate
+        optimizer = torch.optim.SGD(model.parameters(), lr=given)
+        scheduler = SCHEDULES[kind](optimizer)
+        return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+    def rates(steps, model, optimizer, scheduler):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    _, *whole = build(0.5)
+    expected = [rate * 0.1 for rate in rates(8, *whole)[4:]]
+    accelerator, *parts = build(0.5)
+    rates(4, *parts)
+    accelerator.save_state(tmp_path / "state")
+
+    accelerator, model, optimizer, scheduler = build(0.5)
+    accelerator.load_state(tmp_path / "state")
+    for group in optimizer.param_groups:
+        for name in {"lr", "initial_lr", "max_lr", "min_lr"} & set(group):
+            group[name] *= 0.1
+    scheduler.base_lrs = [rate * 0.1 for rate in scheduler.base_lrs]
+    assert rates(4, model, optimizer, scheduler) == pytest.approx(expected)

@@ -80,6 +80,8 @@ class _Export:
         for index, files in enumerate(self.checkpoint.manifest.models):
             self._model(index, files)
         step = shared.pop("step", 0)
+        if any(shared.get("progress", {}).get("frozen") or ()):
+            self._note("frozen parameters were not saved (trainable_only=True), so files of models lack them")
         for name, tree in shared.items():
             self._part(name, tree)
         for rank in self.checkpoint.manifest.ranks:
@@ -144,6 +146,10 @@ class _Export:
             )
         if trees.pop("buffers", {}):
             self._note(f"buffers of rank {rank} differ from those of rank 0, and Accelerate keeps one copy")
+        if differing := trees.pop("differing", {}):
+            self._note(
+                f"rank {rank} has its own {', '.join(sorted(differing))}, and Accelerate keeps that of rank 0 for all"
+            )
         for name, tree in trees.items():
             kind, _, number = name.rpartition("_")
             if kind == "loader":

@@ -16,6 +16,7 @@ from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, Uninit
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
+from accel_ckpt.loading.renaming import renamed_weights
 from accel_ckpt.loading.translation import Translation, translating_modules
 from accel_ckpt.loading.weights import (
     BroadcastWeights,
@@ -254,7 +255,8 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a name in the index leaves the folder.
     """
-    source, tensors = open_weights(checkpoint), tensors_of(model)
+    tensors = tensors_of(model)
+    source = _as_named(model, open_weights(checkpoint), tensors)
     plan = _compare(source, tensors, Placer(None, None, ()))
     tops = translating_modules(tensors, _names_as_in(source.about, tensors.targets))
     _judge(_beside(plan.report, [canonical for _, canonical, _ in tops]), model, checkpoint, strict=None)
@@ -453,14 +455,24 @@ def load_weights(
         source = BroadcastWeights(checkpoint, coordinator, request.revision, request.token)
     else:
         source = open_weights(checkpoint, revision=request.revision, token=request.token)
+    doing = f"loading {checkpoint}"
+    tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
+    source = do_together(lambda: _as_named(model, source, tensors), coordinator, doing=doing)
     with collector_paused() as resume_collector:
         return _fill_model(
-            model, placer.view(source), request, placer, progress, stacklevel + 3, resume_collector
+            model, tensors, placer.view(source), request, placer, progress, stacklevel + 3, resume_collector
         )
+
+
+def _as_named(model: nn.Module, source: WeightSource, tensors: ModelTensors) -> WeightSource:
+    """The weights by the names of a model whose checkpoints have others."""
+    names = _names_as_in((*source.about, *source.objects), tensors.targets)
+    return renamed_weights(model, source, names, tensors.targets.keys() | tensors.extra.keys())
 
 
 def _fill_model(
     model: nn.Module,
+    tensors: ModelTensors,
     source: WeightSource,
     request: Request,
     placer: Placer,
@@ -470,7 +482,6 @@ def _fill_model(
 ) -> LoadReport:
     coordinator = request.ranks()
     doing = f"loading {request.checkpoint}"
-    tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
     names = _names_as_in((*source.about, *source.objects), tensors.targets)
     tops = translating_modules(tensors, names)
     if not tops:
@@ -749,7 +760,7 @@ def _refuse_to_leave(empty: Sequence[str], checkpoint: object) -> None:
 
 
 def _advice_on_names(model: nn.Module) -> str:
-    """Since transformers 5, files of some models have names that only its own loading translates."""
+    """Some names only transformers' own loading translates: by a `key_mapping`, and by rules of a quantiser."""
     if not any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__):
         return ""
     return (

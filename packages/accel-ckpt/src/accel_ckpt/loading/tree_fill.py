@@ -78,7 +78,8 @@ class TreeFill:
         Raises:
             CorruptCheckpointError: a file is not what was written. Before anything is changed.
         """
-        leaves = [self._leaf(saved, target) for saved, target in self._plan]
+        made: dict[int, Leaf] = {}  # what the saved tree holds twice is one tensor again
+        leaves = [self._leaf(saved, target, made) for saved, target in self._plan]
         sources = [saved for saved, _ in self._plan]
         pairs = list(zip(sources, leaves, strict=True))
         fill_all([(saved, leaf) for saved, leaf in pairs if isinstance(saved, SavedTensor)])
@@ -87,11 +88,16 @@ class TreeFill:
                 fill_part(leaf, saved)
         return _rebuilt(self._saved, iter(leaves))
 
-    def _leaf(self, saved: Saved, target: Leaf | Like | None) -> Leaf:
+    def _leaf(self, saved: Saved, target: Leaf | Like | None, made: dict[int, Leaf]) -> Leaf:
         if isinstance(target, Like):
             return target.make()
         if target is not None:
             return target
+        if id(saved) not in made:
+            made[id(saved)] = self._new(saved)
+        return made[id(saved)]
+
+    def _new(self, saved: Saved) -> Leaf:
         if isinstance(saved, torch.Tensor) and why_not_plain(saved) is not None:
             return saved
         if isinstance(saved, torch.Tensor) and saved.device.type != "cpu":

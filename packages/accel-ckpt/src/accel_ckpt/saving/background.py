@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal
 
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
@@ -23,20 +23,9 @@ from accel_ckpt.saving.staging import Staging
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
 
-__all__ = ["BackgroundSaver", "BeforeStep", "Removable", "SaveHandle", "WhenBusy", "before_torch_steps"]
+__all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
 
 WhenBusy = Literal["wait", "refuse"]
-
-
-class Removable(Protocol):
-    """A registration that can be taken back, such as torch's ``RemovableHandle``."""
-
-    def remove(self) -> None:
-        """Take it back; more than once does no harm."""
-
-
-BeforeStep: TypeAlias = Callable[[Callable[[], None]], Removable]
-"""Registers a function to be called before every step of the optimizers. No save needs one: see ``save``."""
 
 
 class SaveHandle:
@@ -87,13 +76,6 @@ class SaveHandle:
         if self._failure is not None:
             raise self._failure
         return self.directory
-
-    def staged(self) -> bool:
-        """Whether everything is copied, so that tensors may be changed in place: true from the beginning."""
-        return True
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """Return at once: everything was copied in the call."""
 
     def wait(self) -> None:
         """Wait for the end of the save, whatever it is; a failure is raised where it is asked for later."""
@@ -180,8 +162,6 @@ class BackgroundSaver:
         models: Sequence[Mapping[str, Any]],
         shared: Mapping[str, Tree],
         per_rank: Mapping[str, Tree],
-        optimizers: Sequence[Any] = (),
-        before_step: BeforeStep | None = None,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
         **options: Any,
@@ -196,8 +176,6 @@ class BackgroundSaver:
             models: full state dicts.
             shared: name → tree.
             per_rank: name → tree.
-            optimizers: not used: they need not wait, because everything is copied in the call.
-            before_step: not used, for the same reason.
             when_busy: what to do while an earlier save is running: ``"wait"`` for its end, or ``"refuse"``.
             after: called on every rank, in the background, once the checkpoint is complete.
             options: further ones of :func:`accel_ckpt.save_training_state`.
@@ -320,16 +298,6 @@ def _busy(save: SaveHandle, ranks: str) -> SaveInProgressError:
         f"{save.directory} is still being saved in the background ({ranks}); wait for its handle's "
         "result(), or pass when_busy='wait'"
     )
-
-
-def before_torch_steps(optimizers: Sequence[Any]) -> BeforeStep:
-    """For ``BackgroundSaver.save``, which needs it no more: registers nothing, because no optimizer has to wait."""
-    return lambda callback: _NotRegistered()
-
-
-class _NotRegistered:
-    def remove(self) -> None:
-        """Nothing to take back."""
 
 
 class _Stoppable(Disk):

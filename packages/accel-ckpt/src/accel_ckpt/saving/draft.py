@@ -36,7 +36,7 @@ from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
 from accel_ckpt.saving.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
 
-__all__ = ["Offer", "StateDraft", "StatePlan", "Tree", "fingerprints"]
+__all__ = ["Offer", "StateDraft", "StatePlan", "Tree", "encode_trees", "fingerprints"]
 
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of tensors and plain data."""
@@ -134,10 +134,10 @@ class StateDraft:
         Raises:
             UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
         """
-        own_text, own = _encode(per_rank)
+        own_text, own = encode_trees(per_rank)
         texts = {f"{rank_stem(rank)}.json": own_text}
         weights, extra = _split_models(models)
-        text, leaves = _encode({**shared, **extra})
+        text, leaves = encode_trees({**shared, **extra})
         if leads:
             texts["state.json"] = text
         planned: list[ModelFiles] = []
@@ -341,8 +341,12 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
     ]
 
 
-def _encode(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
-    """The JSON of some trees, and their tensors by the names that it uses."""
+def encode_trees(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
+    """The JSON of some trees, and their tensors by the names that it uses.
+
+    Raises:
+        UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
+    """
     tensors: dict[str, Leaf] = {}
 
     def sink(path: tuple[Any, ...], tensor: Leaf) -> str:

@@ -18,7 +18,9 @@ from accel_ckpt.parts import is_divided, is_leaf, is_sharded
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.chosen_parts import ALL, choose
-from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, named_models, read
+from accel_train.checkpoints.collecting import collect, named_models
+from accel_train.checkpoints.frozen_weights import leave_out_frozen
+from accel_train.checkpoints.training_state import Pairs, Saved, apply, fit, read
 from accel_train.errors import DividedTensorError, OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
@@ -228,6 +230,7 @@ def save_state(
     safe_serialization: bool,
     asynchronous: bool,
     when_busy: WhenBusy,
+    trainable_only: bool,
     **kwargs: Any,
 ) -> Path | SaveHandle:
     """See `Accelerator.save_state`."""
@@ -235,8 +238,13 @@ def save_state(
         raise OptionError(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
+    if trainable_only and here.hooks.save:
+        raise OptionError(
+            "save_state(trainable_only=True) was called with a hook of register_save_state_pre_hook, which decides "
+            "itself which weights are saved. Use one of the two."
+        )
     with _told(here):
-        return _save_state(here, output_dir, safe_serialization, asynchronous, when_busy)
+        return _save_state(here, output_dir, safe_serialization, asynchronous, when_busy, trainable_only)
 
 
 def _save_state(
@@ -245,6 +253,7 @@ def _save_state(
     safe_serialization: bool,
     asynchronous: bool,
     when_busy: WhenBusy,
+    trainable_only: bool,
 ) -> Path | SaveHandle:
     config = here.project
     if here.process.rehearsal is not None:
@@ -266,6 +275,8 @@ def _save_state(
     weights = [
         strategy.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
     ]
+    if trainable_only:
+        shared["progress"]["frozen"] = leave_out_frozen(weights, named)
 
     def run_hooks(folder: Path) -> None:
         for hook in here.hooks.save.values():

@@ -1,12 +1,12 @@
-"""What a training state holds besides weights: collecting it, reading it, putting it back.
+"""What a training state holds besides weights: reading it, putting it back. `collecting.py` collects it.
 
-Shared trees are the same on every rank: optimizers, schedulers, the scaler, registered objects, counters. Every rank
-has trees of its own: random generators, the places of its loaders, and its unfinished accumulation windows.
+Shared trees are saved once: optimizers, schedulers, the scaler, registered objects, counters. Where a rank has others
+than the rank that saves for all, it saves its own beside (`rank_differences.py`). Every rank has trees of its own in
+any case: random generators, the places of its loaders, and its unfinished accumulation windows.
 """
 
 from __future__ import annotations
 
-import hashlib
 import numbers
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,25 +20,22 @@ from torch import nn
 from torch.distributed import DistError
 
 import accel_ckpt
-from accel_ckpt.coordination import MainProcess
-from accel_ckpt.format import tagged_json
 from accel_ckpt.format.forms import OTHERS, check_form, natural
-from accel_ckpt.modules.named_model import NamedModel
-from accel_ckpt.saving.drift import replica_marks, warn_of_drift
-from accel_ckpt.tensor_storage import as_bytes
 from accel_state.errors import AccelError
 from accel_state.log import get_logger
 from accel_state.messages import first_line
-from accel_state.seeding import check_rng_state, derive_rng_state, get_rng_state, set_rng_state
-from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_state.seeding import check_rng_state, derive_rng_state, set_rng_state
+from accel_train.checkpoints import accelerate_checkpoints, rank_differences, window_state
 from accel_train.checkpoints.chosen_parts import ALL, MODELS, Parts, left_out, limit, part_of, trains
+from accel_train.checkpoints.collecting import named_models, replicated_buffers, trained
+from accel_train.checkpoints.frozen_weights import completed
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
-from accel_train.prepared import Prepared, Registered
+from accel_train.prepared import Prepared
 from accel_train.setup.draws import share_draws
 from accel_train.strategies.base import SavedModel
 
-__all__ = ["Pairs", "Saved", "apply", "collect", "fit", "named_models", "read"]
+__all__ = ["Pairs", "Saved", "apply", "fit", "read"]
 
 _logger = get_logger(__name__)
 
@@ -67,174 +64,6 @@ class Saved:
     """What is restored; the rest stays as it is."""
     left_out: Sequence[str] = ()
     """What is not, in words."""
-
-
-# Collecting. Nothing here may change what the training does next.
-
-
-def collect(
-    here: Prepared,
-    ranks: accel_ckpt.Coordinator | None = None,
-    named: Sequence[NamedModel] | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
-
-    Tensors in them are the training's own, so a save copies them before it lets the training go on.
-
-    Args:
-        here: what to save.
-        ranks: those that save; the main process alone where the others do not take part; None: all.
-        named: the models with their canonical names; None: they are worked out here.
-    """
-    named = named_models(here) if named is None else named
-    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
-    replicas = _replicated_parameters(here)
-
-    def work() -> tuple[dict[str, str], list[str]]:
-        _check_averaged(here)
-        shared, own = _shared_trees(here, named), _rank_trees(here, named)
-        buffers = _replicated_buffers(here, named)
-        marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
-        found.append((shared, own, buffers, marks))
-        return marks, [replica_marks([*parameters.values()]) for _, parameters in replicas]
-
-    answers = accel_ckpt.run_together(
-        work,
-        ranks or accel_ckpt.default_coordinator(),
-        doing="collecting the training state",
-        error=accel_ckpt.CheckpointSaveError,
-    )
-    [(shared, own, buffers, marks)] = found
-    first = answers[0][0]
-    if here.process.is_main_process:
-        for number, (what, parameters) in enumerate(replicas):
-            warn_of_drift(what, [*parameters], [marks[number] for _, marks in answers])
-    shared["progress"]["main_process_alone"] = isinstance(ranks, MainProcess)
-    # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
-    own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
-    return shared, own
-
-
-def _check_averaged(here: Prepared) -> None:
-    unaveraged = here.plan.strategy.unaveraged()
-    if unaveraged:
-        raise accel_ckpt.CheckpointSaveError(
-            f"ranks train copies of {type(here.plan.strategy.plain(unaveraged[0])).__name__} inside LocalSGD, and have "
-            "stepped since these were averaged. Save after LocalSGD.average(), or after the context"
-        )
-
-
-def named_models(here: Prepared) -> list[NamedModel]:
-    """The prepared models; their canonical names are worked out once for all that uses this list."""
-    return [NamedModel(here.plan.strategy.plain(model)) for model in here.prepared_models]
-
-
-def _replicated_buffers(here: Prepared, named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:
-    """Buffers of models of which every rank has a copy, by name."""
-    if here.process.num_processes == 1:
-        return {}
-    strategy = here.plan.strategy
-    found: dict[str, torch.Tensor] = {}
-    for index, (model, prepared) in enumerate(zip(named, here.prepared_models, strict=True)):
-        if strategy.keeps_replicas(prepared):
-            saved = model.state_dict()
-            for name, buffer in model.buffers().items():
-                if name in saved:
-                    found[f"model_{index}.{name}"] = buffer
-    return found
-
-
-def _replicated_parameters(here: Prepared) -> list[tuple[str, dict[str, nn.Parameter]]]:
-    """The parameters of models of which every rank has a copy: the model's number and class, and its tensors."""
-    if here.process.num_processes == 1:
-        return []
-    strategy = here.plan.strategy
-    plain = {
-        index: strategy.plain(model)
-        for index, model in enumerate(here.prepared_models)
-        if strategy.keeps_replicas(model)
-    }
-    return [
-        (f"model {index} ({type(model).__name__})", dict(model.named_parameters()))
-        for index, model in plain.items()
-    ]
-
-
-def _fingerprint(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
-
-
-def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
-    """The trees that are the same on every rank."""
-    shared: dict[str, Any] = {
-        "step": here.step,
-        "progress": {
-            "save_iteration": here.project.iteration + 1,
-            "optimizers": [
-                {"skipped": optimizer.step_was_skipped, "spent": optimizer.gradients_spent}
-                for optimizer in here.optimizers
-            ],
-        },
-    }
-    for index, optimizer in enumerate(here.optimizers):
-        shared[f"optimizer_{index}"] = here.plan.strategy.optimizer_state(optimizer.optimizer, named)
-    for index, scheduler in enumerate(here.schedulers):
-        shared[f"scheduler_{index}"] = scheduler.state_dict()
-    guard = here.accumulator.guard
-    if guard is not None:
-        shared["progress"]["guard"] = guard.state_dict(here.optimizers)
-    scaler = here.plan.precision.state_dict(here.inner_optimizers)
-    if scaler is not None:
-        shared["scaler"] = scaler
-    for index, registered in enumerate(here.registered):
-        key, tree = _dump_registered(registered, index)
-        shared[f"{key}_{index}"] = tree
-    return shared
-
-
-def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
-    """The trees that are this rank's own."""
-    trees: dict[str, Any] = {"rng": get_rng_state()}
-    for index, loader in enumerate(here.loaders):
-        trees[f"loader_{index}"] = loader.state_dict()
-    trees["windows"] = window_state.dump(here.accumulator, _trained(here, named), here.plan.strategy)
-    guard = here.accumulator.guard
-    if guard is not None:
-        trees["guard"] = guard.waiting()
-    strategy = here.plan.strategy
-    trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
-    if strategy.optimizers_differ(here.inner_optimizers):
-        trees["optimizers"] = [
-            strategy.optimizer_state(optimizer.optimizer, named)["state"] for optimizer in here.optimizers
-        ]
-    return trees
-
-
-def _dump_registered(registered: Registered, index: int) -> tuple[str, Any]:
-    state = registered.item.state_dict()
-    try:
-        tagged_json.encode(state, lambda path, tensor: "")
-    except accel_ckpt.UnsupportedValueError as error:
-        if registered.trusted:
-            return "pickled", pickle.dumps(state)
-        raise accel_ckpt.UnsupportedValueError(
-            f"the registered object {index} ({type(registered.item).__name__}): {error}. Or pass "
-            "register_for_checkpointing(…, trusted=True) to pickle its state, and load_state(…, "
-            "trust_custom_objects=True): only for checkpoints of people you trust, because a pickle can run any code"
-        ) from error
-    return "custom", state
-
-
-def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.Trained:
-    return window_state.Trained(
-        here.models,
-        here.prepared_models,
-        here.optimizers,
-        here.loaders,
-        named,
-        engine_optimizers=here.plan.strategy.capabilities.hides_gradients,
-    )
 
 
 # Reading. Whatever can fail, fails here, before anything is changed.
@@ -302,6 +131,8 @@ def _read_own(
     own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     check_form(known, _RANK, f"{directory}: the state of a rank")
+    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
+    shared = _with_own(here, checkpoint, shared, known if same else None)
     trees = {*shared, *(name for name in known if name.startswith("loader_"))}
     _check_parts(here, trees, directory)
     if not here.hooks.load:  # which may load models themselves
@@ -317,7 +148,6 @@ def _read_own(
     if not lazy:
         for saved in models:
             saved.whole()  # checks the files
-    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
     _check_window_states(here, known["replicas"], same, directory)
     optimizers_own = known.get("optimizers") if same else None
@@ -329,6 +159,33 @@ def _read_own(
     rng = _read_rng(here, checkpoint, own, saved_by)
     folder = checkpoint.local_folder
     return Saved(directory, models, shared, rng, loaders, replicas, optimizers_own, windows, guard, folder)
+
+
+def _with_own(
+    here: Prepared,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+    parts: Parts = ALL,
+) -> dict[str, Any]:
+    """The shared trees, those that this rank saved of its own in the place of the others'.
+
+    Args:
+        here: what is prepared.
+        checkpoint: where they were read.
+        shared: all of them.
+        own: what this rank has saved; None: other ranks continue than have saved.
+        parts: what is restored.
+    """
+    differing = shared["progress"].get("differing", {})
+    check_form(differing, rank_differences.FORM, f"{checkpoint.directory}: what differs between ranks")
+    if own is not None:
+        trees = own.get("differing", {})
+        wanted = {name: trees[name] for name in trees if part_of(name) in {*parts, None}}
+        return rank_differences.take_up(shared, wanted, checkpoint.directory)
+    saved_by = checkpoint.manifest.world_size
+    rank_differences.warn_of_other_ranks(here, differing, saved_by, checkpoint.directory, parts)
+    return dict(shared)
 
 
 class _AnyOptimizer(frozenset[str]):
@@ -356,12 +213,14 @@ def _read_parts(
     saved_by = 1 if trees["progress"].get("main_process_alone") else checkpoint.manifest.world_size
     own: Mapping[str, Any] | None = None
     known: Mapping[str, Any] = {}
-    if parts & {"optimizers", "loaders", "random"}:  # of which ranks may have their own
+    if parts != MODELS:  # ranks may have their own
         optional = allow_missing_rng or "random" not in parts
         own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=optional)
         known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
-    names = {*trees, *(name for name in known if name.startswith("loader_"))}
-    shared = {name: trees[name] for name in trees if part_of(name) in {*parts, None}}
+    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
+    mine = _with_own(here, checkpoint, trees, known if same else None, parts)
+    names = {*mine, *(name for name in known if name.startswith("loader_"))}
+    shared = {name: mine[name] for name in mine if part_of(name) in {*parts, None}}
     _check_parts(here, {name for name in names if part_of(name) in parts}, directory, parts)
     if "models" in parts and not here.hooks.load:
         _check_models(len(here.models), len(checkpoint.models), directory)
@@ -374,7 +233,6 @@ def _read_parts(
     if "models" in parts and not divided:
         for saved in models:
             saved.whole()  # checks the files
-    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     return Saved(
         directory,
         models,
@@ -474,16 +332,16 @@ def _read_windows(
         )
     # The main process saves alone only where no window is unfinished, so what it saved holds for any rank.
     same = ranks == checkpoint.manifest.world_size or saved_by < checkpoint.manifest.world_size
-    window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=same)
+    window_state.check(trained(here), windows, here.plan.strategy, same_ranks=same)
     if not same:
         trees = []
         for rank in range(checkpoint.manifest.world_size):
             saved = checkpoint.per_rank(rank)
             assert saved is not None, "a missing rank raises"
-            window_state.check(_trained(here), saved["windows"], here.plan.strategy, same_ranks=False)
+            window_state.check(trained(here), saved["windows"], here.plan.strategy, same_ranks=False)
             trees.append(saved["windows"])
         windows = window_state.for_other_ranks(trees, ranks, here.process.process_index)
-        window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=False)
+        window_state.check(trained(here), windows, here.plan.strategy, same_ranks=False)
     return windows
 
 
@@ -596,6 +454,13 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
     else:  # a save hook dropped the weights of models that the load hook has loaded
         _check_models(len(kept), len(saved.models), saved.directory)
         pairs = list(zip(kept, saved.models, strict=True))
+    frozen = saved.shared.get("progress", {}).get("frozen")
+    if frozen is not None and pairs:
+        with _taken_up("what it says of frozen parameters", saved.directory):
+            pairs = [
+                (model, _completed(here, model, weights, about, strict, saved.directory))
+                for (model, weights), about in zip(pairs, frozen, strict=True)
+            ]
     for model, weights in pairs:
         problems = here.plan.strategy.misfits(model, weights, strict)
         if problems:
@@ -613,6 +478,14 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
             scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}"
         )
     return pairs
+
+
+def _completed(
+    here: Prepared, model: nn.Module, weights: SavedModel, frozen: Any, strict: bool, directory: Path
+) -> SavedModel:
+    strategy = here.plan.strategy
+    what = f"the model {type(strategy.plain(model)).__name__}"
+    return completed(weights, frozen, strategy.model_state(model), strict, what, directory)
 
 
 def _check_scheduler(scheduler: Any, state: Any, where: str) -> None:
@@ -671,7 +544,7 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
         with _taken_up(f"the state of loader {index}", saved.directory):
             here.loaders[index].load_state_dict(state)
     if saved.windows is not None:
-        window_state.load(here.accumulator, _trained(here), saved.windows)
+        window_state.load(here.accumulator, trained(here), saved.windows)
     guard = here.accumulator.guard
     if guard is not None and saved.guard is not None:
         with _taken_up("the state of the guard of steps", saved.directory):
@@ -695,6 +568,6 @@ def _restore_replicas(here: Prepared, replicas: Mapping[str, Any]) -> None:
     strategy = here.plan.strategy
     for model, state in zip(here.prepared_models, replicas.get("states", []), strict=False):
         strategy.load_window_state(model, state)
-    buffers = _replicated_buffers(here, named_models(here))
+    buffers = replicated_buffers(here, named_models(here))
     for name, saved in replicas.get("buffers", {}).items():
         buffers[name].copy_(saved)

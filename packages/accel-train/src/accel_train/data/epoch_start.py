@@ -19,11 +19,11 @@ from accel_train.data.iteration import Iteration
 from accel_train.data.loader import Indexes, PreparedLoader
 from accel_train.data.position import batches_of_stream, check_fits
 from accel_train.data.reading_states import (
-    Fetcher,
     ReadingSource,
     begin_own_reading,
     begin_shared_reading,
     may_draw,
+    read_with,
 )
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
@@ -277,7 +277,7 @@ def _torch_iterator(
         else:
             iterator = DataLoader.__iter__(loader)
             if states is not None:
-                iterator._dataset_fetcher = Fetcher(iterator._dataset_fetcher, states)
+                read_with(states, iterator)
     if loader.persistent_workers:
         loader.ending = end_workers_with(loader, loader._iterator, loader.ending)
     result: Iterator[Any] = iterator

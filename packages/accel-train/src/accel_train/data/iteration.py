@@ -98,7 +98,7 @@ class Iteration:
         self.notes_rng = False
         """Whether reading ahead draws from this process's generators."""
         self.looked_ahead: tuple[Any, int] | None = None
-        """The generators before batches were read ahead in this process, and how many batches these are."""
+        """The generators before batches were read ahead in this process, and how many these are; the end counts."""
         self.found_end = False
         """Reading ahead found nothing after the last returned batch."""
         self.ended = False
@@ -150,6 +150,7 @@ class Iteration:
             except StopIteration:
                 self.failure = StopIteration()  # without a traceback, which would keep the iterator alive
                 self.found_end = True
+                self.read_ahead(rng, 1)  # samples that fill no batch were read all the same
             except BaseException as error:
                 self.failure = error
         return not isinstance(self.failure, StopIteration)
@@ -170,7 +171,7 @@ class Iteration:
             del failure  # its traceback holds this frame, which must not hold it in turn
 
     def read_ahead(self, generators: Any, batches: int) -> None:
-        """Note that `batches` were read ahead, with which generators (None: in other processes)."""
+        """Note that `batches` were read ahead, the end counted, with which generators (None: in other processes)."""
         self.looked_ahead = None if generators is None or not batches else (generators, batches)
         if not batches:
             self.source_before = None

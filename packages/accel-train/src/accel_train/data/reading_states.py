@@ -25,12 +25,12 @@ from accel_train.data.sampling.shared_seed import Sharing
 from accel_train.ranks import Ranks
 
 __all__ = [
-    "Fetcher",
     "ReadingSource",
     "ReadingStates",
     "begin_own_reading",
     "begin_shared_reading",
     "may_draw",
+    "read_with",
 ]
 
 
@@ -107,7 +107,7 @@ class ReadingSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetcher:
+class _Fetcher:
     """Torch's fetcher of batches, with separate random states; which samples are fetched is drawn outside of them."""
 
     fetcher: Any
@@ -119,6 +119,11 @@ class Fetcher:
         """Fetch one batch."""
         with self.states:
             return self.fetcher.fetch(indices)
+
+
+def read_with(states: ReadingStates, iterator: Any) -> None:
+    """Let torch's iterator, which reads in this process, fetch batches with these states."""
+    iterator._dataset_fetcher = _Fetcher(iterator._dataset_fetcher, states)
 
 
 def may_draw(dataset: Any, collate: Any) -> bool:

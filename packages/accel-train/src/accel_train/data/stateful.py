@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import DataLoader, get_worker_info
 
 from accel_train.data.iterable import IterableDatasetShard
-from accel_train.data.reading_states import Fetcher, ReadingStates
+from accel_train.data.reading_states import ReadingStates, read_with
 from accel_train.data.rng_replay import Randomness, generators_of
 from accel_train.data.workers import RecordRngState, RestoreWorkerRng
 
@@ -169,9 +169,9 @@ def read_with_positions(
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state["states"][0]["dataset"]))
         positions = Positions(dataset, 0, state)
-        plain: Any = DataLoader.__iter__(loader)
+        plain = DataLoader.__iter__(loader)
         if draws is not None:
-            plain._dataset_fetcher = Fetcher(plain._dataset_fetcher, draws)
+            read_with(draws, plain)
         return _Source(plain, positions, False), positions
     if (state is not None or turned) and loader._iterator is not None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]

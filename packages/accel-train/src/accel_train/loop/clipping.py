@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from accel_train.errors import ArgumentTypeError, PrepareError
 from accel_train.loop.guard import StepGuard
 from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Strategy
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
@@ -68,7 +69,7 @@ def _unscale_owners(
     owners = [
         item.optimizer
         for item in optimizers
-        if any(id(parameter) in wanted for group in item.param_groups for parameter in group["params"])
+        if any(id(parameter) in wanted for parameter in parameters_of(item))
     ]
     if wanted and not owners:
         raise PrepareError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accel_state.communication.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, NoGradientError
+from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.strategies.base import Strategy
 
 __all__ = ["FirstWindows", "check_trains", "explain_no_gradient"]
@@ -64,7 +65,7 @@ class FirstWindows:
             trained = (p for model in models or self._models for p in model.parameters() if p.requires_grad)
             self._values[models] = [(parameter, parameter._version) for parameter in trained]
             return
-        held = _ids(self._optimizers)
+        held = parameter_ids(*self._optimizers)
         changed = [p for p, version in self._values.get(models, ()) if p._version != version]
         if any(id(parameter) not in held for parameter in changed):
             raise AccumulationError(
@@ -109,13 +110,13 @@ def check_trains(
         models: the prepared ones, without wrappers.
         optimizers: the prepared ones.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = [*parameters_of(optimizer)]
     if not held or any(parameter.grad is not None for parameter in held):
         return
     trained = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
     if any(id(parameter) in trained for parameter in held):
         return
-    known = _ids(optimizers)
+    known = parameter_ids(*optimizers)
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and id(parameter) not in known:
@@ -127,16 +128,6 @@ def check_trains(
                     stacklevel=4,
                 )
                 return
-
-
-def _ids(optimizers: Iterable[Any]) -> set[int]:
-    """The parameters of optimizers, by `id`."""
-    return {
-        id(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
 
 
 def explain_no_gradient(loss: Any, error: RuntimeError) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from accel_state.communication.collectives import reduce
 from accel_state.log import get_logger
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import local_part
 
@@ -218,7 +219,7 @@ class StepGuard:
         return bad, loss, weight
 
     def _nonfinite(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [*parameters_of(optimizer)]
         if self._norm is not None:
             known, norm = self._norm
             if all(id(parameter) in known for parameter in parameters):

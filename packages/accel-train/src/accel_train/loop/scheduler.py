@@ -39,7 +39,6 @@ class AcceleratedScheduler(LRScheduler):
         advance_while_accumulating: bool = False,
         accumulator: Accumulator | None = None,
     ) -> None:
-        self.scheduler = scheduler
         several = isinstance(optimizers, (list, tuple))
         self.optimizers: list[AcceleratedOptimizer] = list(optimizers) if several else [optimizers]  # type: ignore[list-item]
         self.split_batches = split_batches
@@ -53,6 +52,7 @@ class AcceleratedScheduler(LRScheduler):
         self._accumulator = accumulator
         self._fixed_length = getattr(scheduler, "total_steps", None) is not None
         self._is_accelerate_prepared = False
+        self.scheduler = scheduler  # from here on its attributes are set there
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance as the optimizer did.
@@ -124,6 +124,14 @@ class AcceleratedScheduler(LRScheduler):
         if name.startswith("__") or name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the wrapped scheduler has is set there, such as `base_lrs`, which it computes with."""
+        inner = self.__dict__.get("scheduler")
+        if inner is None or name in self.__dict__ or name not in getattr(inner, "__dict__", ()):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from accel_train.errors import AccumulationError, OptionError, PrepareError
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.precision.autocast import AutocastPrecision
 from accel_train.precision.base import PrecisionOptions
 
@@ -60,7 +61,7 @@ class FP16Precision(AutocastPrecision):
 
     def _forget_empty(self) -> None:
         for key, optimizer in list(self._unscaled.items()):
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            if any(p.grad is not None for p in parameters_of(optimizer)):
                 raise AccumulationError(
                     "backward() was called after the gradients of an optimizer were unscaled (by clipping or "
                     "unscale_gradients()) and before it stepped: scaled and unscaled gradients would be added up. "
@@ -93,7 +94,7 @@ class FP16Precision(AutocastPrecision):
         """Whether a loss was ever scaled; without one there must be no gradients."""
         if self.scaler._scale is not None or not self.scaler.is_enabled():
             return True
-        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if any(p.grad is not None for p in parameters_of(optimizer)):
             raise AccumulationError(
                 "The optimizer holds gradients that were not scaled: the loss went to loss.backward(). Under "
                 "mixed_precision='fp16' call accelerator.backward(loss) instead, which scales it."

@@ -20,6 +20,7 @@ from accel_train.errors import PrepareError
 from accel_train.loop.lomo import check_guarded, check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins.base import SectionPlugin
 from accel_train.prepared import Prepared, mark_prepared
 from accel_train.setup.draws import share_draws
@@ -198,7 +199,7 @@ class _Objects:
         own = {id(parameter) for model in models for parameter in self._strategy.plain(model).parameters()}
         for place in self._fresh:
             optimizer = _inner(self.results[place])
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            held = [*parameters_of(optimizer)]
             if held and not any(id(p) in own or is_sharded(p) or p in self._here.replaced for p in held):
                 names = ", ".join(type(model).__name__ for model in self._new.values())
                 raise PrepareError(

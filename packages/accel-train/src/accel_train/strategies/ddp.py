@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accel_state.communication.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.local_training import LocalCopies
@@ -324,7 +325,7 @@ class DDPStrategy(Strategy):
             self._check_used(optimizer)
         self._replicas.check_finished()
         self._check_rates(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [*parameters_of(optimizer)]
         self._replicas.check_equal(parameters, [self.plain(model) for model in models])
 
     def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
@@ -337,7 +338,7 @@ class DDPStrategy(Strategy):
 
     def _check_used(self, optimizer: torch.optim.Optimizer) -> None:
         """Name parameters without a gradient, which DDP waits for: its next forward would fail without names."""
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owned = parameter_ids(optimizer)
         for wrapped in list(self._unchecked):
             named = [(name, p) for name, p in wrapped.module.named_parameters() if p.requires_grad]
             if not any(id(parameter) in owned for _, parameter in named):

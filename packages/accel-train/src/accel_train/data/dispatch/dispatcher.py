@@ -443,7 +443,7 @@ class _Reader:
         if not self._ahead and self.iteration.source_state is not None:
             self.iteration.source_before = self.iteration.source_state()
         enough = self.fetch(wanted)
-        self.iteration.read_ahead(None if noted is None else noted[0], len(self._ahead))
+        self.iteration.read_ahead(None if noted is None else noted[0], len(self._ahead) + (not enough))
         return enough
 
     def fetch(self, wanted: int = 1) -> bool:

@@ -16,6 +16,7 @@ from accel_ckpt.parts import fsdp_modules, is_sharded, reshard
 from accel_state.host.available import torchao_required
 from accel_state.log import get_logger
 from accel_train.errors import IncompatibleOptionsError
+from accel_train.optimizer_parameters import parameter_ids
 from accel_train.plugins import AORecipeKwargs
 from accel_train.precision.fp8.layers import Fp8Layers
 
@@ -107,7 +108,7 @@ class AOLayers(Fp8Layers):
         known = self._known()
         if not known:
             return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = parameter_ids(optimizer)
         for scales in known:
             scales.compute(stepped)
 

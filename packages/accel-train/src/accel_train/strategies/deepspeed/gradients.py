@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, OptionError
+from accel_train.optimizer_parameters import parameters_of
 
 __all__ = ["EngineGradients"]
 
@@ -186,7 +187,7 @@ class EngineGradients:
     def _before_step(self, base: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Torch's hook: gradients are float32, averaged over ranks and unscaled."""
         self._applied = True
-        found = [p.grad for group in base.param_groups for p in group["params"] if p.grad is not None]
+        found = [p.grad for p in parameters_of(base) if p.grad is not None]
         if not found:
             return
         for multiplier in (self.factor, self._coefficient):

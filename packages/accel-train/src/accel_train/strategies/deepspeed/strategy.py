@@ -16,6 +16,7 @@ from accel_state.enums import DistributedType
 from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.strategies.base import (
     Capabilities,
@@ -483,7 +484,7 @@ def _pairs(parts: Parts) -> dict[int, int]:
     found: dict[int, int] = {}
     for number, optimizer in enumerate(parts.optimizers):
         name = type(optimizer).__name__
-        places = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        places = {owners.get(id(p)) for p in parameters_of(optimizer)}
         if None in places:
             raise PrepareError(
                 f"{name} holds parameters of no model in this prepare() call, and DeepSpeed prepares a model and its "

@@ -13,6 +13,7 @@ from accel_ckpt import NamedModel
 from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
+from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.base import (
     Capabilities,
@@ -133,7 +134,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
             )
         [optimizer] = optimizers
         own = {id(parameter) for parameter in model.parameters()}
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) not in own for p in parameters_of(optimizer)):
             raise PrepareError(
                 f"{type(optimizer).__name__} holds parameters that {type(model).__name__} does not have. Build the "
                 "optimizer from this model's parameters(), and pass both to one prepare() call."
@@ -270,7 +271,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         known = {id(parameter) for parameter in item.engine.parameters()}
         # The optimizer may hold copies, or parts.
         assert item.optimizer is not None, "trained"
-        return known | {id(p) for group in item.optimizer.param_groups for p in group["params"]}
+        return known | parameter_ids(item.optimizer)
 
     def _clipped(self, parameters: Sequence[Tensor]) -> EngineGradients | None:
         """The engine of parameters, of which all must be given."""

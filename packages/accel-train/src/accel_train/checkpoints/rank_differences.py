@@ -1,0 +1,135 @@
+"""What ranks hold otherwise than the rank that saves for all: objects that the script registered, schedulers that were
+fed this rank's own loss, options of optimizers, the loss scale, flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_ckpt.format.forms import OTHERS, check_form, natural
+from accel_ckpt.loading.saved_tensors import SavedTensor
+from accel_ckpt.rank_trees import Marks, RankTree
+from accel_state.log import get_logger
+from accel_state.trees import recursively_apply
+from accel_train.checkpoints.chosen_parts import ALL, Parts, part_of
+from accel_train.prepared import Prepared
+
+__all__ = ["FORM", "compared", "in_words", "marks_of", "own_trees", "take_up", "warn_of_other_ranks"]
+
+_logger = get_logger(__name__)
+
+FORM = {OTHERS: [natural]}
+"""Of what `ranks_that_differ` returns."""
+
+_STATE = ("state", "global_state")  # of optimizers; strategies know whether ranks have the same
+
+
+def compared(shared: Mapping[str, Any]) -> dict[str, RankTree]:
+    """The shared trees of this rank, encoded to be compared; of optimizers only their options."""
+    return {
+        name: RankTree.of(name, _options(tree) if _is_optimizer(name) else tree)
+        for name, tree in shared.items()
+    }
+
+
+def marks_of(trees: Mapping[str, RankTree]) -> dict[str, Sequence[str]]:
+    """What the other ranks must know of them: plain data."""
+    return {name: tree.marks for name, tree in trees.items()}
+
+
+def own_trees(trees: Mapping[str, RankTree], leader: Marks) -> dict[str, Any]:
+    """What this rank saves of its own.
+
+    Args:
+        trees: this rank's.
+        leader: the marks of the rank whose trees are saved for all.
+    """
+    beside = {name: tree.beside(leader.get(name, ())) for name, tree in trees.items()}
+    return {name: own for name, own in beside.items() if own is not None}
+
+
+def take_up(shared: Mapping[str, Any], own: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The shared trees as this rank saved them.
+
+    Args:
+        shared: those that were saved for all; or some of them.
+        own: what `own_trees` returned for this rank.
+        where: the checkpoint, for messages.
+
+    Raises:
+        CorruptCheckpointError: `own` is something else.
+    """
+    check_form(own, {OTHERS: {}}, f"{where}: what a rank has of its own")
+    trees = dict(shared)
+    for name, beside in own.items():
+        if _is_optimizer(name):
+            mine = RankTree.restored(name, _read(_options(shared[name])), beside, str(where))
+            trees[name] = _with_options(shared[name], mine)
+        else:
+            trees[name] = RankTree.restored(name, shared.get(name), beside, str(where))
+            kind, _, number = name.partition("_")
+            # The same object may be a pickle on one rank and plain data on another.
+            trees.pop({"custom": "pickled", "pickled": "custom"}.get(kind, "") + f"_{number}", None)
+    return trees
+
+
+def warn_of_other_ranks(
+    here: Prepared, differing: Mapping[str, Sequence[int]], saved_by: int, where: Path, parts: Parts = ALL
+) -> None:
+    """Say what continues as rank 0 saved it, because the ranks that saved their own are others now.
+
+    Args:
+        here: what is prepared.
+        differing: what `ranks_that_differ` returned.
+        saved_by: how many ranks saved.
+        where: the checkpoint.
+        parts: what is restored.
+    """
+    names = [name for name in differing if part_of(name) in {*parts, None}]
+    for name in names:
+        others = ", ".join(map(str, differing[name]))
+        _logger.warning(
+            f"{where} was saved by {saved_by} ranks, and rank {others} had another state of {in_words(here, name)} "
+            f"than rank 0: {here.process.num_processes} ranks continue with that of rank 0. Load with {saved_by} ranks "
+            "to give each its own, or make it the same on all ranks before it is saved."
+        )
+
+
+def in_words(here: Prepared, name: str) -> str:
+    """A shared tree as a message calls it."""
+    kind, _, number = name.partition("_")
+    if kind in ("custom", "pickled"):
+        items = here.registered
+        known = f" ({type(items[int(number)].item).__name__})" if int(number) < len(items) else ""
+        return f"the registered object {number}{known}"
+    if kind == "optimizer":
+        return f"the options (learning rates and others) of optimizer {number}"
+    return {"scaler": "the loss scale", "progress": "the flags of skipped steps"}.get(
+        kind, f"{kind} {number}".strip()
+    )
+
+
+def _is_optimizer(name: str) -> bool:
+    return name.startswith("optimizer_")
+
+
+def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's tree without states and names of parameters."""
+    rest = {key: value for key, value in tree.items() if key not in _STATE}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"]]
+    return {**rest, "param_groups": groups}
+
+
+def _read(tree: Any) -> Any:
+    """A tree with values for tensors that were not read yet."""
+    return recursively_apply(SavedTensor.read, tree, test_type=lambda leaf: isinstance(leaf, SavedTensor))
+
+
+def _with_options(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [
+        {**mine, "params": group["params"]}
+        for mine, group in zip(options["param_groups"], tree["param_groups"], strict=True)
+    ]
+    return {**tree, **options, "param_groups": groups}

@@ -1,0 +1,40 @@
+"""Random training scripts, stopped after any batch: what is resumed equals a run that was left alone, bit for bit.
+
+`testkit.random_loops` draws a script from a number and says how to repeat one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from testkit.random_loops import RANKS, Case, describe, equal, failures
+
+SAMPLE = {"single": 8, "ddp": 4, "fsdp2": 3}
+CASES = 300
+
+
+@pytest.mark.parametrize("strategy", SAMPLE)
+def test_a_sample_of_scripts(tmp_path, strategy):
+    assert_exact(strategy, range(SAMPLE[strategy]), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("strategy", RANKS)
+def test_three_hundred_scripts(tmp_path, strategy):
+    assert_exact(strategy, range(CASES), tmp_path)
+
+
+def assert_exact(strategy, numbers, folder):
+    found = failures(strategy, numbers, str(folder))
+    assert not found, "\n\n".join(describe(strategy, number, why) for number, why in found.items())
+
+
+def test_a_number_is_one_script():
+    assert Case.draw("ddp", 5) == Case.draw("ddp", 5)
+    assert Case.draw("ddp", 5) != Case.draw("ddp", 6)
+
+
+def test_one_bit_is_a_difference():
+    assert equal([1.0, {"a": float("nan")}], [1.0, {"a": float("nan")}])
+    assert not equal([0.1 + 0.2], [0.3])
