@@ -431,6 +431,7 @@ def test_a_backends_thread_is_never_the_last_to_hold_a_tensor(size):
 
         from accel_state.communication import channel
 
+        state = PartialState()
         seen = []
         plain = {"all_reduce": dist.all_reduce, "broadcast": dist.broadcast}
 
@@ -442,10 +443,11 @@ def test_a_backends_thread_is_never_the_last_to_hold_a_tensor(size):
 
             return call
 
-        channel._all_gather_single = spy(channel._all_gather_single)
+        channel.all_gather_single = spy(channel.all_gather_single)
+        blocks = state.channel()._blocks
+        blocks._all_to_all = spy(blocks._all_to_all)
         for name, function in plain.items():
             setattr(dist, name, spy(function))
-        PartialState()
         x = torch.ones(size)
         for call in (collectives.gather, collectives.reduce, collectives.broadcast):
             del seen[:]
