@@ -193,8 +193,8 @@ def test_t21_another_collective_is_proof_without_fingerprints():
     for code, out, err, _ in launch(script, 3, QUICK):
         assert code == 1
         assert "CollectiveMismatchError" in err
-        assert "rank 1 entered scatter instead" in err or "entered gather instead" in err
-        assert "rank 1: in scatter (#1) at <string>:" in err
+        assert "rank 1 entered scatter (stream 1) instead" in err or "entered gather instead" in err
+        assert "rank 1: in scatter (stream 1) (#1) at <string>:" in err
         assert re.search(r"rank [02]: in gather \(#1\) at <string>:", err)
         assert float(out) < 3
 

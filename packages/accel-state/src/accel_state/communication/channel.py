@@ -144,7 +144,10 @@ class Channel:
         self._counters = counters(group)
         self._issued_before = self._issued()
         self._entering = ""
+        self._vacant = threading.Lock()
+        """Held while a thread is in a collective. Nobody waits for it."""
         self._in_message = False
+        self._streams = 0
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
         self._blocks = Blocks(self.wire, self._backends.get("cpu", ""))
         self.plans: dict[Hashable, Plan] = {}
@@ -175,6 +178,11 @@ class Channel:
         """The device on which this group transfers tensors of ``device``."""
         return device if device.type in self._backends else self.device
 
+    def next_stream(self) -> int:
+        """The number of a new stream of messages, from 1; the same on all ranks that begin the same streams."""
+        self._streams += 1
+        return self._streams
+
     @property
     def rehearsed(self) -> bool:
         """Whether every other rank is answered for as if it had said the same as this one."""
@@ -189,6 +197,8 @@ class Channel:
         return self
 
     def __enter__(self) -> Channel:
+        if not self._vacant.acquire(blocking=False):
+            raise self._occupied()
         self._position = (self._position[0] + 1, self._entering, threading.get_ident())
         return self
 
@@ -197,6 +207,21 @@ class Channel:
     ) -> None:
         self._position = (self._position[0], None, 0)
         self._issued_before = self._issued()
+        self._vacant.release()
+
+    def _occupied(self) -> StateError:
+        """The error for a thread that enters a collective while another is in one, and could get its data."""
+        number, operation, ident = self._position
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        here = threading.get_ident()
+        mine = call_site(_frame(here)) or "an unknown line"
+        other = call_site(_frame(ident)) or "an unknown line"
+        return StateError(
+            f"thread {names.get(here, here)!r} calls {self._entering} at {mine} while thread "
+            f"{names.get(ident, ident)!r} is in {operation} (#{number}) at {other}, in the same group. Ranks pair "
+            "collectives by their order, which two threads do not have. Call them from one thread, or give each thread "
+            "a group of its own: group=torch.distributed.new_group()"
+        )
 
     def raise_failure(self) -> None:
         """Raise if a collective of this group has failed, after which no other can succeed."""
