@@ -233,7 +233,9 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration.first_base = base
         iteration.skipped = -(-base // each)
 
-    def _read(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> _Reader:
+    def _read(
+        self, iteration: DispatchIteration, plan: SamplerPlan | None, restored: Restored | None
+    ) -> _Reader:
         indexes, base = self.indexes, iteration.first_base
         state = source_to_load(self, restored if self.use_stateful_dataloader else None)
         passed: list[Any] = []
@@ -338,7 +340,7 @@ class _Reader:
     """Rank 0: reads, cuts and sends."""
 
     def __init__(
-        self, loader: DataLoaderDispatcher, iteration: Iteration, source: Iterator[Any], first: Any
+        self, loader: DataLoaderDispatcher, iteration: DispatchIteration, source: Iterator[Any], first: Any
     ) -> None:
         self.iteration = iteration
         self._source = source
