@@ -99,3 +99,37 @@ def frozen_alone() -> str:
 
 def test_a_frozen_model_of_one_rank_is_prepared_there_alone() -> None:
     assert worlds.run(frozen_alone, 2) == ["done"] * 2
+
+
+def divided_twice() -> str:
+    """Two replicas of two shards; rank 3 makes a step more."""
+    import torch.distributed as dist
+
+    from accel_state.communication.torch_collectives import end_collectives
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+    )
+    model = accelerator.prepare(nn.Linear(6, 2))
+    odd = accelerator.process_index == 3
+    accelerator.backward(model(torch.ones(4, 6)).sum())
+    shards = next(model.parameters()).device_mesh.get_group(1)
+    try:
+        for _ in range(2 if odd else 1):
+            accelerator.backward(model(torch.ones(4, 6)).sum())
+        accelerator.wait_for_everyone()
+    except RuntimeError as error:
+        for group in (shards, dist.group.WORLD):
+            end_collectives(group)
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def test_collectives_of_the_groups_of_hsdp_are_proof() -> None:
+    texts = worlds.run(divided_twice, 4, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "2"})
+    named = "rank 3 waits in torch's all_gather"
+    assert any(text.startswith("CollectiveMismatchError") and named in text for text in texts), texts
+    assert "done" not in texts

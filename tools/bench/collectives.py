@@ -1,7 +1,8 @@
 """What a collective costs with its checks, without them, and in plain torch.
 
 Everything runs in one world of gloo ranks, in turn, round after round: medians of a call in µs with the spread
-between rounds in brackets. Accelerate takes part where it is installed. Results are checked to be equal.
+between rounds in brackets, on the clock and of the processor (all threads, mean of the ranks). Accelerate takes part
+where it is installed. Results are checked to be equal.
 
     hatch run bench:collectives
 """
@@ -25,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from testkit import worlds
 
 Call = Callable[[], Any]
+Times = dict[str, dict[str, list[float]]]
+"""Case → contender → one value per round."""
 CONTENDERS = ("checks on", "checks off", "plain torch", "accelerate")
 
 
@@ -60,6 +63,7 @@ def cases() -> dict[str, tuple[Any, str]]:
         "gather 64 KiB": (torch.randn(16_384), "gather"),
         "gather 4 MiB": (torch.randn(1 << 20), "gather"),
         "reduce 1 float": (torch.randn(1), "reduce"),
+        "reduce 64 floats": (torch.randn(64), "reduce"),
         "reduce 4 MiB": (torch.randn(1 << 20), "reduce"),
         "broadcast 8 floats": (torch.randn(8), "broadcast"),
         "gather_object": ([{"loss": 0.5, "name": "a"}], "gather_object"),
@@ -100,13 +104,15 @@ def calls(operation: str, value: Any) -> dict[str, tuple[str | None, Call]]:
     return result
 
 
-def measure(rounds: int, repetitions: int) -> tuple[dict[str, dict[str, list[float]]], float]:
-    """On every rank: µs per call, by case and contender, one value per round; and ns of the watch per collective."""
+def measure(rounds: int, repetitions: int) -> tuple[dict[str, Times], float]:
+    """On every rank: µs per call on the clock and of the processor, by case and contender, one value per round; and ns
+    of the watch per collective.
+    """
     import accel_state
 
     state = accel_state.PartialState()
     torch.manual_seed(state.process_index)
-    times: dict[str, dict[str, list[float]]] = {}
+    times: dict[str, Times] = {"on the clock": {}, "of the processor": {}}
     table = {name: calls(operation, value) for name, (value, operation) in cases().items()}
     for turn in range(rounds + 1):
         for name, contenders in table.items():
@@ -117,12 +123,15 @@ def measure(rounds: int, repetitions: int) -> tuple[dict[str, dict[str, list[flo
                     accel_state.set_collective_checks(mode)
                 results.append(call())
                 dist.barrier()
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), time.process_time()
                 for _ in range(count):
                     call()
-                spent = (time.perf_counter() - began) / count * 1e6
+                spent = torch.tensor([time.perf_counter() - began, time.process_time() - busy])
+                dist.all_reduce(spent)
                 if turn:
-                    times.setdefault(name, {}).setdefault(contender, []).append(spent)
+                    per_call = (spent / state.num_processes / count * 1e6).tolist()
+                    for clock, value in zip(times.values(), per_call, strict=True):
+                        clock.setdefault(name, {}).setdefault(contender, []).append(value)
             _require_equal(name, results)
     return times, _place_cost(state.channel())
 
@@ -149,6 +158,19 @@ def _place_cost(channel: Any) -> float:
     return (time.perf_counter() - began) / rounds * 1e9
 
 
+def _print(times: Times) -> None:
+    present = [name for name in CONTENDERS if name in next(iter(times.values()))]
+    over = [name for name in ("checks off", "accelerate") if name in present]
+    print("| case | " + " | ".join(present) + "".join(f" | on / {name}" for name in over) + " |")
+    print("|---|" + "---|" * (len(present) + len(over)))
+    for case, row in times.items():
+        cells = [f"{statistics.median(row[n]):.0f} [{min(row[n]):.0f}, {max(row[n]):.0f}]" for n in present]
+        for name in over:
+            pairs = zip(row["checks on"], row[name], strict=True)
+            cells.append(f"{statistics.median([a / b for a, b in pairs]):.2f}")
+        print(f"| {case} | {' | '.join(cells)} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -159,14 +181,11 @@ def main() -> int:
     times, place = measured[0]
     if importlib.util.find_spec("accelerate") is None:
         print("accelerate: NOT RUN, the package is not installed")
-    present = [name for name in CONTENDERS if name in next(iter(times.values()))]
-    print(f"\n{arguments.ranks} gloo ranks, µs per call, median of {arguments.rounds} rounds [least, most]\n")
-    print("| case | " + " | ".join(present) + " | on / off |")
-    print("|---|" + "---|" * (len(present) + 1))
-    for case, row in times.items():
-        cells = [f"{statistics.median(row[n]):.0f} [{min(row[n]):.0f}, {max(row[n]):.0f}]" for n in present]
-        ratio = statistics.median([a / b for a, b in zip(row["checks on"], row["checks off"], strict=True)])
-        print(f"| {case} | {' | '.join(cells)} | {ratio:.2f} |")
+    for clock, table in times.items():
+        print(
+            f"\n{arguments.ranks} gloo ranks, µs {clock} per call, median of {arguments.rounds} rounds [least, most]\n"
+        )
+        _print(table)
     print(f"\nThe watch: {place:.0f} ns per collective.")
     return 0
 

@@ -135,3 +135,62 @@ def test_values_in_the_fingerprint_do_not_depend_on_the_process():
         pass
 
     assert fingerprint((Key(),)) == fingerprint((Key(),))
+
+
+def test_two_threads_in_one_group_are_named():
+    """They would take each other's data: ranks pair collectives by their order."""
+
+    def body():
+        import threading
+        import time
+
+        from accel_state.errors import StateError
+
+        rank, _ = start()
+        state = PartialState()
+        if rank:
+            time.sleep(1)  # rank 0 waits meanwhile, with one of its threads
+            return collectives.gather(torch.tensor([rank])).tolist(), ""
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(collectives.gather(torch.tensor([rank])).tolist()), name="prefetch"
+        )
+        thread.start()
+        while not state.channels.in_progress():
+            time.sleep(0.01)
+        with pytest.raises(StateError) as caught:
+            collectives.reduce(torch.ones(1))
+        thread.join()
+        return found[0], str(caught.value)
+
+    (first, text), (second, _) = worlds.run(body, 2)
+    assert first == second == [0, 1]
+    assert "thread 'MainThread' calls reduce at" in text
+    assert "thread 'prefetch' is in gather (#1) at" in text
+    assert text.count("test_channel.py:") == 2
+    assert "new_group" in text
+
+
+def test_threads_with_groups_of_their_own_do_not_mix():
+    def body():
+        import threading
+
+        import torch.distributed as dist
+
+        rank, ranks = start()
+        groups = [dist.new_group(), dist.new_group()]
+        found = [[], []]
+
+        def work(index):
+            for step in range(30):
+                value = torch.tensor([100 * index + 10 * step + rank])
+                found[index].append(collectives.gather(value, group=groups[index]).tolist())
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [[[100 * i + 10 * s + r for r in range(ranks)] for s in range(30)] for i in range(2)]
+
+    worlds.run(body, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_state.communication.scatter import Scatterer, scatter
-from accel_state.errors import ConfigError
+from accel_state.errors import CollectiveMismatchError, ConfigError
 from accel_state.world.process import PartialState
 from testkit import worlds
 
@@ -156,3 +156,21 @@ def test_one_process():
         scatter([part, part])
     with pytest.raises(ConfigError, match="from_process is 1"):
         Scatterer(1)
+
+
+def test_a_rank_that_begins_the_next_stream_early_gets_no_part_of_the_last():
+    """As where one rank leaves a loop: its parts would be taken for those of the next loop, or end the process."""
+
+    def body():
+        state = PartialState()
+        first, second = Scatterer(), Scatterer()
+        parts = [torch.arange(8.0)] * 2 if state.process_index == 0 else None
+        for _ in range(3):
+            first(parts)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            (second if state.process_index else first)(parts)
+        return str(caught.value)
+
+    for text in worlds.run(body, 2, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "0.5"}):
+        assert "rank 0: in scatter (stream 1) (#4) at" in text
+        assert "rank 1: in scatter (stream 2) (#4) at" in text

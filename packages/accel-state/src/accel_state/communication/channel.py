@@ -1,8 +1,8 @@
 """The communication channel of one process group: compare fingerprints, transfer bytes, wait.
 
-On the CPU every collective starts with an all-gather of one small fixed-size block per rank. The block holds a
-fingerprint of the call (operation, arguments, structure, dtypes, shapes) and, if it fits, the data itself. So ranks
-detect a mismatch before any message of unequal size is sent, and a small collective needs only this block.
+On the CPU every collective starts with an exchange of one small block of fixed size per rank (``blocks.py``). The block
+holds a fingerprint of the call (operation, arguments, structure, dtypes, shapes) and, if it fits, the data itself. So
+ranks detect a mismatch before any message of unequal size is sent, and a small collective needs only this block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import atexit
 import hashlib
 import logging
 import math
-import struct
 import sys
 import threading
 from collections import deque
@@ -26,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state.communication.torch_collectives import break_connections, counters, end_collectives
+from accel_state.communication.blocks import Blocks, Plan
+from accel_state.communication.torch_collectives import (
+    all_gather_single,
+    break_connections,
+    counters,
+    end_collectives,
+    hold_outside_python,
+)
 from accel_state.communication.watchdog import GRACE, REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.messages import first_line
@@ -36,18 +42,15 @@ __all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "RankPayloads", 
 
 CheckMode = Literal["auto", "on", "off"]
 
-_HEADER = struct.Struct("<QqQq")  # fingerprint, bytes of payload, flags, reserved
 _LOCAL_ERROR = 1
+_PLANS = 256
+"""Plans that are kept; a script calls collectives with few different shapes."""
 _TEXT = 4096
 """Bytes available to each rank to describe its call when ranks disagree."""
 _logger = logging.getLogger(__name__)
 
 Compared = Callable[[Sequence[int], str, int, str], None]
 """Called with the group's ranks, the operation, its fingerprint, and a description of this rank's input."""
-
-_all_gather_single: Callable[..., dist.Work] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-)
 
 
 class CheckSettings:
@@ -129,9 +132,11 @@ class Channel:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
+        self.count = torch.tensor(float(self.size), device="cpu")
+        """Number of ranks; torch divides by it in a quarter of the time that it takes to divide by a number."""
         config = str(dist.get_backend_config(group))
-        self._device_types = {part.partition(":")[0] for part in config.split(",")}
-        self.device = torch.device("cpu") if "cpu" in self._device_types else device
+        self._backends = dict(part.split(":", 1) for part in config.split(","))
+        self.device = torch.device("cpu") if "cpu" in self._backends else device
         self.settings = settings
         self.failure: DistributedOperationException | None = None
         self._fatal_error: CollectiveMismatchError | None = None
@@ -139,17 +144,14 @@ class Channel:
         self._counters = counters(group)
         self._issued_before = self._issued()
         self._entering = ""
+        self._vacant = threading.Lock()
+        """Held while a thread is in a collective. Nobody waits for it."""
         self._in_message = False
+        self._streams = 0
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
-        block = max(512, min(4096, 65536 // self.size // 16 * 16))
-        self.capacity = block - _HEADER.size
-        self._out = bytearray(block)
-        self._in = bytearray(block * self.size)
-        self._out_block = torch.frombuffer(self._out, dtype=torch.uint8)
-        self._in_block = torch.frombuffer(self._in, dtype=torch.uint8)
-        self._in_table = self._in_block.view(self.size, block)
-        self._kept_blocks = _hold_outside_python(self._in_block, self._out_block)
-        self._held = self._kept_blocks
+        self._blocks = Blocks(self.wire, self._backends.get("cpu", ""))
+        self.plans: dict[Hashable, Plan] = {}
+        self._held: Any = None
         self.watchdog = watchdog
         self._patience = timedelta(seconds=0.2)
         self.apply(settings)
@@ -161,17 +163,25 @@ class Channel:
         self.settings = settings
         self.check_cpu = settings.mode != "off"
         self.check_device = settings.mode == "on"
+        self.plans.clear()
         if self.watchdog is not None:
             self.watchdog.report_after = settings.report_after or math.inf
             self._patience = timedelta(seconds=self.watchdog.poll_interval / 5)
 
     def checked(self, device: torch.device) -> bool:
         """Whether collectives of tensors on ``device`` start with an exchange of fingerprints."""
-        return self.check_cpu if self.carrier(device).type == "cpu" else self.check_device
+        kind = device.type
+        on_cpu = kind == "cpu" if kind in self._backends else self.device.type == "cpu"
+        return self.check_cpu if on_cpu else self.check_device
 
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which this group transfers tensors of ``device``."""
-        return device if device.type in self._device_types else self.device
+        return device if device.type in self._backends else self.device
+
+    def next_stream(self) -> int:
+        """The number of a new stream of messages, from 1; the same on all ranks that begin the same streams."""
+        self._streams += 1
+        return self._streams
 
     @property
     def rehearsed(self) -> bool:
@@ -187,6 +197,8 @@ class Channel:
         return self
 
     def __enter__(self) -> Channel:
+        if not self._vacant.acquire(blocking=False):
+            raise self._occupied()
         self._position = (self._position[0] + 1, self._entering, threading.get_ident())
         return self
 
@@ -195,6 +207,21 @@ class Channel:
     ) -> None:
         self._position = (self._position[0], None, 0)
         self._issued_before = self._issued()
+        self._vacant.release()
+
+    def _occupied(self) -> StateError:
+        """The error for a thread that enters a collective while another is in one, and could get its data."""
+        number, operation, ident = self._position
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        here = threading.get_ident()
+        mine = call_site(_frame(here)) or "an unknown line"
+        other = call_site(_frame(ident)) or "an unknown line"
+        return StateError(
+            f"thread {names.get(here, here)!r} calls {self._entering} at {mine} while thread "
+            f"{names.get(ident, ident)!r} is in {operation} (#{number}) at {other}, in the same group. Ranks pair "
+            "collectives by their order, which two threads do not have. Call them from one thread, or give each thread "
+            "a group of its own: group=torch.distributed.new_group()"
+        )
 
     def raise_failure(self) -> None:
         """Raise if a collective of this group has failed, after which no other can succeed."""
@@ -212,7 +239,10 @@ class Channel:
         return self._position[0], self._issued() - self._issued_before
 
     def _issued(self) -> int:
-        return sum(counter._get_sequence_number_for_group() for counter in self._counters)
+        counted = 0
+        for counter in self._counters:
+            counted += counter._get_sequence_number_for_group()
+        return counted
 
     def position(self) -> tuple[int, str | None, int]:
         """See ``accel_state.communication.watchdog.WatchedGroup``."""
@@ -265,25 +295,50 @@ class Channel:
             CollectiveMismatchError: keys differ, on every rank.
             BaseException: ``local_error``, on the rank that passed it.
         """
-        if self._compared is not None:
-            self._compared(self.ranks, self._position[1] or "", fingerprint(key), describe())
         size = 0 if payload is None else payload.numel()
-        _HEADER.pack_into(
-            self._out, 0, fingerprint(key), size, _LOCAL_ERROR if local_error is not None else 0, 0
-        )
-        if payload is not None and 0 < size <= self.capacity:
-            self._out_block[_HEADER.size : _HEADER.size + size] = payload
-        self._all_gather_blocks()
-        block = self._in_table.shape[1]
-        headers = [_HEADER.unpack_from(self._in, index * block) for index in range(self.size)]
-        first = headers[0][0]
-        if any(mark != first or flags for mark, _, flags, _ in headers):
-            self._raise_mismatch(describe, local_error)
-        sizes = [header[1] for header in headers]
+        blocks = self._blocks
+        if payload is not None:
+            blocks.put(payload)
+        self._meet(fingerprint(key), size, describe, local_error)
+        sizes = [size] * self.size if blocks.agree() else blocks.sizes()
         largest = max(sizes)
-        if largest <= self.capacity:
-            return RankPayloads(self._in_table[:, _HEADER.size :], sizes)
+        if largest <= blocks.capacity:
+            return RankPayloads(blocks.payloads, sizes)
         return RankPayloads(self._share(payload, largest, source), sizes)
+
+    def plan(self, key: Hashable, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> Plan:
+        """How calls with ``key`` exchange their tensors, for ``meet``; kept in ``plans``.
+
+        Args:
+            key: must be equal on all ranks: operation, arguments, structure, dtypes and shapes.
+            tensors: dtypes and shapes of tensors in host memory; None: they are elsewhere.
+        """
+        if len(self.plans) >= _PLANS:
+            self.plans.clear()
+        plan = self.plans[key] = self._blocks.plan(fingerprint(key), tensors)
+        return plan
+
+    def meet(self, plan: Plan, describe: Callable[[], str]) -> None:
+        """Compare the calls of all ranks, and exchange what is in the places of ``plan``.
+
+        Raises:
+            CollectiveMismatchError: keys differ, on every rank.
+        """
+        self._meet(plan.fingerprint, plan.size, describe, None)
+
+    def _meet(
+        self, mark: int, size: int, describe: Callable[[], str], local_error: BaseException | None
+    ) -> None:
+        if self._compared is not None:
+            self._compared(self.ranks, self._position[1] or "", mark, describe())
+        blocks = self._blocks
+        blocks.write(mark, size, 0 if local_error is None else _LOCAL_ERROR)
+        if self.device.type == "cpu":
+            blocks.exchange(self._wait)
+        else:
+            self._all_gather_on_device(blocks.table, blocks.row)
+        if local_error is not None or not (blocks.agree() or blocks.same_call()):
+            self._raise_mismatch(describe, local_error)
 
     def _share(self, payload: Tensor | None, largest: int, source: int | None) -> Tensor:
         mine = torch.zeros(largest, dtype=torch.uint8, device=self.device)
@@ -295,13 +350,6 @@ class Channel:
         table = torch.empty((self.size, largest), dtype=torch.uint8, device=self.device)
         self.all_gather_into(table, mine)
         return table
-
-    def _all_gather_blocks(self) -> None:
-        if self.device.type == "cpu":
-            work = _all_gather_single(self._in_block, self._out_block, group=self.wire, async_op=True)
-            self._wait(work)
-            return
-        self._all_gather_on_device(self._in_table, self._out_block)
 
     def _all_gather_on_device(self, table: Tensor, row: Tensor) -> None:
         """All-gather tensors in host memory, through the device if the group needs it."""
@@ -317,7 +365,7 @@ class Channel:
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
         """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
         everything, mine = table.view(-1), row.view(-1)
-        work = _all_gather_single(everything, mine, group=self.wire, async_op=True)
+        work = all_gather_single(everything, mine, group=self.wire, async_op=True)
         self.wait(work, mine, everything)
 
     # --- waiting and failing ---
@@ -328,7 +376,7 @@ class Channel:
             work.wait()
             self._pending.append((self._position[0], self._position[1] or "", work))
         else:
-            self._held = _hold_outside_python(*tensors)
+            self._held = hold_outside_python(*tensors)
             self._wait(work)
 
     def _wait(self, work: dist.Work) -> None:
@@ -464,6 +512,7 @@ class Channels:
         self._settings = settings
         self._place = (store, rank, size)
         self._by_name: dict[str, Channel] = {}
+        self._latest: Channel | None = None
         self._watchdog = self._make_watchdog()
         self._watched: list[WatchedGroup] = []
         self.of(None)
@@ -508,6 +557,9 @@ class Channels:
             ConfigError: this process is not in ``group``.
         """
         group = dist.group.WORLD if group is None else group
+        latest = self._latest
+        if latest is not None and latest.group is group:
+            return latest
         if not isinstance(group, dist.ProcessGroup):
             if group is None:
                 raise StateError("the process group has been destroyed; collectives need a new PartialState")
@@ -528,6 +580,7 @@ class Channels:
                 compared=self._compared,
             )
             self._by_name[name] = channel
+        self._latest = channel
         return channel
 
     def configure(self, mode: str | None, report_after: float | None) -> None:
@@ -577,16 +630,6 @@ def _canonical_text(key: Any) -> str:
     if key is None or isinstance(key, str | float | bytes | torch.dtype):
         return repr(key)
     return f"{type(key).__module__}.{type(key).__qualname__}"
-
-
-def _hold_outside_python(*tensors: Tensor) -> Any:
-    """An additional owner of ``tensors``, to be kept while a thread of the backend may hold them.
-
-    Gloo's thread releases its tensors some time after a work completes. If Python is then the only other owner, the
-    thread takes the GIL; if the interpreter is shutting down at that moment, the process aborts (one in ten exits
-    shortly after a collective, with torch 2.13).
-    """
-    return torch._C.ScriptList(list(tensors))
 
 
 def _frame(thread: int) -> FrameType | None:

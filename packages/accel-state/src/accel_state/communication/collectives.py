@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_state.communication.blocks import Plan
 from accel_state.communication.channel import Channel, CheckSettings, RankPayloads
 from accel_state.communication.serialization import (
     aligned,
@@ -28,7 +29,7 @@ from accel_state.communication.serialization import (
 )
 from accel_state.errors import CollectiveMismatchError, ConfigError, NotAvailableError
 from accel_state.trees import TreeSpec, flatten, recursively_apply, tensor_leaves
-from accel_state.world.process import PartialState
+from accel_state.world.process import PartialState, channel_of
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -89,13 +90,12 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool 
         TypeError: a leaf that is not a dense tensor.
         CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None:
         return tensor
     with channel.operation("gather"):
         tree = _Tree.of(channel, tensor)
-        results = iter(_gather_ragged(channel, tree) if ragged else _gather_even(channel, tree))
-        return recursively_apply(lambda _: next(results), tensor)
+        return tree.rebuild(_gather_ragged(channel, tree) if ragged else _gather_even(channel, tree))
 
 
 def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any:
@@ -111,7 +111,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any
     Raises:
         TypeError: not a list, or an item cannot be pickled; on other ranks a CollectiveMismatchError.
     """
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None:
         return object
     with channel.operation("gather_object"):
@@ -145,28 +145,21 @@ def reduce(
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None or reduction == "none":
 
         def alone(leaf: Tensor) -> Tensor:
-            return _finish(_work(leaf, reduction, scale).clone(), leaf, "none", scale, 1)
+            _require_defined(leaf.dtype, reduction, scale)
+            return _finish(_work(leaf).clone(), leaf, scale)
 
         flatten(tensor, only_tensors=True)
         return recursively_apply(alone, tensor)
     with channel.operation("reduce"):
         tree = _Tree.of(channel, tensor)
-        try:
-            work = [_work(leaf, reduction, scale) for leaf in tree.leaves]
-        except ConfigError as error:
-            raise _refused(channel, error) from None
-        reduced = _reduce_work(channel, tree, work, reduction, scale)
-        results = iter(
-            [
-                _finish(value, leaf, reduction, scale, channel.size)
-                for value, leaf in zip(reduced, tree.leaves, strict=True)
-            ]
+        reduced = _reduce_all(channel, tree, reduction, scale)
+        return tree.rebuild(
+            [_finish(value, leaf, scale) for value, leaf in zip(reduced, tree.leaves, strict=True)]
         )
-        return recursively_apply(lambda _: next(results), tensor)
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
@@ -186,31 +179,24 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         TypeError: a leaf that is not a dense tensor, or whose elements share memory (``expand``).
         CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None:
         return tensor
     source = _index_of(channel, from_process)
     with channel.operation("broadcast"):
         tree = _Tree.of(channel, tensor)
         _require_writable(channel, tree.leaves)
-        small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]
         mine = channel.rank == source or channel.rehearsed
-        if tree.checked:
-            rows = channel.exchange(
-                ("broadcast", source, tree.key()), tree.describe,
-                pack(small, channel.device) if mine else None, source=source,
-            )  # fmt: skip
-            packed = rows[source]
-        else:
-            packed = pack(small, channel.carrier(tree.device))
-            if small:
-                channel.wait(dist.broadcast(packed, from_process, group=channel.wire, async_op=True), packed)
+        plan = tree.plan(channel, ("broadcast", source))
+        if plan is None or not plan.fits:
+            _broadcast_separately(channel, tree, from_process, plan, mine)
+            return tensor
+        if mine:
+            _put(plan, tree.leaves)
+        channel.meet(plan, tree.describe)
         if not mine:
-            for leaf, values in zip(small, unpack(packed, small), strict=True):
-                leaf.detach().copy_(values)
-        for leaf in tree.leaves:
-            if leaf.nbytes > _SMALL:
-                _broadcast_large(channel, leaf, from_process)
+            for leaf, got in zip(tree.leaves, plan.got, strict=True):
+                leaf.detach().copy_(got[source])
         return tensor
 
 
@@ -232,7 +218,7 @@ def broadcast_object_list(
         TypeError: not a list, or an item cannot be pickled; on other ranks a CollectiveMismatchError.
         CollectiveMismatchError: lengths differ.
     """
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None:
         return object_list
     source = _index_of(channel, from_process)
@@ -282,7 +268,7 @@ def pad_across_processes(
         TypeError: a leaf that is not a tensor.
         CollectiveMismatchError: structures, dtypes or numbers of dimensions differ between ranks.
     """
-    channel = PartialState().channel(group)
+    channel = channel_of(group)
     if channel is None:
         for leaf in tensor_leaves(tensor):  # raise here what several ranks would raise, and warn
             _padded_size(leaf, dim)
@@ -356,14 +342,15 @@ def _rehearsed_owner(channel: Channel, tensor: Tensor | None) -> list[int]:
 # --- trees of tensors ---
 
 
+_WorkDtype = Callable[[torch.dtype], torch.dtype]
+
+
 class _Tree(NamedTuple):
     """This rank's input to a collective."""
 
     leaves: list[Tensor]
     spec: TreeSpec
     whole: Any
-    device: torch.device
-    checked: bool
 
     @classmethod
     def of(cls, channel: Channel, whole: Any, dense: bool = True) -> _Tree:
@@ -373,15 +360,49 @@ class _Tree(NamedTuple):
                 _require_dense(leaves)
         except TypeError as error:
             raise _refused(channel, error) from None
-        device = leaves[0].device if leaves else channel.device
-        return cls(leaves, spec, whole, device, channel.checked(device))
+        return cls(leaves, spec, whole)
+
+    def device(self, channel: Channel) -> torch.device:
+        """Where the tensors are."""
+        return self.leaves[0].device if self.leaves else channel.device
 
     def key(self, first: int = 0) -> Hashable:
         """The part that must be equal on all ranks; sizes of dimensions before ``first`` may differ."""
         return (
             self.spec,
-            tuple([(leaf.dtype, leaf.shape[first:], leaf.device.type) for leaf in self.leaves]),
+            tuple(
+                [
+                    (leaf.dtype, leaf.shape[first:] if first else leaf.shape, leaf.device.type)
+                    for leaf in self.leaves
+                ]
+            ),
         )
+
+    def plan(
+        self, channel: Channel, call: tuple[Hashable, ...], work: _WorkDtype | None = None
+    ) -> Plan | None:
+        """How the tensors travel in the blocks; None if the call is not checked.
+
+        Args:
+            channel: the group.
+            call: operation and arguments.
+            work: the dtype in which tensors of a dtype travel; None: their own.
+        """
+        key = (call, self.key())
+        found = channel.plans.get(key)
+        if found is not None or not channel.checked(self.device(channel)):
+            return found
+        dtypes = [leaf.dtype if work is None else work(leaf.dtype) for leaf in self.leaves]
+        tensors = [(dtype, leaf.shape) for dtype, leaf in zip(dtypes, self.leaves, strict=True)]
+        on_host = all(leaf.device.type == "cpu" for leaf in self.leaves)
+        return channel.plan(key, tensors if on_host else None)
+
+    def rebuild(self, leaves: list[Tensor]) -> Any:
+        """The tree with other tensors."""
+        if self.spec.kind is None:
+            return leaves[0]
+        results = iter(leaves)
+        return recursively_apply(lambda _: next(results), self.whole)
 
     def describe(self) -> str:
         return str(recursively_apply(_Words.of, self.whole))
@@ -437,18 +458,32 @@ def _index_of(channel: Channel, rank: int) -> int:
     return channel.ranks.index(rank)
 
 
+def _put(plan: Plan, leaves: Iterable[Tensor]) -> None:
+    """Copy tensors to their places in this rank's block."""
+    for place, leaf in zip(plan.given, leaves, strict=True):
+        place.copy_(leaf.detach() if leaf.requires_grad else leaf)
+
+
 # --- gather ---
+
+_GATHER = ("gather",)
 
 
 def _gather_even(channel: Channel, tree: _Tree) -> list[Tensor]:
+    plan = tree.plan(channel, _GATHER)
+    if plan is not None:
+        if plan.fits:
+            _put(plan, tree.leaves)
+            channel.meet(plan, tree.describe)
+            # Copies, because no place in the blocks is contiguous over ranks.
+            return [
+                got.contiguous().view(channel.size * shape[0], *shape[1:])
+                if (shape := leaf.shape)
+                else got.contiguous()
+                for got, leaf in zip(plan.got, tree.leaves, strict=True)
+            ]
+        channel.meet(plan, tree.describe)
     leaves = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in tree.leaves]
-    if tree.checked:
-        total = sum(aligned(leaf.nbytes) for leaf in leaves)
-        inline = total <= channel.capacity and tree.device.type == "cpu"
-        payload = pack(leaves, channel.device) if inline else None
-        rows = channel.exchange(("gather", tree.key()), tree.describe, payload)
-        if inline:
-            return _rows_to_leaves(rows.table, leaves)
     results: list[Tensor | None] = [None] * len(leaves)
     for bucket in _buckets(leaves):
         members = [leaves[index] for index in bucket]
@@ -514,34 +549,40 @@ _OPERATIONS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
 }
 _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda table: table.sum(dim=0, dtype=table.dtype),
+    "mean": lambda table: table.sum(dim=0),
     "sum": lambda table: table.sum(dim=0, dtype=table.dtype),
     "max": lambda table: table.amax(dim=0),
     "min": lambda table: table.amin(dim=0),
 }
 
 
-def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
-    """``leaf`` in a dtype that can be reduced; may share its memory."""
-    dtype = leaf.dtype
+def _require_defined(dtype: torch.dtype, reduction: str, scale: float) -> None:
+    """Raise if a reduction has no meaning for a dtype."""
+    if dtype.is_floating_point:
+        return
     if dtype.is_complex:
         if reduction in ("max", "min"):
             raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is undefined for them")
+        return
+    if reduction == "mean":
+        raise ConfigError(
+            f"the mean of {_name(dtype)} tensors does not have that dtype; use 'sum', or convert to float first"
+        )
+    if reduction == "sum" and dtype is torch.bool:
+        raise ConfigError(
+            "the sum of bool tensors does not have that dtype; use 'max' or 'min', or convert to int first"
+        )
+    if scale != 1:
+        raise ConfigError(
+            f"scale={scale} cannot be applied to a {_name(dtype)} tensor; convert it to float first"
+        )
+
+
+def _work(leaf: Tensor) -> Tensor:
+    """``leaf`` in a dtype that can be reduced, complex numbers as pairs; may share its memory."""
+    if leaf.dtype.is_complex:
         return torch.view_as_real(leaf.detach().resolve_conj().resolve_neg())
-    if not dtype.is_floating_point:
-        if reduction == "mean":
-            raise ConfigError(
-                f"the mean of {_name(dtype)} tensors does not have that dtype; use 'sum', or convert to float first"
-            )
-        if reduction == "sum" and dtype is torch.bool:
-            raise ConfigError(
-                "the sum of bool tensors does not have that dtype; use 'max' or 'min', or convert to int first"
-            )
-        if scale != 1:
-            raise ConfigError(
-                f"scale={scale} cannot be applied to a {_name(dtype)} tensor; convert it to float first"
-            )
-    return leaf.detach().to(_work_dtype(dtype))
+    return leaf.detach().to(_work_dtype(leaf.dtype))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -556,18 +597,28 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype is torch.int16 else dtype  # gloo has no int16
 
 
-def _reduce_work(
-    channel: Channel, tree: _Tree, work: list[Tensor], reduction: str, scale: float
-) -> list[Tensor]:
-    if tree.checked:
-        total = sum(aligned(value.nbytes) for value in work)
-        inline = total <= channel.capacity and tree.device.type == "cpu"
-        payload = pack(work, channel.device) if inline else None
-        rows = channel.exchange(("reduce", reduction, scale, tree.key()), tree.describe, payload)
-        if inline:
-            like = [value[None] for value in work]
-            tables = _rows_to_leaves(rows.table, like)
-            return [_LOCALLY[reduction](table) for table in tables]
+def _reduce_all(channel: Channel, tree: _Tree, reduction: str, scale: float) -> list[Tensor]:
+    try:
+        for leaf in tree.leaves:
+            _require_defined(leaf.dtype, reduction, scale)
+    except ConfigError as error:
+        raise _refused(channel, error) from None
+    plan = tree.plan(channel, ("reduce", reduction, scale), _work_dtype)
+    if plan is not None:
+        if plan.fits:
+            _put(plan, tree.leaves)
+            channel.meet(plan, tree.describe)
+            locally = _LOCALLY[reduction]
+            values = [locally(torch.view_as_real(got) if got.is_complex() else got) for got in plan.got]
+            if reduction == "mean":
+                for value in values:
+                    value.div_(channel.count)
+            return values
+        channel.meet(plan, tree.describe)
+    return _reduce_work(channel, [_work(leaf) for leaf in tree.leaves], reduction)
+
+
+def _reduce_work(channel: Channel, work: list[Tensor], reduction: str) -> list[Tensor]:
     results = list(work)
     groups: dict[Any, list[int]] = {}
     for bucket in _buckets(work):
@@ -580,20 +631,24 @@ def _reduce_work(
             channel.wait(
                 dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.wire, async_op=True), flat
             )
+        if reduction == "mean":
+            flat.div_(channel.size)
         parts = torch.split(flat.to(device), [work[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
             results[index] = part.view(work[index].shape)
     return results
 
 
-def _finish(value: Tensor, leaf: Tensor, reduction: str, scale: float, ranks: int) -> Tensor:
-    if leaf.dtype.is_complex:
+def _finish(value: Tensor, leaf: Tensor, scale: float) -> Tensor:
+    """The result for ``leaf`` from its reduced values in the dtype of ``_work``."""
+    dtype = leaf.dtype
+    if value.dtype is dtype and scale == 1:
+        return value
+    if dtype.is_complex:
         value = torch.view_as_complex(value.contiguous())
-    if reduction == "mean":
-        value = value / ranks
     if scale != 1:
         value = value * scale
-    return value.to(leaf.dtype)
+    return value.to(dtype)
 
 
 # --- broadcast and padding ---
@@ -601,6 +656,22 @@ def _finish(value: Tensor, leaf: Tensor, reduction: str, scale: float, ranks: in
 
 def _int64_rows(rows: RankPayloads, ranks: int, count: int) -> Tensor:
     return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
+
+
+def _broadcast_separately(channel: Channel, tree: _Tree, source: int, plan: Plan | None, mine: bool) -> None:
+    """Broadcast tensors in messages of their own, after the check if there is a ``plan``."""
+    if plan is not None:
+        channel.meet(plan, tree.describe)
+    small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]
+    if small:
+        packed = pack(small, channel.carrier(tree.device(channel)))
+        channel.wait(dist.broadcast(packed, source, group=channel.wire, async_op=True), packed)
+        if not mine:
+            for leaf, values in zip(small, unpack(packed, small), strict=True):
+                leaf.detach().copy_(values)
+    for leaf in tree.leaves:
+        if leaf.nbytes > _SMALL:
+            _broadcast_large(channel, leaf, source)
 
 
 def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:

@@ -144,7 +144,9 @@ class Participation:
     def _compares(self, operation: str | None) -> bool:
         if operation in _ALWAYS_COMPARED:
             return True
-        return self._on_cpu and self._world.check_cpu and operation not in (None, "scatter")
+        if operation is None or operation.startswith("scatter"):
+            return False
+        return self._on_cpu and self._world.check_cpu
 
     def _find_elsewhere(self, watchdog: Watchdog) -> list[RankStatus]:
         """The ranks that do not call; empty when all ranks have called."""

@@ -31,6 +31,8 @@ _HEADER = struct.Struct("<qqq8x")
 
 _TAG = 7919
 """Distinguishes these messages from a script's own point-to-point messages, which mostly use tag 0."""
+_STREAMS = 1 << 16
+"""Streams after which a tag is used again."""
 
 
 def scatter(
@@ -87,6 +89,11 @@ class Scatterer:
         self._channel = channel
         self._source = from_process
         self._connections = {rank: _Connection() for rank in ranks}
+        # A tag and a name of its own: a rank that leaves a loop before the others, and begins the next, is found in
+        # another stream than they, and does not take parts of the first for those of the second.
+        stream = 0 if channel is None else channel.next_stream()
+        self._tag = _TAG + stream % _STREAMS
+        self._operation = f"scatter (stream {stream})"
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -111,7 +118,7 @@ class Scatterer:
             if parts is None or len(parts) != 1:
                 raise _wrong_count(parts, 1)
             return parts[0]
-        with channel.operation("scatter"):
+        with channel.operation(self._operation):
             if channel.ranks[channel.rank] != self._source:
                 if channel.rehearsed:
                     raise NotAvailableError(
@@ -159,7 +166,7 @@ class Scatterer:
         works: list[tuple[dist.Work, Tensor]] = []
         for piece in pieces:
             if piece.numel():
-                work = dist.isend(piece, rank, group=channel.wire, tag=_TAG)
+                work = dist.isend(piece, rank, group=channel.wire, tag=self._tag)
                 assert work is not None
                 works.append((work, piece))
         return works
@@ -201,7 +208,7 @@ class Scatterer:
         return unflatten(description.spec, _views(body[aligned(described) :], description))
 
     def _fill(self, channel: Channel, buffer: Tensor) -> None:
-        work = dist.irecv(buffer, self._source, group=channel.wire, tag=_TAG)
+        work = dist.irecv(buffer, self._source, group=channel.wire, tag=self._tag)
         assert work is not None
         channel.wait_message(work, buffer)
         self.bytes_received += buffer.numel()

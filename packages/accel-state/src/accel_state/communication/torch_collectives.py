@@ -14,19 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d as native
 
 __all__ = [
     "Pending",
     "Waits",
+    "all_gather_single",
     "break_connections",
     "cannot_meet",
     "counters",
     "end_collectives",
     "groups",
+    "hold_outside_python",
     "issued",
     "not_begun",
 ]
+
+all_gather_single: Callable[..., dist.Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+)
 
 _LARGEST = 40
 """Characters of the sizes that are shown."""
@@ -99,6 +106,16 @@ def _recorded() -> dict[str, Pending]:
             name = entry["profiling_name"].rpartition(":")[2]
             found[group] = Pending(entry["collective_seq_id"], name, f"{kinds} {shown}")
     return found
+
+
+def hold_outside_python(*tensors: Tensor) -> Any:
+    """An additional owner of ``tensors``, to be kept while a thread of the backend may hold them.
+
+    Gloo's thread releases its tensors some time after a work completes. If Python is then the only other owner, the
+    thread takes the GIL; if the interpreter is shutting down at that moment, the process aborts (one in ten exits
+    shortly after a collective, with torch 2.13).
+    """
+    return torch._C.ScriptList(list(tensors))
 
 
 def groups() -> dict[dist.ProcessGroup, str]:

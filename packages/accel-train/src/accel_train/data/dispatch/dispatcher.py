@@ -29,7 +29,7 @@ __all__ = ["DataLoaderDispatcher"]
 class DispatchIteration(Iteration):
     """One iteration over a dispatcher, on any rank."""
 
-    __slots__ = ("part", "several")
+    __slots__ = ("part", "scatterer", "several")
 
     def __init__(self, randomness: Randomness, rng_at_start: dict[str, Any]) -> None:
         super().__init__(randomness, rng_at_start)
@@ -37,6 +37,8 @@ class DispatchIteration(Iteration):
         """What rank 0 sent with the last returned batch, without the batch."""
         self.several = False
         """Whether other ranks take part, so that each batch comes with whether it is the last."""
+        self.scatterer: Scatterer | None = None
+        """Sends or receives batches, if other ranks take part."""
 
     def known_to_end(self) -> bool:
         """Whether the last returned batch is known to be the last one, without reading ahead."""
@@ -200,6 +202,8 @@ class DataLoaderDispatcher(PreparedLoader):
         """Open what rank 0 reads, or the connection to rank 0."""
         assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
         iteration.several = self.ranks.world_size > 1
+        # One on each rank, even where rank 0 then fails to open what it reads.
+        iteration.scatterer = scatterer = Scatterer() if iteration.several else None
         resume = restored if self.use_stateful_dataloader else None
         self._count_skipped(iteration, resume)
         if self.ranks.rank == 0:
@@ -216,7 +220,8 @@ class DataLoaderDispatcher(PreparedLoader):
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         iteration.drew_along = drawn = restored is not None and bool(restored.draw)
         source = None if drawn or plan is None else plan.source
-        iteration.source = _Follower(Scatterer(), iteration, source)
+        assert scatterer is not None, "another rank than 0 is one of several"
+        iteration.source = _Follower(scatterer, iteration, source)
 
     def _count_skipped(self, iteration: Iteration, resume: Restored | None) -> None:
         """Set how many batches of the underlying loader, and how many steps, are skipped."""
@@ -228,7 +233,9 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration.first_base = base
         iteration.skipped = -(-base // each)
 
-    def _read(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> _Reader:
+    def _read(
+        self, iteration: DispatchIteration, plan: SamplerPlan | None, restored: Restored | None
+    ) -> _Reader:
         indexes, base = self.indexes, iteration.first_base
         state = source_to_load(self, restored if self.use_stateful_dataloader else None)
         passed: list[Any] = []
@@ -333,13 +340,13 @@ class _Reader:
     """Rank 0: reads, cuts and sends."""
 
     def __init__(
-        self, loader: DataLoaderDispatcher, iteration: Iteration, source: Iterator[Any], first: Any
+        self, loader: DataLoaderDispatcher, iteration: DispatchIteration, source: Iterator[Any], first: Any
     ) -> None:
         self.iteration = iteration
         self._source = source
         self._stream = stream = iteration.stream
-        self._ranks = ranks = loader.ranks
-        self._scatterer = Scatterer() if ranks.world_size > 1 else None
+        self._ranks = loader.ranks
+        self._scatterer = iteration.scatterer
         randomness = iteration.randomness
         self.reading = randomness if randomness.everything else Randomness(randomness.own, True)
         # Reading ahead draws from this process's generators only when this process reads.

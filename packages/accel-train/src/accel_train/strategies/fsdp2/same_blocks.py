@@ -100,7 +100,9 @@ class SameBlocks:
         kind = type(model).__name__.removeprefix("FSDP")
         self._forward = _Order("forward", kind)
         self._backward = _Order("backward", kind)
+        self._kind = kind
         self._in_forward = False
+        self._in_backward = False
         self._groups: list[tuple[str, Any]] = []
         self._filled: list[Any] = []  # engine's parameters that had no gradient on this rank in this backward
         self._compares = _FIRST_BACKWARDS
@@ -117,10 +119,23 @@ class SameBlocks:
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
+            if self._in_forward or self._in_backward:
+                self._meet_again()
             self._in_forward = True
             self._forward.begin((module.training, torch.is_grad_enabled()))
             self._backward.begin()
             self._filled.clear()  # of a backward that was not the accelerator's
+
+    def _meet_again(self) -> None:
+        """An error ended the pass before, and the script went on; so must all ranks, or they are in other blocks."""
+        # Scripts look for "out of memory" in the errors that they catch, so the message does not have it.
+        PartialState().all_take_part(
+            f"the forward of {self._kind} after one that an error ended",
+            "On this rank an error (such as OutOfMemoryError) ended the forward or the backward before, and the script "
+            "caught it and went on. The other ranks did not stop there: they wait in a block that this rank has left. "
+            "Under FSDP go on only where all ranks get the error; else let it end the script.",
+        )
+        self._in_forward = self._in_backward = False
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._in_forward:
@@ -147,12 +162,17 @@ class SameBlocks:
 
         group.post_backward = post_backward
 
+    def before_backward(self) -> None:
+        """A backward begins; if no ``after_backward`` follows, an error ended it."""
+        self._in_backward = True
+
     def after_backward(self, *, reduced: bool) -> None:
         """A backward has ended; parameters that no rank has used keep no gradient.
 
         Raises:
             CollectiveMismatchError: other ranks go on.
         """
+        self._in_backward = False
         if not self._backward.begun:
             return
         self._backward.come_to(_END)

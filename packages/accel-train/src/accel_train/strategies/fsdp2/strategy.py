@@ -255,6 +255,8 @@ class FSDP2Strategy(Strategy):
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
     ) -> None:
         """The engine reduces in backward; what it does not manage is averaged afterwards."""
+        for blocks in self._blocks:
+            blocks.before_backward()
         super().backward(models, loss, pending=pending, kwargs=kwargs)
         for blocks in self._blocks:
             blocks.after_backward(reduced=not self._holds_back)
