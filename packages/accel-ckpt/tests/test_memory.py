@@ -139,11 +139,17 @@ def test_pages_stay_where_the_kernel_has_no_call_for_it(tmp_path, monkeypatch):
         assert not populate(mapped)
 
 
-def test_a_kernel_without_huge_pages(monkeypatch):
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 4711, raising=False)  # EINVAL
-    assert new_bytes(1 << 23).nbytes == 1 << 23
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
-    assert new_bytes(1 << 23).nbytes == 1 << 23
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_memory_of_its_own():
+    bytes_, tensor = new_bytes(1 << 16).zero_(), Arena().empty((100,), torch.float32).zero_()
+    child = os.fork()
+    if not child:  # without torch's threads, which it lacks
+        as_bytes(bytes_)[:] = b"x" * bytes_.nbytes
+        as_bytes(tensor)[:] = b"x" * tensor.nbytes
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not bytes_.any()
+    assert not tensor.any()
 
 
 def test_memory_that_was_given_back_is_taken_again():

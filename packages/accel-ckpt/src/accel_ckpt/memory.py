@@ -1,9 +1,8 @@
-"""Host memory: in huge pages, used again, laid out as the files that it will become; and files in memory."""
+"""Host memory: used again, laid out as the files that it will become; and files in memory."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
 import mmap
 import os
@@ -37,13 +36,12 @@ __all__ = [
     "trim_heap",
 ]
 
-# Bytes of a huge page on x86 and most ARM kernels.
-_HUGE = 1 << 21
-
 # Bytes that an arena takes at a time.
 _ARENA = 1 << 26
 
 _ALIGNMENT = 64  # bytes; as torch's allocator
+
+_PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 # mmap has no names for most of these, and on some systems for none.
 _MADV_NORMAL = 0
@@ -54,27 +52,21 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 def new_bytes(nbytes: int) -> torch.Tensor:
-    """So many bytes of new memory, as 1-D uint8, that begin at a page.
-
-    The kernel is asked for huge pages: the first touch of new memory, page by page, takes longer than copying to it.
-    """
+    """So many bytes of new memory, as 1-D uint8, that begin at a page."""
     return torch.frombuffer(_new_area(nbytes), dtype=torch.uint8)
 
 
 def _new_area(nbytes: int) -> mmap.mmap:
-    area = mmap.mmap(-1, nbytes)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and nbytes >= _HUGE:
-        try:
-            area.madvise(advice)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel without huge pages
-                raise
-    return area
+    """Memory of this process alone. Python's default is shared with forks, which then train on one optimizer state.
+
+    Huge pages take a third of the time to touch first on some machines, and five times as much on virtual ones, whose
+    host brings such memory page by page.
+    """
+    return mmap.mmap(-1, nbytes) if sys.platform == "win32" else mmap.mmap(-1, nbytes, flags=_PRIVATE)
 
 
 class Arena:
-    """New tensors on the CPU, several to a piece of memory in huge pages, which goes when the last of them does."""
+    """New tensors on the CPU, several to a piece of memory, which goes when the last of them does."""
 
     def __init__(self) -> None:
         self._area: mmap.mmap | None = None
@@ -87,8 +79,7 @@ class Arena:
         if not nbytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if self._area is None or self._used + nbytes > len(self._area):
-            # Whole huge pages, which the kernel also aligns to them.
-            self._area, self._used = _new_area(max(_ARENA, -(-nbytes // _HUGE) * _HUGE)), 0
+            self._area, self._used = _new_area(max(_ARENA, nbytes)), 0
         found = torch.frombuffer(self._area, dtype=dtype, count=count, offset=self._used)
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return found.view(tuple(shape))
