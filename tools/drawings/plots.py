@@ -118,7 +118,7 @@ def why(page: Page) -> str:
                 Bar(ACCELERATE, (theirs - 1) * plain, "other", f"{(theirs - 1) * plain:.0f} µs"),
             ],
         ),
-        ("Stall of a save of 3 GB", "in the background, 1 training thread", stalls(page)),
+        ("Stall of a save of 1 GB", "in the background, 1 training thread", stalls(page)),
         ("Loading a Llama of 5.5 GB", "warm page cache, every weight touched", loads(page)),
     ]  # fmt: skip
     for at, (title, subtitle, bars) in enumerate(panels):
@@ -203,7 +203,7 @@ def checkpoints(page: Page) -> str:
             for label, column, color in ((OURS, "ours", "ours"), (ACCELERATE, "Accelerate", "other"))
         ]
         groups.append((name, [Bar(bar.name, bar.value, bar.color, f"{bar.value:.2f} s") for bar in bars]))
-    return _groups("A training state of 3 GB, in seconds, lower is better", groups)
+    return _groups("A training state of 1 GB, in seconds, lower is better", groups)
 
 
 def big_models(page: Page) -> str:
