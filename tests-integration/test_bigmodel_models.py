@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from accel_bigmodel import (
+    OffloadError,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -20,7 +21,7 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.streaming.transfer import HostTransfer
-from accel_ckpt import StateMismatchError, save_model
+from accel_ckpt import save_model
 from testkit.models import ZOO
 
 transformers = pytest.importorskip("transformers")
@@ -266,14 +267,16 @@ def test_saving_over_the_files_that_a_model_views(saved, tmp_path):
     same(answer(load_checkpoint_and_dispatch(empty("llama"), folder, {"": "disk"}), "llama"), expected)
 
 
-def test_from_pretrained_and_then_dispatched(saved, tmp_path):
-    """The way for checkpoints whose names transformers converts: it loads, and the placing follows."""
+def test_published_names_are_converted_and_dispatched(saved, tmp_path):
+    """A checkpoint whose names transformers converts is read as it is, or comes from `from_pretrained`."""
     ZOO["mixtral"].build().save_pretrained(tmp_path / "published", max_shard_size=SHARD)
-    with pytest.raises(
-        StateMismatchError, match=r"MixtralForCausalLM\.from_pretrained.*dispatch_model.*save_model"
-    ):
-        load_checkpoint_and_dispatch(empty("mixtral"), tmp_path / "published", {"": "disk"})
     expected = answer(plain("mixtral", saved("mixtral")), "mixtral")
+    with pytest.raises(OffloadError, match=r"experts\.gate_up_proj.* on disk.*pass offload_folder"):
+        load_checkpoint_and_dispatch(empty("mixtral"), tmp_path / "published", {"": "disk"})
+    direct = load_checkpoint_and_dispatch(
+        empty("mixtral"), tmp_path / "published", {"": "disk"}, offload_folder=tmp_path / "converted"
+    )
+    same(answer(direct, "mixtral"), expected)
     model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "published").eval()
     save_model(model, tmp_path / "renamed")
     again = load_checkpoint_and_dispatch(empty("mixtral"), tmp_path / "renamed", {"": "disk"})

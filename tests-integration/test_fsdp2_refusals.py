@@ -275,15 +275,17 @@ def state_of_buffers(strategy, folder, loads):
     return {name: value.clone() for name, value in accelerator.unwrap_model(model).named_buffers()}
 
 
-def test_a_state_holds_rank_0_s_buffers_as_with_ddp(tmp_path):
-    wanted = worlds.run(state_of_buffers, 2, "ddp", tmp_path / "ddp", False)[0]
-    first, second = worlds.run(state_of_buffers, 2, "fsdp2", tmp_path / "fsdp2", False)
-    for name, value in wanted.items():
-        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6, msg=name)
-    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
-    for loaded in worlds.run(state_of_buffers, 2, "fsdp2", tmp_path / "fsdp2", True):
-        for name, value in first.items():
-            assert torch.equal(loaded[name], value), name
+def test_a_state_holds_the_buffers_of_each_rank_as_with_ddp(tmp_path):
+    of_ddp = worlds.run(state_of_buffers, 2, "ddp", tmp_path / "ddp", False)
+    of_fsdp2 = worlds.run(state_of_buffers, 2, "fsdp2", tmp_path / "fsdp2", False)
+    for name, value in of_ddp[0].items():
+        torch.testing.assert_close(of_fsdp2[0][name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for kind, saved in (("ddp", of_ddp), ("fsdp2", of_fsdp2)):
+        assert not torch.equal(saved[0]["norm.running_mean"], saved[1]["norm.running_mean"])
+        loaded = worlds.run(state_of_buffers, 2, kind, tmp_path / kind, True)
+        for mine, wanted in zip(loaded, saved, strict=True):
+            for name, value in wanted.items():
+                assert torch.equal(mine[name], value), (kind, name)
 
 
 @pytest.mark.full
