@@ -21,6 +21,7 @@ from accel_ckpt.memory import (
     Arena,
     FileImage,
     HostBuffers,
+    collector_paused,
     evict,
     map_file,
     mapped_file_of,
@@ -150,6 +151,23 @@ def test_a_forked_process_has_memory_of_its_own():
     os.waitpid(child, 0)
     assert not bytes_.any()
     assert not tensor.any()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_it_was(enabled):
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with collector_paused() as resume:
+            assert not gc.isenabled()
+            resume()
+            assert gc.isenabled() == enabled
+        assert gc.isenabled() == enabled
+        with pytest.raises(ZeroDivisionError), collector_paused():
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_memory_that_was_given_back_is_taken_again():

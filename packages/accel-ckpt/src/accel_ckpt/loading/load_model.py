@@ -22,10 +22,10 @@ from accel_ckpt.loading.weights import (
     BroadcastWeights,
     MappedWeights,
     WeightSource,
-    collector_paused,
     open_weights,
 )
 from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.memory import collector_paused
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.tensors import refuse_without_values

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +24,7 @@ from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard, read_pickled_model
 from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.memory import collector_paused
 from accel_ckpt.modules.names import listed
 from accel_ckpt.tensor_storage import flat_bytes
 from accel_state.world.process import PartialState
@@ -34,7 +33,6 @@ __all__ = [
     "BroadcastWeights",
     "MappedWeights",
     "WeightSource",
-    "collector_paused",
     "fingerprint_of",
     "open_weights",
 ]
@@ -156,26 +154,6 @@ def _open_remote(place: RemotePath) -> WeightSource:
     source = _open_local(local)
     weakref.finalize(source, _let_go, mirror)  # which holds it until then
     return source
-
-
-@contextmanager
-def collector_paused() -> Iterator[Callable[[], None]]:
-    """No search for garbage meanwhile; gives what ends the pause before its time.
-
-    For planning, which makes several small objects per tensor, and all of them stay: with ten thousand tensors the
-    collector would walk through everything in the process again and again, for nothing, and take as long as the rest.
-    """
-    enabled = gc.isenabled()
-
-    def resume() -> None:
-        if enabled:
-            gc.enable()
-
-    gc.disable()
-    try:
-        yield resume
-    finally:
-        resume()
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:

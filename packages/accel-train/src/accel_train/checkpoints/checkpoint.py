@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
-from accel_ckpt.loading.weights import collector_paused
+from accel_ckpt.memory import collector_paused
 from accel_ckpt.optimizers import steps_only
 from accel_ckpt.parts import is_divided, is_leaf, is_sharded
 from accel_state.trees import recursively_apply
