@@ -31,12 +31,9 @@ class Like:
     tensor: torch.Tensor
     dtype: torch.dtype
 
-    def make(self, arena: Arena) -> torch.Tensor:
-        """Its memory, of any values; on the CPU from `arena`, where the first touch takes a fraction of the time."""
-        like = self.tensor
-        if type(like) in (torch.Tensor, torch.nn.Parameter) and like.is_cpu and like.is_contiguous():
-            return arena.empty(like.shape, self.dtype)
-        return torch.empty_like(like, dtype=self.dtype, requires_grad=False)
+    def make(self) -> torch.Tensor:
+        """Its memory, of any values."""
+        return torch.empty_like(self.tensor, dtype=self.dtype, requires_grad=False)
 
 
 class TreeFill:
@@ -93,7 +90,7 @@ class TreeFill:
 
     def _leaf(self, saved: Saved, target: Leaf | Like | None, made: dict[int, Leaf]) -> Leaf:
         if isinstance(target, Like):
-            return target.make(self._arena)
+            return target.make()
         if target is not None:
             return target
         if id(saved) not in made:
