@@ -299,8 +299,8 @@ class Channel:
         blocks = self._blocks
         if payload is not None:
             blocks.put(payload)
-        self._meet(fingerprint(key), size, describe, local_error)
-        sizes = [size] * self.size if blocks.agree() else blocks.sizes()
+        agree = self._meet(fingerprint(key), size, describe, local_error)
+        sizes = [size] * self.size if agree else blocks.sizes()
         largest = max(sizes)
         if largest <= blocks.capacity:
             return RankPayloads(blocks.payloads, sizes)
@@ -328,7 +328,8 @@ class Channel:
 
     def _meet(
         self, mark: int, size: int, describe: Callable[[], str], local_error: BaseException | None
-    ) -> None:
+    ) -> bool:
+        """Exchange blocks of the same call; returns whether payloads are of one size as well."""
         if self._compared is not None:
             self._compared(self.ranks, self._position[1] or "", mark, describe())
         blocks = self._blocks
@@ -337,8 +338,10 @@ class Channel:
             blocks.exchange(self._wait)
         else:
             self._all_gather_on_device(blocks.table, blocks.row)
-        if local_error is not None or not (blocks.agree() or blocks.same_call()):
+        agree = blocks.agree()
+        if local_error is not None or not (agree or blocks.same_call()):
             self._raise_mismatch(describe, local_error)
+        return agree
 
     def _share(self, payload: Tensor | None, largest: int, source: int | None) -> Tensor:
         mine = torch.zeros(largest, dtype=torch.uint8, device=self.device)
