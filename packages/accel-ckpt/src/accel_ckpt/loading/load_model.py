@@ -256,8 +256,9 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
         UnsafeCheckpointError: a name in the index leaves the folder.
     """
     tensors = tensors_of(model)
-    source = _as_named(model, open_weights(checkpoint), tensors)
-    plan = _compare(source, tensors, Placer(None, None, ()))
+    placer = Placer(None, None, ())
+    source, _ = _as_compared(model, open_weights(checkpoint), tensors, placer)
+    plan = _compare(source, tensors, placer)
     tops = translating_modules(tensors, _names_as_in(source.about, tensors.targets))
     _judge(_beside(plan.report, [canonical for _, canonical, _ in tops]), model, checkpoint, strict=None)
 
@@ -455,25 +456,25 @@ def load_weights(
         source = BroadcastWeights(checkpoint, coordinator, request.revision, request.token)
     else:
         source = open_weights(checkpoint, revision=request.revision, token=request.token)
-    doing = f"loading {checkpoint}"
-    tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
-    source = do_together(lambda: _as_named(model, source, tensors), coordinator, doing=doing)
     with collector_paused() as resume_collector:
-        return _fill_model(
-            model, tensors, placer.view(source), request, placer, progress, stacklevel + 3, resume_collector
-        )
+        return _fill_model(model, source, request, placer, progress, stacklevel + 3, resume_collector)
 
 
-def _as_named(model: nn.Module, source: WeightSource, tensors: ModelTensors) -> WeightSource:
-    """The weights by the names of a model whose checkpoints have others."""
+def _as_compared(
+    model: nn.Module, source: WeightSource, tensors: ModelTensors, placer: Placer
+) -> tuple[WeightSource, dict[str, str]]:
+    """The weights as they are compared with a model, whose checkpoints may have other names; their canonical names."""
     names = _names_as_in((*source.about, *source.objects), tensors.targets)
-    return renamed_weights(model, source, names, tensors.targets.keys() | tensors.extra.keys())
+    renamed = renamed_weights(model, source, names, tensors.targets.keys() | tensors.extra.keys())
+    compared = placer.view(renamed)
+    if compared is not source:
+        names = _names_as_in((*compared.about, *compared.objects), tensors.targets)
+    return compared, names
 
 
 def _fill_model(
     model: nn.Module,
-    tensors: ModelTensors,
-    source: WeightSource,
+    saved: WeightSource,
     request: Request,
     placer: Placer,
     progress: Callable[[Sequence[Step]], Iterable[Step]],
@@ -482,7 +483,8 @@ def _fill_model(
 ) -> LoadReport:
     coordinator = request.ranks()
     doing = f"loading {request.checkpoint}"
-    names = _names_as_in((*source.about, *source.objects), tensors.targets)
+    tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
+    source, names = do_together(lambda: _as_compared(model, saved, tensors, placer), coordinator, doing=doing)
     tops = translating_modules(tensors, names)
     if not tops:
         load = _Load(model, source, request, placer, tensors, None)
