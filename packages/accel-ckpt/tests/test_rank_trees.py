@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel_ckpt import CorruptCheckpointError, Part
-from accel_ckpt.rank_trees import RankTree
+from accel_ckpt.rank_trees import RankTree, mark_of
 
 
 def average(seen, buffer=0.0):
@@ -13,6 +13,15 @@ def average(seen, buffer=0.0):
 
 def own_of(tree, first):
     return RankTree.of("custom_0", tree).beside(RankTree.of("custom_0", first).marks)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.tensor(2), torch.empty(0, 3), torch.arange(6.0)[1::2][:1], torch.tensor([1 + 2j]).conj()],
+    ids=["scalar", "empty", "one element", "conjugate"],
+)
+def test_marks_of_odd_buffers(buffer):
+    assert mark_of("b", buffer) == mark_of("b", buffer.clone())
 
 
 def test_equal_trees_save_nothing():

@@ -32,6 +32,7 @@ __all__ = [
     "collector_paused",
     "evict",
     "map_file",
+    "map_whole",
     "mapped_file_of",
     "new_bytes",
     "populate",
@@ -178,6 +179,14 @@ def map_file(path: Path, size: int) -> torch.Tensor:
         ValueError: the file has fewer bytes.
     """
     return torch.frombuffer(MappedFile(path, size), dtype=torch.uint8)
+
+
+def map_whole(path: Path) -> torch.Tensor | None:
+    """The same for all of a file; ``None`` if it is empty or cannot be mapped. Reading it says why, if it fails too."""
+    try:
+        return map_file(path, path.stat().st_size)
+    except (OSError, ValueError):
+        return None
 
 
 def populate(mapped: torch.Tensor) -> bool:

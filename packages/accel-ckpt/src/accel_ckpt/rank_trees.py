@@ -17,7 +17,7 @@ from accel_ckpt.parts import is_divided
 from accel_ckpt.saving.draft import Tree, encode_trees
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["Marks", "RankTree", "ranks_that_differ"]
+__all__ = ["Marks", "RankTree", "mark_of", "ranks_that_differ"]
 
 Marks: TypeAlias = Mapping[str, Sequence[str]]
 """What ranks exchange: name of a tree → the marks of its ``RankTree``."""
@@ -52,7 +52,7 @@ class RankTree:
         whole = {
             at: leaf for at, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and not is_divided(leaf)
         }
-        marks = [_mark(at, tensor) for at, tensor in whole.items()]
+        marks = [mark_of(at, tensor) for at, tensor in whole.items()]
         return cls(name, encoded.decode(), whole, (xxhash.xxh3_64_hexdigest(encoded), *marks))
 
     def beside(self, marks: Sequence[str]) -> dict[str, Any] | None:
@@ -119,7 +119,8 @@ def ranks_that_differ(marks: Sequence[Marks], first: int) -> dict[str, list[int]
     return {name: ranks for name, ranks in differing.items() if ranks}
 
 
-def _mark(name: str, tensor: torch.Tensor) -> str:
+def mark_of(name: str, tensor: torch.Tensor) -> str:
+    """What tells a named tensor from another one: a checksum of its name, dtype, shape and every byte of its values."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     digest = xxhash.xxh3_64(f"{name} {plain.dtype} {tuple(plain.shape)} ".encode())
     digest.update(as_bytes(plain))

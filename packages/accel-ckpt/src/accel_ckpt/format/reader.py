@@ -29,7 +29,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
-from accel_ckpt.memory import Arena, MappedFile, map_file, populate
+from accel_ckpt.memory import Arena, MappedFile, map_whole, populate
 from accel_ckpt.tensor_storage import (
     DTYPES,
     METADATA_KEYS,
@@ -339,11 +339,8 @@ def file_digest(path: Path) -> str:
 
     It is hashed where it is mapped, which saves copying it, or read if the kernel cannot fetch mapped files ahead.
     """
-    try:
-        content = map_file(path, path.stat().st_size)
-    except (OSError, ValueError):  # empty, or of a file system that maps nothing
-        return _read_digest(path)
-    return _mapped_digest(content) or _read_digest(path)
+    content = map_whole(path)
+    return (content is not None and _mapped_digest(content)) or _read_digest(path)
 
 
 def _read_digest(path: Path) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from accel_ckpt.format.reader import TensorEntry, read_into
 from accel_ckpt.geometry import Box
-from accel_ckpt.memory import map_file, populate
+from accel_ckpt.memory import map_whole, populate
 from accel_ckpt.tensor_storage import as_bytes, copy_values
 
 __all__ = ["BoxRead", "FileSpans", "read_boxes", "spans"]
@@ -124,15 +124,9 @@ def _copy(copies: Iterable[_Copy]) -> None:
 
 
 def _with_files(batches: Iterable[list[BoxRead]]) -> Iterator[tuple[list[BoxRead], torch.Tensor | None]]:
-    """Each batch with its file, mapped: from there values are copied once, and to their place.
-
-    It is ``None`` where a file cannot be mapped; reading it says why, if it cannot be read either.
-    """
+    """Each batch with its file, mapped if it can be: from there values are copied once, and to their place."""
     for path, of_one_file in itertools.groupby(batches, lambda batch: _entry(batch[0]).file):
-        try:
-            mapped = map_file(path, path.stat().st_size)
-        except (OSError, ValueError):
-            mapped = None
+        mapped = map_whole(path)
         for batch in of_one_file:
             yield batch, mapped
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
-from accel_ckpt.rank_trees import Marks, RankTree, ranks_that_differ
+from accel_ckpt.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
-from accel_ckpt.tensor_storage import as_bytes
 from accel_state.seeding import get_rng_state
 from accel_train.checkpoints import rank_differences, window_state
 from accel_train.prepared import Prepared, Registered
@@ -93,7 +91,7 @@ class _Collected:
     def of(cls, here: Prepared, named: Sequence[NamedModel]) -> _Collected:
         shared, own = _shared_trees(here, named), _rank_trees(here, named)
         buffers = replicated_buffers(here, named)
-        marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
+        marks = {name: mark_of(name, buffer) for name, buffer in buffers.items()}
         several = here.process.num_processes > 1
         return cls(shared, own, buffers, marks, rank_differences.compared(shared) if several else {})
 
@@ -145,11 +143,6 @@ def _replicated_parameters(here: Prepared) -> list[tuple[str, dict[str, nn.Param
         (f"model {index} ({type(model).__name__})", dict(model.named_parameters()))
         for index, model in plain.items()
     ]
-
-
-def _fingerprint(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
 
 
 def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:

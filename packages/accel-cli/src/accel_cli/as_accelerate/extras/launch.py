@@ -10,7 +10,7 @@ from typing import Any
 from accel_cli.as_accelerate.extras import config
 from accel_cli.as_accelerate.extras.arguments import add_option
 from accel_cli.commands.launch import main
-from accel_state.config.flags import parse_flags
+from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.config.option_types import StringList
@@ -23,6 +23,7 @@ from accel_state.errors import ConfigError
 __all__ = [
     "PrepareForLaunch",
     "_validate_launch_command",
+    "flags_of",
     "launch_command",
     "launch_command_parser",
     "launch_words",
@@ -150,7 +151,12 @@ def resolve_namespace(args: argparse.Namespace) -> Resolved:
     Raises:
         ConfigError: values that are wrong, or contradict each other.
     """
-    return resolve(getattr(args, "config_file", None), snapshot(), parse_flags(launch_words(args), _OWN))
+    return resolve(getattr(args, "config_file", None), snapshot(), flags_of(args))
+
+
+def flags_of(args: argparse.Namespace) -> ParsedFlags:
+    """The flags that a namespace stands for, as the launcher reads them."""
+    return parse_flags(launch_words(args), _OWN)
 
 
 def launch_words(args: argparse.Namespace) -> list[str]:

@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from accel_cli.as_accelerate.extras.launch import launch_words, resolve_namespace
+from accel_cli.as_accelerate.extras.launch import flags_of, resolve_namespace
 from accel_cli.commands.launch import target_of
 from accel_state.config.codec import encode, rank_environment
-from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
 from accel_state.environment import snapshot
@@ -62,7 +61,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     machines = config.num_machines if hostfile is not None else 1
     world = World(several, max(1, several // machines), machines, config.machine_rank, config.use_cpu)
     host = Host(open_mpi=hostfile is None or check_mpi(hostfile, environ))
-    prepared = plan(config, target_of(config, _flags(args)), world, environ, host, port=get_free_port())
+    prepared = plan(config, target_of(config, flags_of(args)), world, environ, host, port=get_free_port())
     (process,) = prepared.processes
     return list(process.argv), process.environment(environ)
 
@@ -101,7 +100,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     environ = snapshot()
     changed: MutableMapping[str, str] = rank_environment(config, environ)
     new = {name: value for name, value in changed.items() if environ.get(name) != value}
-    argv = deepspeed_argv(config, target_of(config, _flags(args)), Host().python, new, None)
+    argv = deepspeed_argv(config, target_of(config, flags_of(args)), Host().python, new, None)
     return list(argv), dict(changed)
 
 
@@ -134,7 +133,3 @@ def _with_section(args: argparse.Namespace, current_env: Mapping[str, str], sect
         for name in bound.variables
     }
     return {**current_env, **{name: value for name, value in encoded.items() if name in names}}
-
-
-def _flags(args: argparse.Namespace) -> Any:
-    return parse_flags(launch_words(args), {"config_file": True})
