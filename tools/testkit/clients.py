@@ -75,6 +75,10 @@ SCENARIOS = (
     Scenario("models", "pipeline", ranks=(1,)),
     Scenario("tuning", "sft", packages=("trl", "datasets")),
     Scenario("tuning", "dpo", packages=("trl", "datasets")),
+    *(
+        Scenario("tuning", f"{name}_fsdp2", ranks=(2,), packages=("trl", "datasets"), tolerance=1e-4)
+        for name in ("dpo", "kto", "grpo", "rloo")
+    ),
     Scenario("sentences", "pairs", packages=("sentence_transformers", "datasets")),
     Scenario("sentences", "scores", packages=("sentence_transformers", "datasets")),
     *(
