@@ -140,8 +140,11 @@ def zero2(folder):
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
     }
+    from accelerate.utils import DeepSpeedOptimizerWrapper
+
     trained = trainer(folder, gradient_accumulation_steps=2, deepspeed=config)
     trained.train()
+    assert isinstance(trained.optimizer, DeepSpeedOptimizerWrapper)
     stage = trained.accelerator.state.deepspeed_plugin.zero_stage
     return {"stage": stage, "history": history(trained), "weights": whole(trained)}
 

@@ -12,6 +12,7 @@ from accel_cli.as_accelerate.extras import config, deepspeed, estimate, fsdp, la
 from accel_cli.commands import launch as command
 from accel_state.config.flags import parse_flags
 from accel_state.environment import get, patch_environment
+from accel_train import Accelerator
 from testkit import worlds
 
 
@@ -84,6 +85,50 @@ def test_the_plugin_of_a_state():
         deepspeed.get_active_deepspeed_plugin(State())
     State.distributed_type = "DEEPSPEED"
     assert deepspeed.get_active_deepspeed_plugin(State()) == "plugin"
+
+
+def test_a_wrapped_engine_steps_with_the_last_micro_batch():
+    class Engine:
+        def __init__(self):
+            self.calls = []
+
+        def set_gradient_accumulation_boundary(self, is_boundary):
+            self.calls.append(("boundary", is_boundary))
+
+        def backward(self, loss, **options):
+            self.calls.append(("backward", loss, options))
+
+        def step(self):
+            self.calls.append(("step",))
+
+        def get_global_grad_norm(self):
+            return torch.tensor(2.5)
+
+    engine = Engine()
+    wrapper = deepspeed.DeepSpeedEngineWrapper(engine)
+    wrapper.backward(1, sync_gradients=False)
+    assert engine.calls == [("boundary", False), ("backward", 1, {})]
+    wrapper.backward(2, retain_graph=True)
+    assert engine.calls[2:] == [("boundary", True), ("backward", 2, {"retain_graph": True}), ("step",)]
+    assert wrapper.get_global_grad_norm() == 2.5
+
+
+def test_a_wrapped_optimizer_leaves_steps_to_its_engine():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    wrapper = deepspeed.DeepSpeedOptimizerWrapper(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    wrapper.step()
+    wrapper.zero_grad()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+    assert not wrapper.step_was_skipped
+    optimizer.overflow = True
+    assert wrapper.step_was_skipped
+    assert isinstance(wrapper, deepspeed.DeepSpeedOptimizerWrapper)
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert not isinstance(prepared, deepspeed.DeepSpeedOptimizerWrapper)
 
 
 def test_parameters_of_modules_by_pattern_or_object():

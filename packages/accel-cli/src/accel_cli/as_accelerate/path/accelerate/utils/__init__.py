@@ -37,6 +37,8 @@ __getattr__, __dir__, __all__ = _answer(
             "compile_regions_fsdp2",
         ),
         "accel_cli.as_accelerate.extras.deepspeed": (
+            "DeepSpeedEngineWrapper",
+            "DeepSpeedOptimizerWrapper",
             "DeepSpeedSchedulerWrapper",
             "get_active_deepspeed_plugin",
         ),

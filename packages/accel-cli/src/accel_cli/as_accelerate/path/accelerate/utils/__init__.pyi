@@ -30,6 +30,8 @@ from accel_cli.as_accelerate.extras.blocks import (
     compile_regions_fsdp2 as compile_regions_fsdp2,
 )
 from accel_cli.as_accelerate.extras.deepspeed import (
+    DeepSpeedEngineWrapper as DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )

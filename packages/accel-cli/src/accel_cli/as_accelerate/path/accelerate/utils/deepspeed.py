@@ -6,6 +6,8 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_cli.as_accelerate.extras.deepspeed": (
+            "DeepSpeedEngineWrapper",
+            "DeepSpeedOptimizerWrapper",
             "DeepSpeedSchedulerWrapper",
             "get_active_deepspeed_plugin",
         ),
