@@ -113,6 +113,12 @@ class Epoch:
             return self.take()
         return None
 
+    def go_on(self, iteration: Iteration) -> None:
+        """An iteration that began before the one that runs goes on; a loop that was left in between counts."""
+        if self.running is not None and self.running.closed:
+            self.iteration = self.following()
+        self.running = iteration
+
     def end(self, iteration: Iteration) -> None:
         """The iteration returned its last batch; a number that was chosen meanwhile holds."""
         if not self.chosen:
