@@ -318,5 +318,5 @@ def first_of_a_large_seed():
 
 
 def test_ranks_share_seeds_of_64_bits():
-    halves = worlds.run(first_of_a_large_seed, 2)
-    assert sum(halves, []) == torch.randperm(40, generator=torch.Generator().manual_seed(-1)).tolist()
+    first, second = worlds.run(first_of_a_large_seed, 2)
+    assert first + second == torch.randperm(40, generator=torch.Generator().manual_seed(-1)).tolist()

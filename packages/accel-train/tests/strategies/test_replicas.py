@@ -364,7 +364,7 @@ def test_gradients_are_compared_by_norm_sum_and_presence():
 
 
 def later():
-    """The wrapper is called at first, and left out from the eighth step on."""
+    """The wrapper is called at first, and left out from the eighth step on, after an evaluation."""
     from accel_train import Accelerator
 
     accelerator = Accelerator()
@@ -381,6 +381,8 @@ def later():
                 optimizer,
                 loss_of(used(rows(2, number).chunk(2)[accelerator.process_index])),
             )
+            with torch.no_grad():
+                model(rows(1, 0))
     said = [str(warning.message) for warning in caught]
     return said, weights_of(accelerator.unwrap_model(model))
 
@@ -428,6 +430,59 @@ def comparisons_of_an_adversary():
 def test_models_that_take_turns_are_not_suspected():
     # At the steps 16 and 32 of each optimizer gradients are compared anyway.
     assert worlds.run(comparisons_of_an_adversary, 2) == [4, 4]
+
+
+def adversaries(unwrapped):
+    """A generator whose samples serve both losses; its loss leaves gradients in the critic, which are dropped."""
+    from accel_train import Accelerator
+    from accel_train.strategies import replicas
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    nets = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    generator, critic, for_generator, for_critic = accelerator.prepare(*nets, *optimizers)
+    counted = []
+    differing = replicas.differing
+    replicas.differing = lambda *args: counted.append(1) or differing(*args)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(12):
+                if number == 9:
+                    counted.clear()
+                z = rows(2, number).chunk(2)[accelerator.process_index]
+                fake = generator(z)
+                for_critic.zero_grad()
+                accelerator.backward((critic(fake.detach()) - 1).square().mean())
+                for_critic.step()
+                for_generator.zero_grad()
+                judge = accelerator.unwrap_model(critic) if unwrapped else critic
+                accelerator.backward(judge(fake).square().mean())
+                for_generator.step()
+    finally:
+        replicas.differing = differing
+    return len(counted), weights_of(accelerator.unwrap_model(generator)) + weights_of(
+        accelerator.unwrap_model(critic)
+    )
+
+
+@pytest.mark.parametrize(("unwrapped", "comparisons"), [(False, 0), (True, 3)])
+def test_a_generator_and_its_critic_train_as_on_one_process_without_a_word(unwrapped, comparisons):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    for_generator, for_critic = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic))
+    for number in range(12):
+        fake = generator(rows(2, number))
+        for_critic.zero_grad()
+        (critic(fake.detach()) - 1).square().mean().backward()
+        for_critic.step()
+        for_generator.zero_grad()
+        critic(fake).square().mean().backward()
+        for_generator.step()
+    for counted, weights in worlds.run(adversaries, 2, unwrapped):
+        assert counted == comparisons  # step 16 is not reached
+        assert weights == pytest.approx(weights_of(generator) + weights_of(critic), rel=1e-9)
 
 
 def attributes():
