@@ -11,6 +11,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accel_train import Accelerator
 from accel_train.data import prepare_data_loader, skip_first_batches
 
 SIZE = 40
@@ -229,3 +230,17 @@ def test_seeds_of_64_bits_continue_with_the_epoch():
         DataLoader(range(SIZE), shuffle=True, batch_size=SIZE), use_seedable_sampler=True
     )
     assert [next(iter(loader)).tolist() for _ in range(2)] == [order(-1), order(0)]
+
+
+def test_loaders_that_share_a_dataset_count_their_own_epochs():
+    data = Augmented()
+    train, other = Accelerator().prepare(*(DataLoader(data, batch_size=SIZE) for _ in range(2)))
+    found = []
+    for _ in range(3):
+        found += [(batch // 1000).unique().tolist() for batch in train]
+        for _ in range(3):
+            list(other)
+    assert found == [[0], [1], [2]]
+    data.set_epoch(20)  # by the script
+    found = [(batch // 1000).unique().tolist() for batch in train]
+    assert found == [[20]]

@@ -193,8 +193,8 @@ def test_ranks_that_read_the_same_samples_are_named_once():
         assert worlds.run(losses, 2, data) == [[], []], data
 
 
-def loss_of_zero_at_first():
-    """As of rewards that are equal at first: advantages of zero."""
+def equal_losses(kind):
+    """Of zero: the advantages of rewards that are equal at first. Over the samples of all ranks: a contrastive loss."""
     from accel_train import Accelerator
 
     accelerator = Accelerator()
@@ -203,15 +203,17 @@ def loss_of_zero_at_first():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(4):
-            advantage = 0 if number < 3 else 1 + accelerator.process_index
-            accelerator.backward((model(X) * advantage).mean())
+            advantage = 0 if number < 3 and kind == "zero" else 1 + accelerator.process_index
+            scores = model(X) * advantage
+            accelerator.backward((scores if kind == "zero" else accelerator.gather_with_grad(scores)).mean())
             optimizer.step()
             optimizer.zero_grad()
     return model.module.weight.tolist()
 
 
-def test_losses_of_zero_do_not_tell_that_ranks_read_the_same_samples():
-    first, second = worlds.run(loss_of_zero_at_first, 2)
+@pytest.mark.parametrize("kind", ["zero", "all samples"])
+def test_equal_losses_need_not_be_of_the_same_samples(kind):
+    first, second = worlds.run(equal_losses, 2, kind)
     assert first == second
 
 

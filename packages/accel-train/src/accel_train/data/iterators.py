@@ -44,7 +44,7 @@ class LoaderIterator:
         self._iteration: Iteration | None = None
         self._ledger.begin(loader)
         self._live = True
-        restored = loader.epoch_state.begin(loader.left_out)
+        restored = loader.epoch_state.begin(loader.left_out, loader.ledger.epochs)
         self._iteration = iteration = begin_epoch(loader, restored)
         iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"

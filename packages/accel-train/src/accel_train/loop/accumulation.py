@@ -457,6 +457,11 @@ class Accumulator:
                 self._first.about_to_step(optimizer)
             self._strategy.check_step(optimizer, self._all_models)
 
+    def expect_equal_losses(self) -> None:
+        """The script computes a loss over the samples of all ranks, which is the same on each."""
+        if self._first is not None:
+            self._first.expect_equal_losses()
+
     def check_waiting(self, *, gradients: bool, closure: bool) -> None:
         """Check an optimizer that waits for the end of a window.
 
