@@ -363,8 +363,8 @@ def test_gradients_are_compared_by_norm_sum_and_presence():
     assert worlds.run(compare, 2) == [[[], [], [0, 2, 3], [0, 1]]] * 2
 
 
-def later():
-    """The wrapper is called at first, and left out from the eighth step on, after an evaluation."""
+def later(kind):
+    """From the eighth step on, after an evaluation, the wrapper is left out, or the model was cast."""
     from accel_train import Accelerator
 
     accelerator = Accelerator()
@@ -374,7 +374,9 @@ def later():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(10):
-            used = model if number < 7 else accelerator.unwrap_model(model)
+            used = model if number < 7 or kind == "cast" else accelerator.unwrap_model(model)
+            if number == 7 and kind == "cast":
+                accelerator.unwrap_model(model).float().double()
             step(
                 accelerator,
                 model,
@@ -387,14 +389,17 @@ def later():
     return said, weights_of(accelerator.unwrap_model(model))
 
 
-def test_a_wrapper_that_is_left_out_later_is_found_at_the_first_backward():
+@pytest.mark.parametrize("kind", ["unwrapped", "cast"])
+def test_a_reduction_that_is_missing_later_is_found_at_the_first_backward(kind):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for number in range(10):
+        if number == 7 and kind == "cast":
+            model.float().double()
         loss_of(model(rows(2, number))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    (said, first), (_, second) = worlds.run(later, 2)
+    (said, first), (_, second) = worlds.run(later, 2, kind)
     assert first == second == pytest.approx(weights_of(model), rel=1e-9)
     assert len(said) == 1
     assert "ddp did not average 6 of 6 gradients of Net" in said[0]

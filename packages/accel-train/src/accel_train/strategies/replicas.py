@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ckpt.parts import is_sharded
@@ -56,18 +57,28 @@ class _Watched:
     marks: list[tuple[int, int] | None] = field(default_factory=list)  # of their gradients before it
     was_armed: bool = False
 
+    def __post_init__(self) -> None:
+        self._hooked = get_gradient_edge(
+            self.parameters[0]
+        ).node  # by which the reducer hears of its gradient
+
     def note(self) -> None:
         """A backward begins. One that the reducer waits for changes every gradient, others may change any."""
         wrapped = self.wrapped
         self.looked_at = []
         if not wrapped.require_backward_grad_sync:
             return
-        self.was_armed = wrapped.armed
+        self.was_armed = wrapped.armed and self._is_hooked()
         every = not self.was_armed or wrapped.find_unused_parameters or wrapped.static_graph
         self.looked_at = self.parameters if every else self.parameters[:1]
         self.marks = _marks(self.looked_at)
         if self.unsaid and self.parameters[0].grad is None:
             self.unsaid = ""  # dropped by model.zero_grad()
+
+    def _is_hooked(self) -> bool:
+        """Whether the reducer hears of gradients. A cast of the model makes torch forget that, also one back."""
+        first = self.parameters[0]
+        return not first.requires_grad or get_gradient_edge(first).node is self._hooked
 
     def was_reached(self) -> bool:
         """Whether the backward that ended has changed gradients that are to be reduced; the next needs a forward."""
@@ -284,7 +295,8 @@ def _cause(wrapped: DistributedDataParallel) -> str:
     return (
         "A backward pass ran of which ddp did not know: a second one of one forward, the second of two after two "
         "forwards, one of a forward under no_sync(), or one through a part or a method of the unwrapped model. Add "
-        "the losses up and call backward() once; compute all of them in forward() of what prepare() returned."
+        "the losses up and call backward() once; compute all of them in forward() of what prepare() returned. If the "
+        "model was cast after prepare(), as by half() for an evaluation, prepare it again, also after a cast back."
     )
 
 
