@@ -490,6 +490,40 @@ def test_a_generator_and_its_critic_train_as_on_one_process_without_a_word(unwra
         assert weights == pytest.approx(weights_of(generator) + weights_of(critic), rel=1e-9)
 
 
+def local_by_a_hook():
+    """Torch's hook for a local SGD, with groups of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    alone, _ = dist.new_subgroups(1)
+    model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
+    reference = Net()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.3)
+    for number in range(3):
+        x = rows(2, number).chunk(2)[accelerator.process_index]
+        step(accelerator, model, optimizer, loss_of(model(x)))
+        plain.zero_grad()
+        loss_of(reference(x)).backward()
+        plain.step()
+    return weights_of(accelerator.unwrap_model(model)), weights_of(reference)
+
+
+def test_whether_a_hook_of_the_script_averages_is_its_business():
+    results = worlds.run(local_by_a_hook, 2)
+    for ours, alone in results:
+        assert ours == pytest.approx(alone, rel=1e-9)
+    assert results[0][0] != results[1][0]
+
+
 def attributes():
     from accel_train import Accelerator
 

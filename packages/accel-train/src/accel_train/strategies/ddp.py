@@ -104,6 +104,7 @@ class DDPStrategy(Strategy):
         with _bytes_to_send(frozen.values()):
             wrapped = TransparentDDP(model, device_ids=device_ids, **kwargs)
         self._register_hook(wrapped)
+        wrapped.averages = True  # with every hook of the plugin
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         self._replicas.add(wrapped)

@@ -66,7 +66,7 @@ class _Watched:
         """A backward begins. One that the reducer waits for changes every gradient, others may change any."""
         wrapped = self.wrapped
         self.looked_at = []
-        if not wrapped.require_backward_grad_sync:
+        if not (wrapped.require_backward_grad_sync and wrapped.averages):
             return
         self.was_armed = wrapped.armed and self._is_hooked()
         every = not self.was_armed or wrapped.find_unused_parameters or wrapped.static_graph
@@ -252,7 +252,7 @@ class Replicas:
             id(p)
             for item in self._watched
             for name, p in item.wrapped.module.named_parameters()
-            if name in item.wrapped.parameters_to_ignore
+            if name in item.wrapped.parameters_to_ignore or not item.wrapped.averages
         }
         known = [p for p in parameters if id(p) in named and id(p) not in ignored and not is_sharded(p)]
         if not known:

@@ -23,7 +23,7 @@ class TransparentDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, is_built=True)
+        self.__dict__.update(armed=False, averages=True, is_built=True)
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -35,6 +35,11 @@ class TransparentDDP(DistributedDataParallel):
         self.__dict__["takes_buffers"] = takes
         if takes:
             self.__dict__["armed"] = True
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """See `DistributedDataParallel.register_comm_hook`."""
+        super().register_comm_hook(state, hook)
+        self.averages = False
 
     def __getattr__(self, name: str) -> Any:
         try:
