@@ -215,7 +215,8 @@ def without_a_branch_later(model, x, step):
     return model(x, whole=not 10 <= step < 14).square().mean()
 
 
-def trained_alike(loss_of, count, **options):
+def trained_alike(loss_of, count, raw=False, **options):
+    """The largest error of weights, against one process; `raw`: by a backward that is not the accelerator's."""
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], **options)
@@ -229,7 +230,8 @@ def trained_alike(loss_of, count, **options):
         generator = torch.Generator().manual_seed(step)
         parts = torch.randn(4 * ranks, 4, generator=generator, dtype=torch.float64).chunk(ranks)
         sum(loss_of(alone, part, step) / ranks for part in parts).backward()
-        accelerator.backward(loss_of(model, parts[accelerator.process_index], step))
+        loss = loss_of(model, parts[accelerator.process_index], step)
+        loss.backward() if raw else accelerator.backward(loss)
         for each in (oracle, optimizer):
             each.step()
             each.zero_grad()
@@ -238,7 +240,8 @@ def trained_alike(loss_of, count, **options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(2, {}), pytest.param(4, {"dp_replicate_size": 2}, marks=pytest.mark.full)]
+    ("ranks", "options"),
+    [(2, {}), (2, {"raw": True}), pytest.param(4, {"dp_replicate_size": 2}, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize(("loss_of", "count"), [(contrasted, 3), (without_a_branch_later, 16)])
 def test_blocks_that_run_twice_or_in_part_train_as_on_one_process(loss_of, count, ranks, options):

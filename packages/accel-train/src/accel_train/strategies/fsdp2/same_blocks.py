@@ -125,12 +125,14 @@ class SameBlocks:
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
+            if self._in_backward:
+                self._forget_gradients()
             if self._in_forward or self._in_backward:
                 self._meet_again()
             self._in_forward = True
             self._forward.begin((module.training, torch.is_grad_enabled()))
             self._backward.begin()
-            self._forget_gradients()  # of a backward that was not the accelerator's
+            self.settle()
 
     def _meet_again(self) -> None:
         """An error ended the pass before, and the script went on; so must all ranks, or they are in other blocks."""
@@ -204,14 +206,24 @@ class SameBlocks:
             return
         self._backward.come_to(_END)
         self._backward.begin()
-        unused = self._unused() if reduced else []
-        self._forget_gradients()
-        if reduced and self._compares:
+        if not reduced:
+            self._forget_gradients()
+        elif self._compares:
+            unused = self._unused()
+            self._forget_gradients()
             self._drop_unused(unused)
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Leave no gradient where no rank has one, as the gradients tell, of a backward that `after_backward` missed too."""
+        if not self._filled:
+            self._reduced.clear()
             return
-        for parameter, had in unused:
+        for parameter, had in self._unused():
             if not had and _is_negative_zero(parameter.sharded_param.grad):
                 parameter.sharded_param.grad = None
+        self._forget_gradients()
 
     def _drop_unused(self, unused: list[tuple[Any, bool]]) -> None:
         """Leave no gradient where no rank has one; a collective."""
