@@ -216,7 +216,7 @@ class SameBlocks:
             self.settle()
 
     def settle(self) -> None:
-        """Leave no gradient where no rank has one, as the gradients tell, of a backward that `after_backward` missed too."""
+        """Leave no gradient where no rank has one, as the gradients tell; also after a backward of the loss itself."""
         if not self._filled:
             self._reduced.clear()
             return
