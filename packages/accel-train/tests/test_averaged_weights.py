@@ -154,3 +154,39 @@ def test_a_weight_beyond_0_and_1_is_refused():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(OptionError, match="from 0 to 1"):
         AveragedWeights(accelerator, accelerator.prepare(nn.Linear(2, 2)), decay=1.5)
+
+
+def of_other_parameters(kind, when):
+    from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin, PrepareError
+
+    plugin = FullyShardedDataParallelPlugin() if kind == "fsdp2" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = build()
+    x = batches(1)[0]
+    if when == "before prepare":
+        average = AveragedWeights(accelerator, model)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare(model)
+        with torch.no_grad():
+            model(x)  # leaves the outermost unit gathered
+        average = AveragedWeights(accelerator, model)
+        average.update()
+        accelerator.unwrap_model(model)[4] = nn.Linear(6, 4).double()
+    try:
+        average.update()
+        with average.applied():
+            pass
+    except PrepareError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "when"), [("fsdp2", "before prepare"), ("ddp", "replaced")])
+def test_parameters_that_the_model_has_since_are_named(kind, when):
+    for message in worlds.run(of_other_parameters, 2, kind, when):
+        assert "are others than when AveragedWeights was made" in message
+
+
+def test_ddp_keeps_parameters_so_averages_may_be_made_before():
+    assert worlds.run(of_other_parameters, 2, "ddp", "before prepare") == ["nothing"] * 2

@@ -89,8 +89,11 @@ class Disk:
         os.unlink(path)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and what is in it."""
-        shutil.rmtree(path)
+        """Remove a directory and what is in it; of a link to one, as of a checkpoint moved elsewhere, the link."""
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def exchange(self, first: Path, second: Path) -> bool:
         """Let two directories swap names in one step; false where the platform or file system cannot."""

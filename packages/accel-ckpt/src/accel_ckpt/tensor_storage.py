@@ -44,7 +44,9 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata of a safetensors file that holds parts of tensors;
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/_hf_utils.py
 """
-METADATA_KEYS = frozenset({"format", SHARDING_KEY, "__metadata__"})
+VERSIONS_KEY = "state_dict_versions"
+"""Metadata of a safetensors file that says in which form modules saved their state dicts."""
+METADATA_KEYS = frozenset({"format", SHARDING_KEY, VERSIONS_KEY, "__metadata__"})
 """Keys of a safetensors header that mean something; as the name of an alias they would be overwritten."""
 
 

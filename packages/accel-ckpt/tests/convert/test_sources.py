@@ -242,6 +242,7 @@ MOMENTS = {
     "content",
     [
         {"app": {"model": dict(WEIGHTS), "optim": MOMENTS}},  # PyTorch's recipe
+        {"app": {"model": dict(WEIGHTS), "optim": MOMENTS, "step": torch.tensor(3)}},
         {"trainer": {"net": dict(WEIGHTS), "optimizer": MOMENTS}},
         {"net": dict(WEIGHTS), "optimizer_0": MOMENTS, "lr_scheduler": {"last": torch.ones(1)}},
         {"net": dict(WEIGHTS)},
@@ -253,7 +254,7 @@ MOMENTS = {
             "train_state": {"step": torch.ones(1)},
         },
     ],
-    ids=["app", "trainer", "net", "alone", "lightning", "torchtitan"],
+    ids=["app", "app with a counter", "trainer", "net", "alone", "lightning", "torchtitan"],
 )
 @pytest.mark.parametrize("pickled", [False, True])
 def test_the_model_is_found_among_what_programs_save(tmp_path, content, pickled):

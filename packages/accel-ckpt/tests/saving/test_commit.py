@@ -303,6 +303,16 @@ def test_t6_the_old_one_goes_only_after_the_new_one_is_there(tmp_path):
         prune_checkpoints(tmp_path, 0)
 
 
+def test_a_checkpoint_that_was_moved_and_linked_loses_its_link_only(tmp_path):
+    for number in range(2):
+        save(tmp_path / f"checkpoint_{number}", number)
+    (tmp_path / "checkpoint_0").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
+    assert [path.name for path in prune_checkpoints(tmp_path, 1)] == ["checkpoint_0"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "elsewhere"]
+    assert step_of(tmp_path / "elsewhere") == 0
+
+
 def test_a_removal_that_stops_midway_leaves_no_half_checkpoint(tmp_path):
     for number in range(2):
         save(tmp_path / f"checkpoint_{number}", number)

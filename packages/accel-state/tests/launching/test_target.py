@@ -97,3 +97,17 @@ def test_an_interpreter_is_no_script(name):
 def test_a_script_may_be_called_python(tmp_path):
     (tmp_path / "python.py").write_text("")
     check_target(Target(str(tmp_path / "python.py")), {})
+
+
+@pytest.mark.parametrize("name", ["run.sh", "./run.sh", "job.slurm"])
+def test_a_shell_script_is_no_python_script(folder, name):
+    (folder / name).write_text("echo hi")
+    with pytest.raises(TargetError, match=r"is a shell script, and each rank runs Python; .* --no_python"):
+        check(name)
+
+
+def test_a_program_in_the_place_of_a_script(folder):
+    with pytest.raises(
+        TargetError, match=r"script 'sh' does not exist; .* to run the program sh .* --no_python"
+    ):
+        check("sh")

@@ -49,7 +49,8 @@ class AveragedWeights:
 
     Raises:
         OptionError: `decay` is not from 0 to 1.
-        PrepareError: an engine holds the parameters in parts of its own.
+        PrepareError: an engine holds the parameters in parts of its own. Later, in the first `update()`, in `applied()`
+            and when it is saved: the model has other parameters than it had here.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float | None = 0.999) -> None:
@@ -70,6 +71,7 @@ class AveragedWeights:
             )
         self.decay = decay
         self.count = 0
+        reshard(self._plain)
         named = NamedModel(self._plain).parameters()  # its tied parameters by every name
         distinct = {id(parameter): name for name, parameter in reversed(named.items())}
         self._parameters = {name: p for name, p in named.items() if distinct[id(p)] == name}
@@ -88,6 +90,7 @@ class AveragedWeights:
         if not self._accelerator.sync_gradients or self._accelerator.optimizer_step_was_skipped:
             return
         if self.count == 0:
+            self._refuse_others()
             weight = 1.0
         else:
             weight = 1 / (self.count + 1) if self.decay is None else 1 - self.decay
@@ -104,6 +107,7 @@ class AveragedWeights:
         and `whole_parameters` give the averages.
         """
         self._refuse_applied("applied()")
+        self._refuse_others()
         kept = {name: local_part(p.detach()).clone() for name, p in self._parameters.items()}
         self._put({name: local_part(average) for name, average in self._averages.items()})
         self._applied = True
@@ -127,9 +131,22 @@ class AveragedWeights:
                 "trained. Leave applied() first."
             )
 
+    def _refuse_others(self) -> None:
+        reshard(self._plain)  # else the model has what was gathered of its parameters
+        named = NamedModel(self._plain).parameters()
+        known = {id(parameter) for parameter in self._parameters.values()}
+        others = [name for name, parameter in named.items() if id(parameter) not in known]
+        if others:
+            raise PrepareError(
+                f"{len(others)} parameters of {type(self._plain).__name__} are others than when AveragedWeights was "
+                f"made, the first {others[0]!r}: they are not averaged. Make it after prepare(), and a new one when "
+                "parameters are added or replaced."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """The averages by the parameters' names, divided as these, and how many updates they hold."""
         self._refuse_applied("save_state()")
+        self._refuse_others()
         return {"count": self.count, "averages": dict(self._averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from accel_state.communication import collectives, differentiable
 from accel_state.world.process import PartialState
+
+if TYPE_CHECKING:
+    from accel_train.loop.accumulation import Accumulator
 
 __all__ = ["CollectivesView"]
 
@@ -19,6 +22,7 @@ class CollectivesView:
     """Collectives of all processes, under the names that `Accelerator` has for them; types stay."""
 
     _process: PartialState
+    _accumulator: Accumulator
     flag_tensor: Tensor | None
 
     def gather(self, tensor: T) -> T:
@@ -38,6 +42,7 @@ class CollectivesView:
             tensor: nested tensors; those that require no gradient, such as labels, are gathered as they are.
             ragged: allow first dimensions that differ between ranks.
         """
+        self._accumulator.expect_equal_losses()
         gathered: T = differentiable.gather_with_grad(tensor, ragged=ragged)
         return gathered
 

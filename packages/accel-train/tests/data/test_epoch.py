@@ -181,26 +181,26 @@ def test_a_state_of_the_first_format_counts_the_batches_of_a_finished_epoch():
 
 def test_an_epoch_counts_once_a_batch_of_it_was_returned():
     epoch = Epoch(3, running=begun(0))
-    epoch.begin(0)
+    epoch.begin(0, {})
     assert epoch.iteration == 3
     epoch.running = begun(1)
     assert epoch.following() == 4
-    epoch.begin(0)
+    epoch.begin(0, {})
     assert epoch.iteration == 4
 
 
 def test_the_rest_of_an_epoch_that_was_left_belongs_to_it():
     epoch = Epoch(3, running=begun(2))
-    epoch.begin(2)
+    epoch.begin(2, {})
     assert epoch.iteration == 3
-    epoch.begin(1)
+    epoch.begin(1, {})
     assert epoch.iteration == 4
 
 
 def test_a_number_that_was_chosen_holds():
     epoch = Epoch(3, running=begun(2))
     epoch.choose(3)
-    epoch.begin(0)
+    epoch.begin(0, {})
     assert epoch.iteration == 3, "the script repeats an epoch"
     epoch.choose(0)
     epoch.end(begun(5))

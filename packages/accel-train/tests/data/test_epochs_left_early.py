@@ -11,6 +11,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accel_train import Accelerator
 from accel_train.data import prepare_data_loader, skip_first_batches
 
 SIZE = 40
@@ -201,3 +202,45 @@ def test_workers_that_stay_see_the_dataset_itself():
         process_index=0,
     )
     assert [batch.tolist() for _ in range(2) for batch in loader] == [[1] * SIZE] * 2
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_an_iterator_that_is_kept_for_a_first_batch_does_not_hold_the_epoch(dispatch):
+    loader = prepare_data_loader(
+        DataLoader(Augmented(), sampler=ByEpoch(), batch_size=4),
+        device=torch.device("cpu"),
+        put_on_device=True,
+        dispatch_batches=dispatch,
+    )
+    kept = iter(loader)
+    next(kept)
+    found = []
+    for _ in range(3):
+        for batch in loader:
+            found.append((batch // 1000).unique().tolist())
+            break
+    assert found == [[1], [2], [3]]
+    next(kept)  # it goes on, and what was left meanwhile counts
+    assert loader.iteration == 4
+
+
+def test_seeds_of_64_bits_continue_with_the_epoch():
+    torch.manual_seed(-1)  # as large as seeds of torch.seed() can be
+    loader = prepare_data_loader(
+        DataLoader(range(SIZE), shuffle=True, batch_size=SIZE), use_seedable_sampler=True
+    )
+    assert [next(iter(loader)).tolist() for _ in range(2)] == [order(-1), order(0)]
+
+
+def test_loaders_that_share_a_dataset_count_their_own_epochs():
+    data = Augmented()
+    train, other = Accelerator().prepare(*(DataLoader(data, batch_size=SIZE) for _ in range(2)))
+    found = []
+    for _ in range(3):
+        found += [(batch // 1000).unique().tolist() for batch in train]
+        for _ in range(3):
+            list(other)
+    assert found == [[0], [1], [2]]
+    data.set_epoch(20)  # by the script
+    found = [(batch // 1000).unique().tolist() for batch in train]
+    assert found == [[20]]

@@ -306,3 +306,17 @@ def test_augmentation_of_a_rank_continues_exactly():
     for rest, resumed in worlds.run(exact_noise, 2):
         assert rest == resumed
         assert len(rest) == 2
+
+
+def first_of_a_large_seed():
+    PartialState()
+    torch.manual_seed(-1)
+    loader = prepare_data_loader(
+        DataLoader(range(40), shuffle=True, batch_size=20), use_seedable_sampler=True
+    )
+    return next(iter(loader)).tolist()
+
+
+def test_ranks_share_seeds_of_64_bits():
+    first, second = worlds.run(first_of_a_large_seed, 2)
+    assert first + second == torch.randperm(40, generator=torch.Generator().manual_seed(-1)).tolist()

@@ -63,6 +63,22 @@ def test_values_that_a_script_changes_itself_are_its_own_business():
                 model.weight.clamp_(-0.1, 0.1)  # as critics of a Wasserstein GAN
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_target_network_may_follow_in_every_micro_batch(named):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, target = make(), make()
+    model, target, optimizer = accelerator.prepare(model, target, sgd(model))
+    for _ in range(4):
+        with accelerator.accumulate(*[model, target][: 2 * named]):
+            with torch.no_grad():
+                wanted = target(X) + 1
+            accelerator.backward((model(X) - wanted).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                target.weight.lerp_(model.weight, 0.1)
+
+
 def test_backward_of_the_loss_itself_inside_a_window_is_an_error():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = make()
@@ -175,3 +191,59 @@ def test_ranks_that_read_the_same_samples_are_named_once():
     assert second == []
     for data in ("own", "zero", "prepared"):
         assert worlds.run(losses, 2, data) == [[], []], data
+
+
+def equal_losses(kind):
+    """Of zero: the advantages of rewards that are equal at first. Over the samples of all ranks: a contrastive loss."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(4):
+            advantage = 0 if number < 3 and kind == "zero" else 1 + accelerator.process_index
+            scores = model(X) * advantage
+            accelerator.backward((scores if kind == "zero" else accelerator.gather_with_grad(scores)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.module.weight.tolist()
+
+
+@pytest.mark.parametrize("kind", ["zero", "all samples"])
+def test_equal_losses_need_not_be_of_the_same_samples(kind):
+    first, second = worlds.run(equal_losses, 2, kind)
+    assert first == second
+
+
+def module_of_the_main_process():
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model, probe = make(), make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    steps = accelerator.prepare(sgd(probe))
+    for number in range(6):
+        if accelerator.is_main_process:
+            accelerator.backward(probe(X).mean())
+            steps.step()
+            steps.zero_grad()
+        accelerator.backward(model(X).square().mean() * (1 + accelerator.process_index))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number > 3 and accelerator.is_main_process:
+            accelerator.backward(probe(X).mean())
+            steps.zero_grad()
+    return model.module.weight.tolist()
+
+
+def test_the_main_process_may_train_a_module_of_its_own():
+    reference = make()
+    optimizer = sgd(reference)
+    for _ in range(6):
+        (reference(X).square().mean() * 1.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in worlds.run(module_of_the_main_process, 2):
+        assert torch.allclose(torch.tensor(found, dtype=torch.float64), reference.weight)

@@ -356,6 +356,21 @@ class _Negated(nn.Linear):
         state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
 
 
+class _Doubling(nn.Linear):
+    """Takes what it saved in version 1, or in no known one, for half of its weight."""
+
+    _version = 2
+
+    def __init__(self, value):
+        super().__init__(4, 4)
+        nn.init.constant_(self.weight, value)
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
 @pytest.mark.parametrize("kind", ["single", "ddp", "fsdp2"])
 def test_a_state_of_modules_that_translate_is_restored(tmp_path, kind):
     def work(folder, kind):
@@ -364,7 +379,7 @@ def test_a_state_of_modules_that_translate_is_restored(tmp_path, kind):
 
         def build(value):
             torch.manual_seed(int(value))
-            model = nn.Sequential(nn.Linear(4, 4), _Logarithm(value), _Negated(value))
+            model = nn.Sequential(nn.Linear(4, 4), _Logarithm(value), _Negated(value), _Doubling(value))
             return accelerator.prepare(model)
 
         trained = build(3.0)
@@ -374,11 +389,11 @@ def test_a_state_of_modules_that_translate_is_restored(tmp_path, kind):
         weights = folder + "-weights"
         accelerator.save_model(trained, weights)
         other = Accelerator(cpu=True, **plugin)
-        again = other.prepare(nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0)))
+        again = other.prepare(nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0), _Doubling(1.0)))
         kept = list(again.parameters())
         other.load_state(folder)
         assert all(new is old for new, old in zip(again.parameters(), kept, strict=True))
-        plain = nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0))
+        plain = nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0), _Doubling(1.0))
         load_checkpoint_in_model(plain, weights)
         return [torch.allclose(model(x), want, atol=1e-5) for model in (again, plain)]
 

@@ -363,8 +363,8 @@ def test_gradients_are_compared_by_norm_sum_and_presence():
     assert worlds.run(compare, 2) == [[[], [], [0, 2, 3], [0, 1]]] * 2
 
 
-def later():
-    """The wrapper is called at first, and left out from the eighth step on."""
+def later(kind):
+    """From the eighth step on, after an evaluation, the wrapper is left out, or the model was cast."""
     from accel_train import Accelerator
 
     accelerator = Accelerator()
@@ -374,25 +374,32 @@ def later():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(10):
-            used = model if number < 7 else accelerator.unwrap_model(model)
+            used = model if number < 7 or kind == "cast" else accelerator.unwrap_model(model)
+            if number == 7 and kind == "cast":
+                accelerator.unwrap_model(model).float().double()
             step(
                 accelerator,
                 model,
                 optimizer,
                 loss_of(used(rows(2, number).chunk(2)[accelerator.process_index])),
             )
+            with torch.no_grad():
+                model(rows(1, 0))
     said = [str(warning.message) for warning in caught]
     return said, weights_of(accelerator.unwrap_model(model))
 
 
-def test_a_wrapper_that_is_left_out_later_is_found_at_the_first_backward():
+@pytest.mark.parametrize("kind", ["unwrapped", "cast"])
+def test_a_reduction_that_is_missing_later_is_found_at_the_first_backward(kind):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for number in range(10):
+        if number == 7 and kind == "cast":
+            model.float().double()
         loss_of(model(rows(2, number))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    (said, first), (_, second) = worlds.run(later, 2)
+    (said, first), (_, second) = worlds.run(later, 2, kind)
     assert first == second == pytest.approx(weights_of(model), rel=1e-9)
     assert len(said) == 1
     assert "ddp did not average 6 of 6 gradients of Net" in said[0]
@@ -428,6 +435,93 @@ def comparisons_of_an_adversary():
 def test_models_that_take_turns_are_not_suspected():
     # At the steps 16 and 32 of each optimizer gradients are compared anyway.
     assert worlds.run(comparisons_of_an_adversary, 2) == [4, 4]
+
+
+def adversaries(unwrapped):
+    """A generator whose samples serve both losses; its loss leaves gradients in the critic, which are dropped."""
+    from accel_train import Accelerator
+    from accel_train.strategies import replicas
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    nets = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    generator, critic, for_generator, for_critic = accelerator.prepare(*nets, *optimizers)
+    counted = []
+    differing = replicas.differing
+    replicas.differing = lambda *args: counted.append(1) or differing(*args)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(12):
+                if number == 9:
+                    counted.clear()
+                z = rows(2, number).chunk(2)[accelerator.process_index]
+                fake = generator(z)
+                for_critic.zero_grad()
+                accelerator.backward((critic(fake.detach()) - 1).square().mean())
+                for_critic.step()
+                for_generator.zero_grad()
+                judge = accelerator.unwrap_model(critic) if unwrapped else critic
+                accelerator.backward(judge(fake).square().mean())
+                for_generator.step()
+    finally:
+        replicas.differing = differing
+    return len(counted), weights_of(accelerator.unwrap_model(generator)) + weights_of(
+        accelerator.unwrap_model(critic)
+    )
+
+
+@pytest.mark.parametrize(("unwrapped", "comparisons"), [(False, 0), (True, 3)])
+def test_a_generator_and_its_critic_train_as_on_one_process_without_a_word(unwrapped, comparisons):
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+    for_generator, for_critic = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic))
+    for number in range(12):
+        fake = generator(rows(2, number))
+        for_critic.zero_grad()
+        (critic(fake.detach()) - 1).square().mean().backward()
+        for_critic.step()
+        for_generator.zero_grad()
+        critic(fake).square().mean().backward()
+        for_generator.step()
+    for counted, weights in worlds.run(adversaries, 2, unwrapped):
+        assert counted == comparisons  # step 16 is not reached
+        assert weights == pytest.approx(weights_of(generator) + weights_of(critic), rel=1e-9)
+
+
+def local_by_a_hook():
+    """Torch's hook for a local SGD, with groups of one rank."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    alone, _ = dist.new_subgroups(1)
+    model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=0), post_localSGD_hook)
+    reference = Net()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.3)
+    for number in range(3):
+        x = rows(2, number).chunk(2)[accelerator.process_index]
+        step(accelerator, model, optimizer, loss_of(model(x)))
+        plain.zero_grad()
+        loss_of(reference(x)).backward()
+        plain.step()
+    return weights_of(accelerator.unwrap_model(model)), weights_of(reference)
+
+
+def test_whether_a_hook_of_the_script_averages_is_its_business():
+    results = worlds.run(local_by_a_hook, 2)
+    for ours, alone in results:
+        assert ours == pytest.approx(alone, rel=1e-9)
+    assert results[0][0] != results[1][0]
 
 
 def attributes():

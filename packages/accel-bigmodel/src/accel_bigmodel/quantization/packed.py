@@ -41,7 +41,7 @@ class PackedWeights:
             packed[f"{name}.weight"] = torch.empty(shape, dtype=dtype, device="meta")
         self.about: About = {**plain, **packed}
         self.fingerprint = opened.fingerprint
-        self.objects = opened.objects
+        self.objects, self.versions = opened.objects, opened.versions
 
     def check(
         self, layers: Mapping[str, nn.Linear], engine: Engine, places: Mapping[str, torch.device]

@@ -221,7 +221,7 @@ class AccelerateCheckpoint:
             state_dict = unpickle(path, str(path), mapped=True)
         if not isinstance(state_dict, Mapping):
             raise CorruptCheckpointError(f"{path} does not hold a state dict")
-        return canonical_state_dict(dict(state_dict))
+        return canonical_state_dict(state_dict)
 
     def optimizer(
         self, index: int, parameters: Sequence[Sequence[Tensor]], models: Sequence[nn.Module]

@@ -20,6 +20,7 @@ from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.modules.versions import renamed_versions, versions_metadata, with_versions
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
 from accel_ckpt.saving.writer import FileRecord, write_safetensors_from, write_torch
@@ -177,6 +178,7 @@ def _canonical(weights: PiecedWeights, is_own: bool) -> PiecedWeights:
     return PiecedWeights(
         {new[name]: tensor for name, tensor in weights.tensors.items()},
         {new[alias]: new[name] for alias, name in weights.aliases.items()},
+        renamed_versions(weights.versions, new),
     )
 
 
@@ -226,7 +228,7 @@ class _Merge:
 
     def _safetensors(self, part: Mapping[str, PiecedTensor], path: Path, disk: Disk) -> FileRecord:
         about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in part.items()}
-        metadata = {"format": "pt", **self._aliases(part)}
+        metadata = {"format": "pt", **versions_metadata(self.weights.versions), **self._aliases(part)}
 
         def runs(name: str) -> Iterator[torch.Tensor]:
             for run in part[name].runs():
@@ -239,9 +241,8 @@ class _Merge:
 
     def _pickle(self, part: Mapping[str, PiecedTensor], path: Path, disk: Disk) -> FileRecord:
         whole = {name: tensor.whole() for name, tensor in part.items()}
-        record = write_torch(
-            path, {**whole, **{a: whole[name] for a, name in self._aliases(part).items()}}, disk
-        )
+        named = {**whole, **{a: whole[name] for a, name in self._aliases(part).items()}}
+        record = write_torch(path, with_versions(named, self.weights.versions), disk)
         self._count(sum(tensor.nbytes for tensor in part.values()))
         return record
 

@@ -103,10 +103,17 @@ class PiecedWeights:
     Args:
         tensors: by name.
         aliases: names that were left out because they are tied → the name that is there.
+        versions: name of a module → in which version it saved its state dict, where that is known.
     """
 
-    def __init__(self, tensors: Mapping[str, PiecedTensor], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, PiecedTensor],
+        aliases: Mapping[str, str] | None = None,
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
         self.tensors = tensors
+        self.versions = versions or {}
         self.aliases = {alias: name for alias, name in (aliases or {}).items() if name in tensors}
 
     @property

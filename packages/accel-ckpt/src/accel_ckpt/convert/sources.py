@@ -20,6 +20,7 @@ from accel_ckpt.format.model_entries import model_entries
 from accel_ckpt.format.reader import read_entry, read_header, read_pickled_weights
 from accel_ckpt.format.sharding import is_divided, places_of
 from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import tied_aliases
 
 __all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
@@ -170,6 +171,7 @@ def _open_dcp(folder: Path) -> PiecedWeights:
 def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = None) -> PiecedWeights:
     found: dict[str, list[tuple[Piece, tuple[int, ...] | None, torch.dtype]]] = {}
     aliases: dict[str, str] = {}
+    versions: dict[str, int] = {}
     pickled = _LastFile()
 
     def add(path: Path, name: str, piece: Piece, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
@@ -180,6 +182,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
         if path.suffix == ".safetensors":
             header = read_header(path)
             aliases |= header.aliases
+            versions |= header.versions
             for name, place in places_of(header).items():
                 entry = header.entries[name]
                 add(
@@ -192,6 +195,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
         else:
             content = pickled(path)
             aliases |= tied_aliases(content)
+            versions |= versions_of(content)
             for name, value in content.items():
                 shape = tuple(value.shape)
                 piece = Piece((0,) * len(shape), shape, partial(pickled.tensor, path, name))
@@ -204,7 +208,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
     }
     if absent := sorted(set(weight_map or ()) - set(tensors) - set(aliases)):
         raise CorruptCheckpointError(f"the index names {listed(absent)}, which are not in the files")
-    return PiecedWeights(tensors, aliases)
+    return PiecedWeights(tensors, aliases, versions)
 
 
 def _whole_shape(parts: Sequence[tuple[Piece, tuple[int, ...] | None, torch.dtype]]) -> Sequence[int]:

@@ -76,8 +76,8 @@ def _next_step(keys: Mapping[Key, bool], path: Key, where: object) -> Any | None
     others = [name for name in branches if not _is_beside(name)]
     has_tensors = any(tensor for key, tensor in below.items() if len(key) == 1)
     named = next((name for name in _MODEL if name in others), None)
-    if named is not None and not (path and has_tensors):
-        return named
+    if named is not None and not (path and has_tensors and len(others) == len(branches)):
+        return named  # also beside counters, where the state of an optimizer says that this is no model
     if path and path[-1] in _MODEL and len(others) == len(branches):
         return None  # nested dictionaries of weights
     here = f"{where} holds {listed([*map(str, dict.fromkeys(key[0] for key in below))])}" + (

@@ -27,12 +27,15 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from accel_ckpt.format.forms import OTHERS, check_form, natural
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
 from accel_ckpt.memory import Arena, MappedFile, map_whole, populate
+from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.tensor_storage import (
     DTYPES,
     METADATA_KEYS,
+    VERSIONS_KEY,
     as_bytes,
     id_tensor_storage,
     same_tensor_id,
@@ -120,6 +123,20 @@ class Header:
             for alias, name in self.metadata.items()
             if name in self.entries and alias not in self.entries and alias not in METADATA_KEYS
         }
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Name of a module → in which version it saved its state dict; of files that say so.
+
+        Raises:
+            CorruptCheckpointError: it is no such map.
+        """
+        if VERSIONS_KEY not in self.metadata:
+            return {}
+        what = f"{VERSIONS_KEY} in the header of {self.file}"
+        found: dict[str, int] = parse_json(self.metadata[VERSIONS_KEY].encode("utf-8", "surrogatepass"), what)
+        check_form(found, {OTHERS: natural}, what)
+        return found
 
 
 def read_header(path: Path) -> Header:
@@ -475,6 +492,8 @@ def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
 def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of a file of ``torch.save`` by name, mapped where possible, and extra state that is no tensor.
 
+    The versions of modules are with the tensors, as in a state dict of torch.
+
     They are contiguous, and apart in memory unless two names hold the same tensor: training one of two
     overlapping views would change the other.
 
@@ -488,6 +507,7 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             f"{path} does not hold a dictionary of tensors by name, but one {type(content).__qualname__}"
         )
     content = _model_in(content, path)
+    versions = versions_of(content)
     objects = {
         name: value
         for name, value in content.items()
@@ -513,7 +533,8 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
                 plain if apart else plain.clone(memory_format=torch.contiguous_format)
             )
         used.add(storage)
-    return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}, objects
+    found = {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}
+    return with_versions(found, versions), objects
 
 
 def _model_in(content: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
@@ -524,7 +545,10 @@ def _model_in(content: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
         return content
     found = nested_keys(content)
     entries = model_entries({key: isinstance(value, torch.Tensor) for key, value in found.items()}, path)
-    return {name: found[key] for key, name in entries.items()}
+    holder: Any = content
+    for step in next(iter(entries), ())[:-1]:
+        holder = holder[step]
+    return with_versions({name: found[key] for key, name in entries.items()}, versions_of(holder))
 
 
 def is_extra_state(name: str) -> bool:

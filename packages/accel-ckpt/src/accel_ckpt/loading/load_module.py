@@ -8,6 +8,7 @@ from torch import nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.load_state import SavedWeights
 from accel_ckpt.modules.names import canonical_state_dict, loads_by_itself, misfits, under_own_names
+from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import is_sharded, parts_of, reshard
 from accel_ckpt.tensor_storage import same_tensor_id, why_not_plain
 
@@ -58,7 +59,8 @@ def load_weights_into(module: nn.Module, weights: SavedWeights, strict: bool = T
     check_weights(module, weights, strict)
     targets = _targets(module, weights)
     if targets is None:
-        module.load_state_dict(under_own_names(module, {**weights.read(), **weights.extra}), strict=strict)
+        state = with_versions({**weights.read(), **weights.extra}, weights.versions)
+        module.load_state_dict(under_own_names(module, state), strict=strict)
         return
     weights.fill(targets)
     if weights.extra:

@@ -19,6 +19,7 @@ from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, r
 from accel_ckpt.loading.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.memory import Arena
+from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
 from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.leftovers import restore_interrupted_swaps
@@ -269,7 +270,7 @@ class TrainingCheckpoint:
 
     def _read_model(self, index: int, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         weights = self.weights(index)
-        return {**weights.read(known), **weights.extra}
+        return with_versions({**weights.read(known), **weights.extra}, weights.versions)
 
     def models_with_extra(self) -> frozenset[int]:
         """The models whose state dicts hold something besides tensors (``get_extra_state``)."""
@@ -295,6 +296,8 @@ class SavedWeights:
         """By name, tied names included."""
         self.extra = extra
         """Entries of the state dict that are not tensors (``get_extra_state``)."""
+        self.versions: Mapping[str, int] = tensors.versions
+        """Of modules that load their state dict by themselves, by name."""
         self._pairs = tensors.pairs
         self._verify = tensors.verify
 
@@ -316,7 +319,7 @@ class SavedWeights:
     @property
     def about(self) -> dict[str, Any]:
         """Everything in the state dict by name; tensors as what is known of them without reading them."""
-        return {**self.tensors, **self.extra}
+        return with_versions({**self.tensors, **self.extra}, self.versions)
 
     def verify(self) -> None:
         """Check the content of all files of the model.

@@ -177,6 +177,7 @@ class RenamedWeights:
         self._made: dict[str, torch.Tensor] = {}  # by conversions, and not asked for yet
         self._by: dict[str, _Conversion] = {}
         self._wanted: set[str] = set()
+        self.versions = source.versions
         self.objects = {name: source.objects[raw] for name, raw in plain.items() if raw in source.objects}
         about: dict[str, TensorInfo] = {
             name: source.about[raw] for name, raw in plain.items() if raw in source.about

@@ -26,6 +26,7 @@ from accel_ckpt.format.sharding import Place, places_of
 from accel_ckpt.geometry import Box, overlap
 from accel_ckpt.loading.box_reads import BoxRead, read_boxes
 from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.parts import Leaf, parts_of, shape_of
 from accel_ckpt.tensor_storage import tied_aliases
 
@@ -189,6 +190,8 @@ class SavedTensors(Mapping[str, SavedTensor]):
         self._check = check or FileChecks()
         self._found: dict[str, list[tuple[Place, _Saved]]] = {}
         self.aliases: dict[str, str] = {}
+        self.versions: dict[str, int] = {}
+        """Of modules, where the files say in which version they saved their state dicts."""
         self._files = list(files)
         self._check.headers(path for path in self._files if path.suffix == ".safetensors")
         for path in self._files:
@@ -206,10 +209,13 @@ class SavedTensors(Mapping[str, SavedTensor]):
             saved = _Saved(Box(place.offsets, entry.shape), path, entry)
             self._found.setdefault(name, []).append((place, saved))
         self.aliases |= header.aliases
+        self.versions |= header.versions
 
     def _add_pickled(self, path: Path) -> None:
         self._check([path])
-        content = {n: v for n, v in read_pickled(path).items() if isinstance(v, torch.Tensor)}
+        read = read_pickled(path)
+        self.versions |= versions_of(read)
+        content = {n: v for n, v in read.items() if isinstance(v, torch.Tensor)}
         aliases = tied_aliases(content)
         for name, value in content.items():
             if name not in aliases:

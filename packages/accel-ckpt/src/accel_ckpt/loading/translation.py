@@ -14,7 +14,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign
 from accel_ckpt.loading.weights import Pair, TensorInfo, WeightSource
-from accel_ckpt.modules.names import by_prefix, loads_by_itself, module_of
+from accel_ckpt.modules.names import by_prefix, is_of_torch_nn, loads_by_itself
+from accel_ckpt.modules.versions import renamed_versions, with_versions
 from accel_ckpt.parts import is_sharded
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
 
@@ -44,7 +45,7 @@ def translating_modules(tensors: ModelTensors, names: Mapping[str, str]) -> list
             continue
         if not loads_by_itself(module, also_torch=True):
             continue
-        if _is_of_torch_nn(module):
+        if is_of_torch_nn(module):
             if saved is None:
                 saved, wanted = _by_parent(names.values()), _by_parent(tensors.targets)
             parent = canonical.rstrip(".")
@@ -63,13 +64,6 @@ def _is_ordinary(module: nn.Module) -> bool:
         and not module._load_state_dict_pre_hooks
         and not module._load_state_dict_post_hooks
     )
-
-
-def _is_of_torch_nn(module: nn.Module) -> bool:
-    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
-    homes = [type(module)._load_from_state_dict.__module__, *map(module_of, hooks)]
-    own = all(home.startswith(("torch.nn.", "torch.distributed.fsdp.")) for home in homes)
-    return own and type(module).load_state_dict.__module__.startswith("torch.")
 
 
 def _by_parent(names: Any) -> dict[str, set[str]]:
@@ -107,6 +101,7 @@ class Translation:
         self.objects: dict[str, Any] = {names[raw]: value for raw, value in source.objects.items()}
         self.errors: list[str] = []
         """What modules found wrong, besides names that are missing or unexpected."""
+        self.versions = renamed_versions(source.versions, names)
         self._raw = {canonical: raw for raw, canonical in names.items() if raw not in source.objects}
         self._values: dict[str, torch.Tensor] = {}
         self._made: set[str] = set()  # names of values that are no tensors of the checkpoint
@@ -173,7 +168,7 @@ class Translation:
             unexpected: list[str] = []
             with torch.no_grad():
                 for hook in [*module._load_state_dict_pre_hooks.values()]:
-                    hook(state, prefix, {}, True, missing, unexpected, self.errors)
+                    hook(state, prefix, self._said_of(prefix), True, missing, unexpected, self.errors)
             for name in [*state]:
                 if name.startswith(prefix) and not self._is_of_child(module, name[len(prefix) :]):
                     self._take(name, state[name])
@@ -181,6 +176,11 @@ class Translation:
             if child is not None:
                 inside = f"{prefix}{name}."
                 self._load(child, {k: v for k, v in state.items() if k.startswith(inside)}, inside)
+
+    def _said_of(self, prefix: str) -> dict[str, Any]:
+        """What torch tells a module of the state dict that it loads: its version, where that is known."""
+        version = self.versions.get(self._canonical[prefix].rstrip("."))
+        return {} if version is None else {"version": version}
 
     def _is_of_child(self, module: nn.Module, name: str) -> bool:
         first, dot, _ = name.partition(".")
@@ -207,7 +207,9 @@ class Translation:
         by_torch = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
         takes = by_torch and all(_tensor_at(module, name[len(prefix) :]).is_meta for name in held)
         undo = self._give_memory(module, held, takes)
-        metadata = {"assign_to_params_buffers": True} if takes else {}
+        metadata = self._said_of(prefix)
+        if takes:
+            metadata["assign_to_params_buffers"] = True
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -232,7 +234,11 @@ class Translation:
         self._undo.append(self._give_memory(model, own))
         options = {"strict": False} if self._strict is False else {}
         try:
-            answer = model.load_state_dict(state, **options)
+            versions = {
+                self._own.get(f"{name}." if name else "", name).rstrip("."): version
+                for name, version in self.versions.items()
+            }
+            answer = model.load_state_dict(with_versions(state, versions), **options)
         except RuntimeError as error:
             raise StateMismatchError(
                 f"{type(model).__name__}.load_state_dict refuses the weights: {error}"

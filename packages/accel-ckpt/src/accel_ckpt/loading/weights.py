@@ -26,6 +26,7 @@ from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.memory import collector_paused
 from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import flat_bytes
 from accel_state.world.process import PartialState
 
@@ -73,6 +74,10 @@ class WeightSource(Protocol):
     @property
     def objects(self) -> Mapping[str, Any]:
         """Extra state that is no tensor, by name; only files of ``torch.save`` hold any."""
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Name of a module → in which version it saved its state dict, where that is known."""
 
     @property
     def fingerprint(self) -> str:
@@ -175,6 +180,7 @@ class _Files:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.objects: dict[str, Any] = {}
+        self.versions: dict[str, int] = {}
         self.fingerprint = fingerprint_of(files)
 
     def begin(self, names: Sequence[str]) -> None:
@@ -242,11 +248,13 @@ class MappedWeights(_Files):
         if path.suffix != ".safetensors":
             content, objects = read_pickled_model(path)
             self.objects |= {name: value for name, value in objects.items() if is_here(name)}
+            self.versions |= versions_of(content)
             for name in filter(is_here, content):
                 self._homes[name], self.about[name] = content, content[name]
             return
         shard = MappedShard(path)
         entries, aliases = shard.header.entries, shard.header.aliases
+        self.versions |= shard.header.versions
         for name in filter(is_here, entries):
             self._homes[name], self.about[name] = shard, entries[name]
         again = (
@@ -289,6 +297,7 @@ class _PiecesOfWeights(_Files):
         super().__init__(source.files or _files_of_dcp(source.folder))
         self._pieces: PiecedWeights = open_pieces(source)
         self.about: About = self._pieces.about
+        self.versions |= self._pieces.versions
 
     def is_mapped(self, name: str) -> bool:
         """No."""
@@ -335,13 +344,19 @@ class BroadcastWeights:
                 about = {
                     n: _Announced(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()
                 }
-                return about, self._opened.fingerprint, dict(self._opened.objects)
+                return (
+                    about,
+                    self._opened.fingerprint,
+                    dict(self._opened.objects),
+                    dict(self._opened.versions),
+                )
             return None
 
         answers = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
         self.about: About = answers[0][0]
         self.fingerprint: str = answers[0][1]
         self.objects: dict[str, Any] = answers[0][2]
+        self.versions: dict[str, int] = answers[0][3]
 
     def is_mapped(self, name: str) -> bool:
         """On rank 0, which has the file."""

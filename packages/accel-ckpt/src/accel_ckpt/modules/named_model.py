@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from accel_ckpt.modules.names import by_prefix, canonical_names, refuse_collisions
+from accel_ckpt.modules.names import by_prefix, canonical_names, own_versions, refuse_collisions
+from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import reshard
 
 __all__ = ["NamedModel", "named_models"]
@@ -30,6 +31,10 @@ class NamedModel:
     def _prefixes(self) -> dict[str, str]:
         return canonical_names(self.module)
 
+    @cached_property
+    def _versions(self) -> dict[str, int]:
+        return own_versions(self.module)
+
     def _sharded(self) -> nn.Module:
         """The module, with this rank's parts in the place of what a forward may have left gathered."""
         reshard(self.module)
@@ -47,7 +52,7 @@ class NamedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict, whose tensors are the module's own."""
-        return self.canonical(self._sharded().state_dict())
+        return with_versions(self.canonical(self._sharded().state_dict()), self._versions)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By every name that they have."""

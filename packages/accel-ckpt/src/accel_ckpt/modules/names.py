@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import NameCollisionError
+from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.tensor_storage import is_lazy
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "canonical_name",
     "canonical_names",
     "canonical_state_dict",
+    "is_of_torch_nn",
     "listed",
     "loads_by_itself",
     "misfits",
     "module_of",
+    "own_versions",
     "prefixed_modules",
     "refuse_collisions",
     "under_own_names",
@@ -91,7 +94,7 @@ def _is_wrapped_child(module: nn.Module, name: str) -> bool:
 
 
 def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = None) -> dict[str, T]:
-    """Rename the entries of a state dict to canonical names.
+    """Rename the entries of a state dict to canonical names; those of its modules' versions, too.
 
     Args:
         state_dict: names to anything.
@@ -107,7 +110,21 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
         prefixes = canonical_names(model)
         renamed = [(name, by_prefix(name, prefixes)) for name in state_dict]
     refuse_collisions(renamed)
-    return {new: state_dict[old] for old, new in renamed}
+    versions = versions_of(state_dict)
+    if versions and model is not None:
+        versions = own_versions(model)
+    elif versions:  # of any module; those that never had an older form are of version 1
+        versions = {_strip_segments(name): version for name, version in versions.items() if version != 1}
+    return with_versions({new: state_dict[old] for old, new in renamed}, versions)
+
+
+def own_versions(model: nn.Module) -> dict[str, int]:
+    """The versions of modules that load their state dict by themselves, by canonical name; not those of torch.nn."""
+    return {
+        canonical.rstrip("."): module._version
+        for _, canonical, module in prefixed_modules(model)
+        if loads_by_itself(module, also_torch=True) and not is_of_torch_nn(module)
+    }
 
 
 def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> list[str]:
@@ -149,6 +166,14 @@ def loads_by_itself(module: nn.Module, also_torch: bool = False) -> bool:
     return not all(module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
+def is_of_torch_nn(module: nn.Module) -> bool:
+    """Whether all that a module does to load its state dict is what modules of ``torch.nn`` do."""
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    homes = [type(module)._load_from_state_dict.__module__, *map(module_of, hooks)]
+    own = all(home.startswith(("torch.nn.", "torch.distributed.fsdp.")) for home in homes)
+    return own and type(module).load_state_dict.__module__.startswith("torch.")
+
+
 def module_of(hook: Any) -> str:
     """The name of the Python module that a hook of a module is from."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
@@ -157,7 +182,13 @@ def module_of(hook: Any) -> str:
 def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]:
     """Weights by canonical name under the names that the module's ``load_state_dict`` knows."""
     own = canonical_state_dict({name: name for name in module.state_dict()}, module)
-    return {own.get(name, name): value for name, value in weights.items()}
+    state = {own.get(name, name): value for name, value in weights.items()}
+    versions = versions_of(weights)
+    if not versions:
+        return state
+    prefixes = {canonical: prefix for prefix, canonical, _ in prefixed_modules(module)}
+    here = {prefixes.get(f"{name}." if name else "", name).rstrip("."): v for name, v in versions.items()}
+    return with_versions(state, here)
 
 
 def _strip_segments(name: str) -> str:

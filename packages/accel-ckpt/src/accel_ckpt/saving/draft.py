@@ -21,6 +21,7 @@ from accel_ckpt.format import tagged_json
 from accel_ckpt.format.sharding import sharding_metadata
 from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem
 from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.commit import Contribution
 from accel_ckpt.saving.part_division import (
@@ -115,6 +116,8 @@ class StateDraft:
     """This rank's parts of divided tensors: file stem, to name."""
     own: Mapping[str, torch.Tensor]
     """Tensors of this rank's own trees by name."""
+    versions: Mapping[str, Mapping[str, int]]
+    """Of the state dicts of modules: file stem, to name."""
 
     @classmethod
     def make(
@@ -142,10 +145,13 @@ class StateDraft:
             texts["state.json"] = text
         planned: list[ModelFiles] = []
         parts: dict[str, dict[str, Sequence[Part]]] = {}
+        versions: dict[str, Mapping[str, int]] = {}
         for index, state_dict in enumerate(weights):
             parts[model_stem(index, True)], plain = _divided_and_whole(state_dict)
+            versions[model_stem(index, True)] = versions_of(state_dict)
             if leads:
                 stem = model_stem(index, safe_serialization)
+                plain = with_versions(plain, versions_of(state_dict))
                 planned.append(plan_model_files(plain, max_shard_size, safe_serialization, stem))
         parts["state"], tensors = _divided_and_whole(leaves)
         own_parts, own_tensors = _divided_and_whole(own)
@@ -158,7 +164,7 @@ class StateDraft:
             check_writable(name, tensor)
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
-        return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors)
+        return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors, versions)
 
     def offer(self) -> Offer:
         """What the other ranks must know to compute the plan."""
@@ -243,6 +249,7 @@ class StateDraft:
                 {
                     "format": "pt",
                     **sharding_metadata(held),
+                    **versions_metadata(self.versions.get(stem, {})),
                     **{alias: original for alias, original in aliases.items() if original in held},
                 },
             )
@@ -380,7 +387,8 @@ def _split_models(
 ) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
     weights, extra = [], {}
     for index, state_dict in enumerate(models):
-        weights.append({name: value for name, value in state_dict.items() if is_leaf(value)})
+        tensors = {name: value for name, value in state_dict.items() if is_leaf(value)}
+        weights.append(with_versions(tensors, versions_of(state_dict)))
         if rest := {name: value for name, value in state_dict.items() if not is_leaf(value)}:
             extra[EXTRA.format(index)] = rest
     return weights, extra

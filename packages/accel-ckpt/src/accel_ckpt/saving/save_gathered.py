@@ -18,6 +18,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.locations import location
+from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import (
@@ -129,7 +130,7 @@ def save_gathered_model(
     ties: dict[str, str] = {}
     for answer in run_together(inspect, ranks, doing=doing, error=CheckpointSaveError):
         ties.update(answer)
-    files, index = _plan(leaves, ties, limit, safe_serialization, extra)
+    files, index = _plan(with_versions(leaves, versions_of(model)), ties, limit, safe_serialization, extra)
     gathering = _Gathering(leaves, ranks, [name for file in files for name in file.order])
 
     def work() -> tuple[str, ...]:
@@ -154,6 +155,7 @@ class _GatheredFile:
         ties: other names of these tensors.
         safe: safetensors, or else `torch.save`.
         extra: what a file of `torch.save` holds besides tensors.
+        versions: of the state dicts of modules.
     """
 
     name: str
@@ -161,10 +163,11 @@ class _GatheredFile:
     ties: Mapping[str, str]
     safe: bool
     extra: Mapping[str, Any]
+    versions: Mapping[str, int]
 
     @property
     def metadata(self) -> dict[str, str]:
-        return {"format": "pt", **self.ties}
+        return {"format": "pt", **versions_metadata(self.versions), **self.ties}
 
     @property
     def order(self) -> list[str]:
@@ -177,7 +180,7 @@ class _GatheredFile:
             return write_safetensors_from(path, self.about, lambda name: (take(name),), self.metadata, disk)
         whole = {name: take(name) for name in self.order}
         tied = {alias: whole[name] for alias, name in self.ties.items()}
-        return write_torch(path, {**whole, **tied, **self.extra}, disk)
+        return write_torch(path, with_versions({**whole, **tied, **self.extra}, self.versions), disk)
 
 
 class _Gathering:
@@ -221,7 +224,8 @@ def _plan(
     for file, shard in zip(names, shards, strict=True):
         own = {alias: name for alias, name in ties.items() if name in shard.names}
         first = {} if files else extra
-        files.append(_GatheredFile(file, {name: about[name] for name in shard.names}, own, safe, first))
+        here = {name: about[name] for name in shard.names}
+        files.append(_GatheredFile(file, here, own, safe, first, versions_of(model)))
     return files, index_of(names, shards, extra)
 
 

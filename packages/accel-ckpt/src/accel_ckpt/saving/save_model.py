@@ -29,6 +29,7 @@ from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.saving.plan import (
     PlannedTensor,
     Shard,
@@ -243,7 +244,8 @@ def weights_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, torch.Te
     for name, value in extra.items():
         if not is_extra_state(name):
             raise no_weight(name, value)
-    return {name: value for name, value in state_dict.items() if name not in extra}, extra
+    tensors = {name: value for name, value in state_dict.items() if name not in extra}
+    return with_versions(tensors, versions_of(state_dict)), extra
 
 
 def no_weight(name: str, value: object) -> UnsupportedValueError:
@@ -309,6 +311,7 @@ def plan_model_files(
             check_writable(name, tensor)
         elif (reason := why_not_plain(tensor)) is not None and not _torch_saves(tensor):
             raise UnsupportedValueError(f"the tensor {name!r} {reason}")
+    versions = versions_of(state_dict)
     aliases = tied_aliases(state_dict) if safe_serialization else {}
     kept = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
     shards = plan_shards(
@@ -327,7 +330,8 @@ def plan_model_files(
     for file, shard in zip(names, shards, strict=True):
         part = {name: kept[name] for name in shard.names}
         tied = {alias: name for alias, name in aliases.items() if name in part}
-        files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
+        metadata = {"format": "pt", **versions_metadata(versions), **tied} if safe_serialization else None
+        files.append(PlannedFile(file, part, metadata, versions=versions))
     if extra:
         files[0] = replace(files[0], extra=extra)
     return ModelFiles(tuple(files), index_of(names, shards, extra or ()), f"{stem}.{extension}.index.json")

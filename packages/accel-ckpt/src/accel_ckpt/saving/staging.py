@@ -31,7 +31,7 @@ from accel_ckpt.saving.writer import (
     write_bytes,
     write_image,
 )
-from accel_ckpt.tensor_storage import compact, flat_bytes
+from accel_ckpt.tensor_storage import flat_bytes
 
 __all__ = ["Staging"]
 
@@ -73,7 +73,7 @@ class Staging:
     def _stage(self, file: PlannedFile) -> None:
         if file.metadata is None:
             self._pickled[file.name] = content = io.BytesIO()
-            torch.save(compact(file.tensors), content)
+            torch.save(file.content(), content)
             return
         layout = lay_out(about_tensors(file.tensors), file.metadata)
         pinned = any(_copies_alone(tensor.device) for tensor in file.tensors.values())

@@ -16,6 +16,7 @@ import torch
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.memory import FileImage
+from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.saving.blocks import BlockStream
 from accel_ckpt.tensor_storage import DTYPE_NAMES, as_bytes, compact, why_not_plain
 
@@ -228,11 +229,17 @@ class PlannedFile:
     """Of a safetensors file; ``None`` for a file of ``torch.save``."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What a file of ``torch.save`` holds besides tensors."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of the state dicts of modules, for a file of ``torch.save``; in others they are metadata."""
+
+    def content(self) -> dict[str, Any]:
+        """What ``torch.save`` writes."""
+        return with_versions({**compact(self.tensors), **self.extra}, self.versions)
 
     def write(self, path: Path, disk: Disk = LOCAL) -> FileRecord:
         """Write it, one tensor at a time."""
         if self.metadata is None:
-            return write_torch(path, {**compact(self.tensors), **self.extra}, disk)
+            return write_torch(path, self.content(), disk)
         return write_safetensors(path, self.tensors, self.metadata, disk)
 
 

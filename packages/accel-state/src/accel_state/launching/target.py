@@ -20,6 +20,7 @@ from accel_state.errors import TargetError
 __all__ = ["Target", "check_target"]
 
 _INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
+_SHELL_SUFFIXES = frozenset({".sh", ".bash", ".zsh", ".slurm", ".sbatch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,10 @@ def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str]
     elif target.kind == "module":
         _check_module(target.name, ["", *sys.path] if path is None else list(path))
     else:
-        _check_script(target.name)
+        _check_script(target.name, environ)
 
 
-def _check_script(name: str) -> None:
+def _check_script(name: str, environ: Mapping[str, str]) -> None:
     if not name:
         raise TargetError("the name of the script is empty; a shell variable may be unset")
     script = Path(name)
@@ -81,6 +82,11 @@ def _check_script(name: str) -> None:
         raise TargetError(
             f"{name!r} is not a script; leave it out, since the launcher starts Python itself: accel launch train.py"
         )
+    if script.suffix in _SHELL_SUFFIXES:
+        raise TargetError(
+            f"{name!r} is a shell script, and each rank runs Python; pass the Python script that it starts, or "
+            f"--no_python in front of {name} to run it as a program on every rank"
+        )
     if script.is_dir():
         if not (script / "__main__.py").exists():
             raise TargetError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
@@ -92,6 +98,8 @@ def _check_script(name: str) -> None:
             advice = f"the folder {str(script.parent)!r} does not exist either"
         elif _is_dotted_name(name):
             advice = f"to run the module {name}, pass --module"
+            if shutil.which(name, path=environ.get("PATH")) is not None:
+                advice += f", and to run the program {name} on every rank, --no_python"
         else:
             advice = _whereabouts()
         raise TargetError(f"the script {name!r} does not exist; {advice}")

@@ -13,6 +13,7 @@ import accel_ckpt
 from accel_ckpt.format.forms import OTHERS, check_form, natural
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.draft import fingerprints
 from accel_train.errors import OptionError
@@ -142,11 +143,15 @@ class _Completed:
     def about(self) -> Mapping[str, Any]:
         """Of both."""
         kept = {name: _Known(tuple(shape_of(leaf)), _dtype_of(leaf)) for name, leaf in self._kept.items()}
-        return {**kept, **self._saved.about}
+        return self._both(kept, self._saved.about)
 
     def whole(self) -> dict[str, Any]:
         """Of both; those of the script are its own tensors."""
-        return {**self._kept, **self._saved.whole()}
+        return self._both(self._kept, self._saved.whole())
+
+    @staticmethod
+    def _both(kept: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        return with_versions({**kept, **saved}, versions_of(saved))
 
     def check(self, targets: Mapping[str, Any]) -> None:
         """Of what is read."""

@@ -35,12 +35,14 @@ class ActiveLoaders:
 
     Attributes:
         pulse: tells the launcher when a loader is waited for; None: nobody asks.
+        epochs: what samplers and datasets, by their `id`, were told last; loaders may share a dataset.
     """
 
     pulse: Heartbeat | None = None
     _gradient_state: weakref.ref[Any] | None = None
 
     def __init__(self) -> None:
+        self.epochs: dict[int, int] = {}
         self._entries: dict[int, _Entry] = {}
         self._clock = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,22 +97,30 @@ class Epoch:
             return self.iteration
         return self.iteration + 1
 
-    def begin(self, left_out: int) -> Restored | None:
+    def begin(self, left_out: int, told: Mapping[int, int]) -> Restored | None:
         """An iteration begins: find its number; returns the loaded state for it.
 
         Args:
             left_out: how many batches it skips. The rest of an epoch that was left after so many belongs to it.
+            told: what followers, by their `id`, were told last by any loader; that is no choice of the script.
         """
         running = self.running
         if running is None or not left_out or running.place()[0] != left_out:
             self.iteration = self.following()
         for follower, epoch in self.told:
             # A sampler may have given itself the next number at its end.
-            if follower.epoch not in (epoch, self.iteration) and not self.chosen:
+            known = (epoch, self.iteration, told.get(id(follower)))
+            if follower.epoch not in known and not self.chosen:
                 self.choose(follower.epoch)
         if self.restored is not None or (running is not None and running.restored is not None):
             return self.take()
         return None
+
+    def go_on(self, iteration: Iteration) -> None:
+        """An iteration that began before the one that runs goes on; a loop that was left in between counts."""
+        if self.running is not None and self.running.closed:
+            self.iteration = self.following()
+        self.running = iteration
 
     def end(self, iteration: Iteration) -> None:
         """The iteration returned its last batch; a number that was chosen meanwhile holds."""

@@ -44,7 +44,7 @@ class LoaderIterator:
         self._iteration: Iteration | None = None
         self._ledger.begin(loader)
         self._live = True
-        restored = loader.epoch_state.begin(loader.left_out)
+        restored = loader.epoch_state.begin(loader.left_out, loader.ledger.epochs)
         self._iteration = iteration = begin_epoch(loader, restored)
         iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"
@@ -85,8 +85,9 @@ class LoaderIterator:
     def _yielded(self, iteration: Iteration) -> None:
         loader = self._loader
         iteration.yielded += 1
-        if loader.current is not iteration:  # another iterator has begun, or yielded, in between
-            loader.current = loader.epoch_state.running = iteration
+        if loader.epoch_state.running is not iteration:  # another iterator has begun, or yielded, in between
+            loader.epoch_state.go_on(iteration)
+        loader.current = iteration
         self._ledger.yielded(loader)
 
     def _close(self, exhausted: bool) -> None:
@@ -103,8 +104,11 @@ class LoaderIterator:
         around, self._around = self._around, None
         # A loop within a loop over one loader: the outer one goes on. One that has yielded nothing is no loop:
         # tqdm begins an iterator of its own, which it never uses.
+        # One that is only kept, for a first batch say, does not go on, so an epoch that was left here stays the last.
         if loader.current is iteration and around is not None and around.yielded and not around.closed:
-            loader.current = loader.epoch_state.running = around
+            loader.current = around
+            if exhausted or not iteration.yielded:
+                loader.epoch_state.go_on(around)
 
     def close(self) -> None:
         """End the iteration without waiting for the iterator to be dropped; it yields nothing more."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_state.communication.collectives import gather_object
+from accel_train.data.sampling.batches import length_of
 from accel_train.errors import DataError
 from accel_train.ranks import Ranks
 
@@ -21,28 +22,39 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
             alone.
 
     Raises:
-        DataError: on all ranks, if the datasets of a loader differ in length.
+        DataError: on all ranks, if the datasets or samplers of a loader differ in length, or its batches in size.
     """
     if ranks.size == 1 or not loaders:
         return
-    mine = [_length(loader) for loader in loaders]
-    for place, lengths in enumerate(zip(*gather_object([mine]), strict=True)):
-        if len(set(lengths)) > 1:
-            raise DataError(
-                f"The dataset of loader {place + 1} of this prepare() call has {lengths[0]} samples on rank 0 and "
-                f"{next(n for n in lengths if n != lengths[0])} on rank "
-                f"{next(rank for rank, n in enumerate(lengths) if n != lengths[0])}. prepare() gives each rank its "
-                "part of one dataset, which must be the same on all: build it alike everywhere. If each rank has data "
-                "of its own, say so: Accelerator(dataloader_config=DataLoaderConfiguration(pre_sharded=True))."
-            )
+    mine = [_counts(loader) for loader in loaders]
+    for place, found in enumerate(zip(*gather_object([mine]), strict=True)):
+        other = next((rank for rank, counts in enumerate(found) if counts != found[0]), None)
+        if other is None:
+            continue
+        what, here, there = next(
+            (what, here, there)
+            for what, here, there in zip(_COUNTED, found[0], found[other], strict=True)
+            if here != there
+        )
+        raise DataError(
+            f"{what} of loader {place + 1} of this prepare() call is {here} on rank 0 and {there} on rank {other}. "
+            "prepare() gives each rank its part of one dataset, which must be the same on all: build it, its sampler "
+            "and its loader alike everywhere. If each rank has data of its own, say so: "
+            "Accelerator(dataloader_config=DataLoaderConfiguration(pre_sharded=True))."
+        )
 
 
-def _length(loader: Any) -> int | None:
-    """Samples of a dataset that is shared out by index; None: there is nothing to compare."""
+_COUNTED = ("The length of the dataset", "The length of the sampler", "The batch size")
+
+
+def _counts(loader: Any) -> tuple[int | None, ...]:
+    """Numbers by which data is shared out by index; None: there is nothing to compare."""
     share = getattr(loader, "share", None)
     if share is None or share() is None:
-        return None
-    try:
-        return len(loader.dataset)
-    except TypeError:
-        return None
+        return (None,) * len(_COUNTED)
+    sampler = loader.get_sampler()
+    return (
+        length_of(loader.dataset),
+        None if sampler is None else length_of(sampler),
+        loader.sampler_batch_size,
+    )

@@ -365,7 +365,8 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     def _note_epochs(self) -> None:
         """What samplers and dataset say now is no choice of the script."""
-        self.epoch_state.told = epochs_of(self, self.followers)
+        told = self.epoch_state.told = epochs_of(self, self.followers)
+        self.ledger.epochs.update((id(follower), epoch) for follower, epoch in told)
 
     def get_sampler(self) -> Any:
         """The sampler that yields single indices, at the bottom of all batch samplers."""

@@ -408,6 +408,8 @@ class Accumulator:
         window.backwards += 1
         window.backwards_here += 1
         self._strategy.backward(window.models or self._all_models, loss, pending=pending, kwargs=kwargs)
+        if self._first is not None:
+            self._first.saw_backward(window.models)
         if correction is not None:
             self._strategy.scale_gradients(self._trained_in(window), correction)
 
@@ -451,7 +453,14 @@ class Accumulator:
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ranks are about to take the same step, with gradients that are there."""
         if self._strategy.loss.size > 1 and self.rehearsal is None:
+            if self._first is not None:
+                self._first.about_to_step(optimizer)
             self._strategy.check_step(optimizer, self._all_models)
+
+    def expect_equal_losses(self) -> None:
+        """The script computes a loss over the samples of all ranks, which is the same on each."""
+        if self._first is not None:
+            self._first.expect_equal_losses()
 
     def check_waiting(self, *, gradients: bool, closure: bool) -> None:
         """Check an optimizer that waits for the end of a window.

@@ -43,8 +43,10 @@ class FirstWindows:
         self._models = models
         self._optimizers = optimizers
         self._values: dict[tuple[nn.Module, ...], list[tuple[nn.Parameter, int]]] = {}
+        self._reached: set[int] = set()  # parameters that had a gradient in a window
         self._seen = 0
         self._equal = 0
+        self._loss: Tensor | None = None
         self._compares = strategy.batch.size > 1
 
     @property
@@ -66,7 +68,11 @@ class FirstWindows:
             self._values[models] = [(parameter, parameter._version) for parameter in trained]
             return
         held = parameter_ids(*self._optimizers)
-        changed = [p for p, version in self._values.get(models, ()) if p._version != version]
+        changed = [
+            p
+            for p, version in self._values.get(models, ())
+            if p._version != version and id(p) in self._reached
+        ]
         if any(id(parameter) not in held for parameter in changed):
             raise AccumulationError(
                 f"{len(changed)} parameters changed inside an accumulation window, before its gradients were complete, "
@@ -74,19 +80,36 @@ class FirstWindows:
                 "Pass it to prepare() and use what that returns: `optimizer = accelerator.prepare(optimizer)`."
             )
 
-    def saw_loss(self, loss: Any) -> None:
-        """The last backward of a window begins; a collective until a prepared loader is iterated or losses differ.
+    def saw_backward(self, models: tuple[nn.Module, ...]) -> None:
+        """A backward of a window has ended. What has no gradient is changed by the script, as a target network."""
+        self._reached |= {id(p) for p, _ in self._values.get(models, ()) if p.grad is not None}
 
-        Warns if ranks that read for themselves compute the same losses.
-        """
+    def expect_equal_losses(self) -> None:
+        """Losses are over the samples of all ranks, so that equal ones tell nothing."""
+        self._compares = False
+
+    def saw_loss(self, loss: Any) -> None:
+        """The last backward of a window begins."""
         self._seen += 1
         self._compares = self._compares and not self._ledger.clock
-        if not self._compares or not self._models or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if self._compares and isinstance(loss, Tensor) and loss.numel() == 1:
+            self._loss = loss.detach()
+
+    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the last loss of all ranks; a collective until a prepared loader is iterated or losses differ.
+
+        A backward or a step of a module that is not prepared may be that of one rank alone.
+
+        Warns if ranks that read for themselves compute the same losses. Losses of zero tell nothing: equal rewards, of
+        which no advantage remains, give them.
+        """
+        loss, self._loss = self._loss, None
+        if not self._compares or loss is None or not self._trains(optimizer):
             return
-        value = loss.detach().reshape(()).to("cpu", torch.float64)
+        value = loss.reshape(()).to("cpu", torch.float64)
         low, high = (-reduce(torch.stack([-value, value]), "max", group=self._strategy.batch.group)).tolist()
         self._compares = low == -high
-        self._equal += self._compares
+        self._equal += self._compares and low != 0
         if self._equal == _EQUAL_LOSSES:
             self._compares = False
             if self._strategy.batch.rank == 0:
@@ -94,8 +117,15 @@ class FirstWindows:
                     f"{self._strategy.batch.size} ranks computed equal losses in each of their first {_EQUAL_LOSSES} "
                     "steps, and no data loader is prepared: they seem to train on the same samples. Pass the loader "
                     "to prepare(), which gives each rank its part: `loader = accelerator.prepare(loader)`.",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
+
+    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps a prepared model; an engine's holds what the engine makes of it."""
+        held = parameter_ids(optimizer)
+        return self._strategy.capabilities.prepares_together or any(
+            id(parameter) in held for model in self._models for parameter in model.parameters()
+        )
 
 
 def check_trains(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
+from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import fill_part, is_divided, is_leaf, is_sharded, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
 from accel_state.enums import DistributedType
@@ -596,9 +597,10 @@ class Strategy:
         What ranks hold parts of is gathered to host memory, one tensor after the other.
         """
         state = self.exported_state(model)
-        return {
+        whole = {
             name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
         }
+        return with_versions(whole, versions_of(state))
 
     @contextmanager
     def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
@@ -678,6 +680,7 @@ def _load_translated(model: nn.Module, own: Mapping[str, Any], weights: SavedMod
     }
     weights.fill({name: leaf for name, leaf in state.items() if is_leaf(leaf)})
     state |= {name: value for name, value in about.items() if not is_leaf(state.get(name))}
+    state = with_versions(state, versions_of(about))
     model.load_state_dict(under_own_names(model, state), strict=strict)
 
 
@@ -695,7 +698,7 @@ def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> N
     state = under_own_names(model, weights)
     formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
     loaded = {name: value for name, value in state.items() if name not in formats}
-    model.load_state_dict(loaded, strict=strict)
+    model.load_state_dict(with_versions(loaded, versions_of(state)), strict=strict)
     kept = model.state_dict() if formats else {}
     with torch.no_grad():
         for name in formats & kept.keys():

@@ -25,6 +25,7 @@ from accel_train.strategies.local_training import LocalCopies
 from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.replicas import Replicas, differing_rates
 from accel_train.strategies.shared_buffers import running_averages, saved_buffers, share_in_evaluation
+from accel_train.strategies.transparent_ddp import TransparentDDP, set_takes_buffers
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -101,8 +102,9 @@ class DDPStrategy(Strategy):
         views = handler.gradient_as_bucket_view and not any(id(p) in self._shared for p in trainable)
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": views}
         with _bytes_to_send(frozen.values()):
-            wrapped = _Transparent(model, device_ids=device_ids, **kwargs)
+            wrapped = TransparentDDP(model, device_ids=device_ids, **kwargs)
         self._register_hook(wrapped)
+        wrapped.averages = True  # with every hook of the plugin
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         self._replicas.add(wrapped)
@@ -174,9 +176,12 @@ class DDPStrategy(Strategy):
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
     ) -> None:
         """DDP reduces in backward; what it was not told of is found at the first ones, and averaged afterwards."""
+        if self._joins:
+            super().backward(models, loss, pending=pending, kwargs=kwargs)
+            return
+        self._replicas.before_backward()
         super().backward(models, loss, pending=pending, kwargs=kwargs)
-        if not self._joins:
-            self._replicas.after_backward()
+        self._replicas.after_backward()
 
     def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
         """This rank alone while it trains a copy of its own."""
@@ -214,7 +219,8 @@ class DDPStrategy(Strategy):
         try:
             yield
         finally:
-            inner.require_backward_grad_sync, inner.require_forward_param_sync = previous
+            inner.require_backward_grad_sync, takes_buffers = previous
+            set_takes_buffers(inner, takes_buffers)
 
     def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Torch's `Join` over the given models and optimizers."""
@@ -314,7 +320,7 @@ class DDPStrategy(Strategy):
         if self._unchecked:
             self._check_used(optimizer)
         if not self._joins:
-            self._replicas.check_finished()
+            self._replicas.before_step(optimizer)
         if self._local:
             self._local.before_step(optimizer, self.loss)
         return self.precision.step(optimizer, closure)
@@ -324,9 +330,17 @@ class DDPStrategy(Strategy):
         if self._unchecked:
             self._check_used(optimizer)
         self._replicas.check_finished()
+        trained = {id(p) for model in models for p in self.plain(model).parameters()}
+        parameters = [p for p in parameters_of(optimizer) if id(p) in trained]
+        if not parameters:
+            return  # of a module that is not prepared, perhaps on one rank alone
         self._check_rates(optimizer)
-        parameters = [*parameters_of(optimizer)]
         self._replicas.check_equal(parameters, [self.plain(model) for model in models])
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop an optimizer's gradients; how they came is of no interest any more."""
+        self._replicas.forget_gradients(optimizer)
+        super().zero_grad(optimizer, set_to_none)
 
     def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
         for found in differing_rates(optimizer, self.loss):
@@ -380,7 +394,7 @@ class DDPStrategy(Strategy):
         """Go back to what `window_state` returned."""
         inner = _ddp(model)
         if inner is not None and not self._local.holds(inner):
-            inner.require_forward_param_sync = state.get("takes_buffers", True)
+            set_takes_buffers(inner, state.get("takes_buffers", True))
         hook = None if inner is None else self._power_sgd.get(inner)
         if inner is None or "power_sgd" not in state:
             return
@@ -431,24 +445,6 @@ def _can_hold_back(model: DistributedDataParallel) -> bool:
     # With a static graph torch learns the graph from a first backward that reduces, and fails without it. Reducing
     # every micro-batch gives the same gradients.
     return not model.static_graph
-
-
-class _Transparent(DistributedDataParallel):
-    """DDP through which the attributes and methods of the model can be read, as under strategies that do not wrap.
-
-    A loss that a method computes comes past DDP's forward, so its gradients are averaged afterwards; see `replicas.py`.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # there is none yet
-                raise
-        return getattr(self.module, name)
-
-
-_Transparent.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
 
 
 class _FrozenGuard:

@@ -14,6 +14,7 @@ from accel_state.trees import send_to_device
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import buckets
+from accel_train.strategies.transparent_ddp import set_takes_buffers
 
 __all__ = ["LocalCopies", "LocalCopy"]
 
@@ -41,7 +42,8 @@ class LocalCopy:
     def release(self) -> None:
         """Reduce again; while the copies differ, the model is not trained."""
         assert self._held is not None, "it was held"
-        self.wrapped.require_backward_grad_sync, self.wrapped.require_forward_param_sync = self._held
+        self.wrapped.require_backward_grad_sync, takes_buffers = self._held
+        set_takes_buffers(self.wrapped, takes_buffers)
         self._held = None
         if self.changed:
             self._guard = self.wrapped.register_forward_pre_hook(_refuse_training)

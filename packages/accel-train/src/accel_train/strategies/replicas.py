@@ -16,22 +16,22 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ckpt.parts import is_sharded
 from accel_state.communication.collectives import reduce
 from accel_train.errors import AccumulationError, PrepareError
+from accel_train.optimizer_parameters import parameter_ids
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import average
+from accel_train.strategies.transparent_ddp import TransparentDDP
 
 __all__ = ["Difference", "Replicas", "differing", "differing_rates"]
 
 #: Backward passes for each model after which gradients are compared.
 _FIRST_BACKWARDS = 4
 _NONE = -1.0  # the norm of no gradient
-_SEEN = 1
-"""What `require_forward_param_sync` of a wrapper is after a backward: as true as the `True` of a forward."""
-_SAMPLE = 8  # parameters that tell whether a backward reached a model
 
 
 @dataclass(frozen=True)
@@ -47,37 +47,62 @@ class Difference:
 class _Watched:
     """A wrapper, and what it averages."""
 
-    wrapped: DistributedDataParallel
+    wrapped: TransparentDDP
     names: list[str]
     parameters: list[nn.Parameter]
     dtype: torch.dtype  # of the first
     late: bool = False  # gradients came past the reducer once, and are averaged after every backward
-    marks: list[tuple[int, int]] = field(default_factory=list)  # of some gradients after the last backward
+    unsaid: str = ""  # they came past it, and no optimizer has stepped with them: perhaps they are dropped
+    looked_at: list[nn.Parameter] = field(default_factory=list)  # by which it is seen whether a backward came
+    marks: list[tuple[int, int] | None] = field(default_factory=list)  # of their gradients before it
+    was_armed: bool = False
 
-    def unarmed(self, alone: bool) -> bool:
-        """Whether gradients came of a backward that no forward of the wrapper prepared; notes that one ran.
+    def __post_init__(self) -> None:
+        self._hooked = get_gradient_edge(
+            self.parameters[0]
+        ).node  # by which the reducer hears of its gradient
 
-        The wrapper itself notes its forward passes.
+    def note(self) -> None:
+        """A backward begins. One that the reducer waits for changes every gradient, others may change any."""
+        wrapped = self.wrapped
+        self.looked_at = []
+        if not (wrapped.require_backward_grad_sync and wrapped.averages):
+            return
+        self.was_armed = wrapped.armed and self._is_hooked()
+        every = not self.was_armed or wrapped.find_unused_parameters or wrapped.static_graph
+        self.looked_at = self.parameters if every else self.parameters[:1]
+        self.marks = _marks(self.looked_at)
+        if self.unsaid and self.parameters[0].grad is None:
+            self.unsaid = ""  # dropped by model.zero_grad()
 
-        Args:
-            alone: it is the only model. Of several, those that a backward did not reach keep their gradients.
-        """
-        state = vars(self.wrapped)
-        if not state["require_backward_grad_sync"]:
-            return False
-        armed = state["require_forward_param_sync"]
-        if armed is not _SEEN:
-            state["require_forward_param_sync"] = armed and _SEEN
-        if alone:
-            return armed is _SEEN
-        every = max(len(self.parameters) // _SAMPLE, 1)
-        grads = [parameter.grad for parameter in self.parameters[::every]]
-        before, self.marks = self.marks, [(id(grad), grad._version) for grad in grads if grad is not None]
-        return armed is _SEEN and any(mark not in before for mark in self.marks)
+    def _is_hooked(self) -> bool:
+        """Whether the reducer hears of gradients. A cast of the model makes torch forget that, also one back."""
+        first = self.parameters[0]
+        return not first.requires_grad or get_gradient_edge(first).node is self._hooked
+
+    def was_reached(self) -> bool:
+        """Whether the backward that ended has changed gradients that are to be reduced; the next needs a forward."""
+        reached = bool(self.looked_at) and _marks(self.looked_at) != self.marks
+        if reached:
+            self.wrapped.armed = False
+        return reached
+
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        held = parameter_ids(optimizer)
+        return any(id(parameter) in held for parameter in self.parameters)
+
+    @property
+    def has_sparse_gradients(self) -> bool:
+        return any(getattr(module, "sparse", False) for module in self.wrapped.module.modules())
 
     @property
     def owner(self) -> str:
         return type(self.wrapped.module).__name__
+
+
+def _marks(parameters: list[nn.Parameter]) -> list[tuple[int, int] | None]:
+    grads = [parameter.grad for parameter in parameters]
+    return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 class Replicas:
@@ -92,7 +117,7 @@ class Replicas:
         self._watched: list[_Watched] = []
         self._to_compare = 0  # backward passes
 
-    def add(self, wrapped: DistributedDataParallel) -> None:
+    def add(self, wrapped: TransparentDDP) -> None:
         """A model was wrapped, perhaps again."""
         named = list(_reduced(wrapped))
         self._watched = [item for item in self._watched if item.wrapped.module is not wrapped.module]
@@ -113,24 +138,30 @@ class Replicas:
             id(p) for _, p in _reduced(wrapped)
         }
 
-    # After backward
+    # Around backward
+
+    def before_backward(self) -> None:
+        """Note what gradients there are."""
+        for item in self._watched:
+            item.note()
 
     def after_backward(self) -> None:
-        """Average what came past the reducers; a collective after the first backward passes, and when one may have."""
-        suspected, alone = False, len(self._watched) == 1
-        for item in self._watched:
-            suspected |= item.unarmed(alone) or item.late
-        if suspected or self._to_compare > 0:
-            self._make_up(suspected)
+        """Average what came past the reducers; a collective after the first backward passes, and when one may have.
 
-    def _make_up(self, suspected: bool) -> None:
-        """Average what came past the reducers of models that are to be reduced now.
+        Models that the backward did not reach take no part: it may be that of one rank alone.
+        """
+        reached = [item for item in self._watched if item.was_reached()]
+        if reached:
+            suspected = any(not item.was_armed for item in reached)
+            if suspected or self._to_compare > 0 or any(item.late for item in reached):
+                self._make_up(reached, suspected)
+
+    def _make_up(self, reached: Sequence[_Watched], suspected: bool) -> None:
+        """Average what came past the reducers of models.
 
         A reduction that has begun and not ended is left alone: another backward, or a check before the step, ends it.
         """
-        due = [
-            w for w in self._watched if w.wrapped.require_backward_grad_sync and _unended(w.wrapped) is None
-        ]
+        due = [item for item in reached if _unended(item.wrapped) is None]
         for item in due:
             if item.late:
                 average(item.parameters, self._ranks)
@@ -150,22 +181,43 @@ class Replicas:
             start += len(item.parameters)
 
     def _average_late(self, item: _Watched, first: Difference, place: int, count: int) -> None:
-        what = (
+        item.unsaid = (
             f"ddp did not average {count} of {len(item.parameters)} gradients of {item.owner} in backward, the first "
             f"of {item.names[place]!r} ({_described(first)}). {_cause(item.wrapped)}"
         )
-        if any(getattr(module, "sparse", False) for module in item.wrapped.module.modules()):
+        if not item.has_sparse_gradients:
+            average(item.parameters, self._ranks)
+
+    # Before a step
+
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's gradients are dropped, as those of a discriminator that its generator's loss has left."""
+        for item in self._watched:
+            if item.unsaid and item.is_stepped_by(optimizer):
+                item.unsaid = ""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that reductions are finished, and name what was averaged late; see `check_finished`.
+
+        Raises:
+            AccumulationError: sparse gradients came past the reducer.
+        """
+        self.check_finished()
+        for item in self._watched:
+            if item.unsaid and item.is_stepped_by(optimizer):
+                self._say(item)
+
+    def _say(self, item: _Watched) -> None:
+        what, item.unsaid = item.unsaid, ""
+        if item.has_sparse_gradients:
             raise AccumulationError(f"{what} Sparse gradients cannot be averaged afterwards.")
         item.late = True
-        average(item.parameters, self._ranks)
         if self._ranks.index == 0:
             warnings.warn(
                 f"{what} They are averaged now, and after every backward from here on: results are right, and each "
                 "backward reduces twice.",
-                stacklevel=7,
+                stacklevel=5,
             )
-
-    # Before a step
 
     def check_finished(self) -> None:
         """Check that every reduction that has begun is finished; costs less than a microsecond for each model.
@@ -200,7 +252,7 @@ class Replicas:
             id(p)
             for item in self._watched
             for name, p in item.wrapped.module.named_parameters()
-            if name in item.wrapped.parameters_to_ignore
+            if name in item.wrapped.parameters_to_ignore or not item.wrapped.averages
         }
         known = [p for p in parameters if id(p) in named and id(p) not in ignored and not is_sharded(p)]
         if not known:
@@ -243,7 +295,8 @@ def _cause(wrapped: DistributedDataParallel) -> str:
     return (
         "A backward pass ran of which ddp did not know: a second one of one forward, the second of two after two "
         "forwards, one of a forward under no_sync(), or one through a part or a method of the unwrapped model. Add "
-        "the losses up and call backward() once; compute all of them in forward() of what prepare() returned."
+        "the losses up and call backward() once; compute all of them in forward() of what prepare() returned. If the "
+        "model was cast after prepare(), as by half() for an evaluation, prepare it again, also after a cast back."
     )
 
 

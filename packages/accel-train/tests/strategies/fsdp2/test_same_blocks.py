@@ -178,3 +178,71 @@ def test_a_call_on_one_rank_alone_is_an_error(rank):
         worlds.RankError, match=r"after its beginning this rank comes to 'blocks.0', and others do not"
     ):
         worlds.run(one_evaluates, 2, rank, timeout=30)
+
+
+class Branches(nn.Module):
+    """Two blocks with a branch each that a call can leave out."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.branch = nn.Linear(4, 4)
+
+        def forward(self, x, whole):
+            h = self.body(x).tanh()
+            return h + self.branch(h) if whole else h
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Branches.Block(), Branches.Block()])
+        self.double()
+
+    def forward(self, x, whole=True):
+        for block in self.blocks:
+            x = block(x, whole or block is self.blocks[1])
+        return x
+
+
+def contrasted(model, x, step):
+    """Two forwards, one backward."""
+    return (model(x[:2]) - model(x[2:])).square().mean()
+
+
+def without_a_branch_later(model, x, step):
+    """When ranks no longer compare which parameters have gradients."""
+    return model(x, whole=not 10 <= step < 14).square().mean()
+
+
+def trained_alike(loss_of, count, raw=False, **options):
+    """The largest error of weights, against one process; `raw`: by a backward that is not the accelerator's."""
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], **options)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Branches()
+    alone = copy.deepcopy(model)
+    oracle, optimizer = (torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1) for m in (alone, model))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ranks = accelerator.num_processes
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        parts = torch.randn(4 * ranks, 4, generator=generator, dtype=torch.float64).chunk(ranks)
+        sum(loss_of(alone, part, step) / ranks for part in parts).backward()
+        loss = loss_of(model, parts[accelerator.process_index], step)
+        loss.backward() if raw else accelerator.backward(loss)
+        for each in (oracle, optimizer):
+            each.step()
+            each.zero_grad()
+    whole = accelerator.get_state_dict(model)
+    return max((whole[name] - value).abs().max().item() for name, value in alone.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), (2, {"raw": True}), pytest.param(4, {"dp_replicate_size": 2}, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize(("loss_of", "count"), [(contrasted, 3), (without_a_branch_later, 16)])
+def test_blocks_that_run_twice_or_in_part_train_as_on_one_process(loss_of, count, ranks, options):
+    assert max(worlds.run(trained_alike, ranks, loss_of, count, **options)) < 1e-12

@@ -245,7 +245,7 @@ class _Seedable(_Random):
         sampler = self._seedable
         seed = _recorded_seed(recorded)
         if seed is None:
-            seed = sharing.integer(sampler.initial_seed + sampler.epoch)
+            seed = sharing.integer(sampler.seed)
         else:
             sampler.initial_seed = seed - sampler.epoch
         if sampler.generator is None:

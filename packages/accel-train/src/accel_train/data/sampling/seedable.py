@@ -25,10 +25,15 @@ class SeedableRandomSampler(RandomSampler):
         self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
 
+    @property
+    def seed(self) -> int:
+        """What seeds the generator in this epoch; of 64 bits, as `torch.initial_seed()` is after `torch.seed()`."""
+        return int(self.initial_seed + self.epoch) % 2**64
+
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
             self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
+        self.generator.manual_seed(self.seed)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 

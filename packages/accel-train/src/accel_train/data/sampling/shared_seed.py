@@ -62,9 +62,10 @@ class FromMain:
 
     def integer(self, value: int) -> int:
         """Rank 0's `value`."""
-        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        signed = value - 2**64 if value >= 2**63 else value
+        tensor = torch.tensor([signed], dtype=torch.int64, device=self._device)
         collectives.broadcast(tensor)
-        return int(tensor.item())
+        return int(tensor.item()) % 2**64
 
     def state(self, value: Tensor) -> Tensor:
         """Rank 0's state."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel, Part
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
+from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import Leaf, fill_part
 from accel_train.strategies.engines import check_groups
 
@@ -171,10 +172,11 @@ class EngineState:
         named = named or NamedModel(self.model)
         parameters = named.parameters()
         state = named.state_dict()
-        return {
+        held = {
             name: self.leaf(parameters[name], value) if name in parameters else value
             for name, value in state.items()
         }
+        return with_versions(held, versions_of(state))
 
     def leaf(self, parameter: nn.Parameter, value: Tensor) -> Leaf:
         """What this rank holds of a parameter."""

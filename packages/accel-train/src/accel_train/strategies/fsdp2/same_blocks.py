@@ -19,6 +19,7 @@ from accel_ckpt.parts import fsdp_modules
 from accel_state.communication.collectives import gather_object
 from accel_state.errors import CollectiveMismatchError
 from accel_state.world.process import PartialState
+from accel_train.strategies.gradients import local_part
 
 __all__ = ["SameBlocks"]
 
@@ -104,7 +105,12 @@ class SameBlocks:
         self._in_forward = False
         self._in_backward = False
         self._groups: list[tuple[str, Any]] = []
-        self._filled: list[Any] = []  # engine's parameters that had no gradient on this rank in this backward
+        #: The engine's parameters that had no gradient on this rank in this backward, by `id`, and whether an earlier
+        #: backward has left them one.
+        self._filled: dict[int, tuple[Any, bool]] = {}
+        self._reduced: set[int] = (
+            set()
+        )  # those that had one; after several forwards a unit is reduced several times
         self._compares = _FIRST_BACKWARDS
         names = {id(module): repr(name) for name, module in model.named_modules()}
         model.register_forward_pre_hook(self._begin, prepend=True)
@@ -119,12 +125,14 @@ class SameBlocks:
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
+            if self._in_backward:
+                self._forget_gradients()
             if self._in_forward or self._in_backward:
                 self._meet_again()
             self._in_forward = True
             self._forward.begin((module.training, torch.is_grad_enabled()))
             self._backward.begin()
-            self._filled.clear()  # of a backward that was not the accelerator's
+            self.settle()
 
     def _meet_again(self) -> None:
         """An error ended the pass before, and the script went on; so must all ranks, or they are in other blocks."""
@@ -157,10 +165,31 @@ class SameBlocks:
             if group._training_state.name == "PRE_BACKWARD":
                 self._backward.come_to(name)
                 if group.reduce_grads:
-                    self._filled += _fill(group)
+                    self._fill(group)
             reduce(*unused)
 
         group.post_backward = post_backward
+
+    def _fill(self, group: Any) -> None:
+        """Give zeros to what has no gradient; negative ones, which remain negative only if all ranks give them."""
+        for parameter in group.fsdp_params:
+            whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
+            if whole is None or not parameter.sharded_param.requires_grad:
+                continue
+            if whole.grad is not None or parameter.unsharded_accumulated_grad is not None:
+                self._reduced.add(id(parameter))
+                continue
+            had = parameter.sharded_param.grad is not None
+            whole.grad = torch.full_like(whole, -0.0)
+            self._filled.setdefault(id(parameter), (parameter, had))
+
+    def _forget_gradients(self) -> None:
+        self._filled.clear()
+        self._reduced.clear()
+
+    def _unused(self) -> list[tuple[Any, bool]]:
+        """What had no gradient on this rank in any reduction of this backward."""
+        return [found for number, found in self._filled.items() if number not in self._reduced]
 
     def before_backward(self) -> None:
         """A backward begins; if no ``after_backward`` follows, an error ended it."""
@@ -177,20 +206,36 @@ class SameBlocks:
             return
         self._backward.come_to(_END)
         self._backward.begin()
-        if not reduced or not self._compares:
-            self._filled.clear()
+        if not reduced:
+            self._forget_gradients()
+        elif self._compares:
+            unused = self._unused()
+            self._forget_gradients()
+            self._drop_unused(unused)
+        else:
+            self.settle()
+
+    def settle(self) -> None:
+        """Leave no gradient where no rank has one, as the gradients tell; also after a backward of the loss itself."""
+        if not self._filled:
+            self._reduced.clear()
             return
-        missing = {id(parameter) for parameter, _ in self._filled}
+        for parameter, had in self._unused():
+            if not had and _is_negative_zero(parameter.sharded_param.grad):
+                parameter.sharded_param.grad = None
+        self._forget_gradients()
+
+    def _drop_unused(self, unused: list[tuple[Any, bool]]) -> None:
+        """Leave no gradient where no rank has one; a collective."""
+        before = {id(parameter): had for parameter, had in unused}
         trained = list(self._trained())
-        present = torch.tensor([float(id(p) not in missing) for p in trained])
-        before = {id(parameter): had for parameter, had in self._filled}
-        self._filled.clear()
+        present = torch.tensor([float(id(p) not in before) for p in trained])
         device = trained[0].sharded_param.device if trained else torch.device("cpu")
         everywhere = torch.stack([present, -present]).to(device)
         dist.all_reduce(everywhere, dist.ReduceOp.MAX)
-        used, unused = everywhere.tolist()
-        for parameter, some, none in zip(trained, used, unused, strict=True):
-            if none == 0:  # a rank had no gradient
+        used, none_missing = everywhere.tolist()
+        for parameter, some, all_have in zip(trained, used, none_missing, strict=True):
+            if all_have == 0:  # a rank had no gradient
                 self._compares = _FIRST_BACKWARDS + 1
             if not some and not before[id(parameter)]:
                 parameter.sharded_param.grad = None
@@ -211,14 +256,9 @@ def _groups_of(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _fill(group: Any) -> list[tuple[Any, bool]]:
-    """Give zeros to what has no gradient; returns these, and whether an earlier backward has left them one."""
-    filled = []
-    for parameter in group.fsdp_params:
-        whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
-        if whole is None or not parameter.sharded_param.requires_grad or whole.grad is not None:
-            continue
-        if parameter.unsharded_accumulated_grad is None:
-            whole.grad = torch.zeros_like(whole)
-            filled.append((parameter, parameter.sharded_param.grad is not None))
-    return filled
+def _is_negative_zero(gradient: Any) -> bool:
+    """Whether this rank's part of a gradient is the sum of the zeros that all ranks gave; empty parts tell nothing."""
+    if gradient is None:
+        return False
+    values = local_part(gradient)
+    return values.numel() > 0 and bool(((values == 0) & values.signbit()).all())

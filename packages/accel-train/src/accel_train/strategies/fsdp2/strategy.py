@@ -294,6 +294,8 @@ class FSDP2Strategy(Strategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> tuple[bool, Any]:
         """Step an optimizer, whose parameters are checked when their number has changed."""
+        for blocks in self._blocks:
+            blocks.settle()
         if self._checked.get(optimizer) != _size(optimizer):
             self._check_optimizer(optimizer)
         return super().step(optimizer, closure)

@@ -1,0 +1,71 @@
+"""The wrapper of models that ddp trains: torch's, which knows whether a forward came, and hides no attribute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["TransparentDDP", "set_takes_buffers"]
+
+
+class TransparentDDP(DistributedDataParallel):
+    """DDP through which attributes of the model are read and written, as under strategies that do not wrap.
+
+    A loss that a method computes comes past DDP's forward, so its gradients are averaged afterwards; see `replicas.py`.
+
+    Attributes:
+        armed: a forward has prepared the reducer, and no backward has reached the model since. A forward without
+            gradients changes nothing of it.
+    """
+
+    armed: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__.update(armed=False, averages=True, is_built=True)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """DDP sets it in each forward: true if that has prepared the reducer, and the next one takes buffers over."""
+        return bool(self.__dict__["takes_buffers"])
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, takes: bool) -> None:
+        self.__dict__["takes_buffers"] = takes
+        if takes:
+            self.__dict__["armed"] = True
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """See `DistributedDataParallel.register_comm_hook`."""
+        super().register_comm_hook(state, hook)
+        self.averages = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # there is none yet
+                raise
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What only the model has is set there: on the wrapper it would be read back and have no effect."""
+        own = self.__dict__
+        if "is_built" in own and name not in own and not hasattr(type(self), name) and name != "module":
+            module = self.module
+            if hasattr(module, name):
+                setattr(module, name, value)
+                return
+        super().__setattr__(name, value)
+
+
+TransparentDDP.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
+
+
+def set_takes_buffers(wrapped: DistributedDataParallel, takes: bool) -> None:
+    """Say whether the next forward takes buffers over, where no forward says it."""
+    armed = getattr(wrapped, "armed", False)
+    wrapped.require_forward_param_sync = takes
+    if isinstance(wrapped, TransparentDDP):
+        wrapped.armed = armed
