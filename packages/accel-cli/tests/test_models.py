@@ -78,9 +78,10 @@ def test_what_is_not_a_model(tmp_path, make, message):
 
 
 def test_damaged_files(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(EstimateError, match="cannot be read as JSON"):
-        find_model(str(tmp_path))
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(EstimateError, match="cannot be read as JSON"):
+            find_model(str(tmp_path))
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\xff" * 100)
     with pytest.raises(EstimateError, match="cannot be read as safetensors"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
 from accel_ckpt.format import tagged_json
+from accel_ckpt.format.forms import check_form
 from accel_ckpt.format.reader import parse_json
 from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreCoordinator"]
 
+_WHO = {"machine": (None, str), "pid": int, "born": (None, str)}
 _PATIENCE = 30 * 60.0  # seconds for the slowest rank, as in torch's collectives
 _LOOK = 1.0  # seconds between two looks at who is still there
 _LAST_WORDS = 10.0  # seconds that rank 0 keeps the store for ranks that have not read how the save ended
@@ -126,7 +128,8 @@ class StoreCoordinator:
         absent = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
         for rank in absent:
             if self._store.check([f"who/{rank}"]):
-                who = json.loads(self._store.get(f"who/{rank}"))
+                who = parse_json(self._store.get(f"who/{rank}"), "a process in the store")
+                check_form(who, _WHO, "a process in the store")
                 if has_ended(who):
                     raise CheckpointSaveError(f"rank {rank} (process {who['pid']}) has ended")
         if waited > self._patience:

@@ -68,6 +68,7 @@ PLAIN = (3, "<", None, None, None, -1, -1, 0)
         np.array(
             [(1, (2.0, 3))], dtype=np.dtype([("a", "<i2"), ("b", [("c", "<f4"), ("d", "u1")])], align=True)
         ),
+        np.array([(1, [[1, 2], [3, 4]], "x")], dtype=[("a", "<f4"), ("b", ">i2", (2, 2)), ("c", "U3", (1,))]),
         np.float32(1.5),
         np.int64(-3),
         np.bool_(True),
@@ -110,6 +111,17 @@ CRAFTED = {
     "a dtype that is an array": array(
         dtype("V8", 3, "|", (dtype("u1", *PLAIN), (2**40,)), None, None, 8, 1, 0), (1,), b"\x41" * 8
     ),
+    "a dtype of arrays of objects": array(
+        dtype("V8", 3, "|", (Call(np.dtype, "O"), (1,)), None, None, 8, 1, 0), (1,), b"\x41" * 8
+    ),
+    "a dtype of arrays of a negative size": array(
+        dtype("V8", 3, "|", (dtype("u1", *PLAIN), (-8,)), None, None, 8, 1, 0), (1,), b"\x41" * 8
+    ),
+    "an array of a dtype that is an array": array(
+        dtype("V8", 3, "|", (dtype("f8", *PLAIN), (1,)), None, None, 8, 1, 0), (1,), b"\x41" * 8
+    ),
+    "an array of a code that is an array": array(Call(np.dtype, "(1,)f8"), (1,), b"\x41" * 8),
+    "a scalar that is an array": Call(np_module.multiarray.scalar, Call(np.dtype, "(1,)f8"), b"\x41" * 8),
     "fewer bytes than the shape": array(dtype("f8", *PLAIN), (2,), b"\x41" * 8),
     "a shape whose product overflows": array(dtype("f8", *PLAIN), (2**62, 4), b""),
     "a negative shape": array(dtype("f8", *PLAIN), (-1, -1), b"\x41" * 8),

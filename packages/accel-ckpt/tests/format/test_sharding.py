@@ -26,6 +26,13 @@ def whole():
         '{"v": {"saved_offsets": [0, 0]}}',
         '{"w": {"saved_offsets": [-1, 0]}}',
         '{"w": {"saved_offsets": [0]}}',
+        '{"w": {"saved_offsets": [Infinity, 0]}}',
+        '{"w": {"saved_offsets": [1e999, 0]}}',
+        '{"w": {"saved_offsets": [0, 0], "shape": [6]}}',
+        '{"w": {"saved_offsets": [0, 0], "shape": [-6, 4]}}',
+        '{"w": {"saved_offsets": [0, 0], "shape": [6, 1e30]}}',
+        '{"w": {"saved_offsets": [0, 0]}, "w": {"saved_offsets": [6, 0]}}',
+        "[" * 100_000,
     ],
 )
 def test_metadata_that_lies_is_refused(tmp_path, whole, info):

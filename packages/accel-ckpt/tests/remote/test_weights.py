@@ -92,6 +92,24 @@ def test_weights_of_a_training_state(bucket, model):
         save_model(model, f"{bucket}/c")
 
 
+def test_extra_state_of_a_training_state(bucket):
+    class Counting(torch.nn.Linear):
+        seen = {"tokens": 0}
+
+        def get_extra_state(self):
+            return self.seen
+
+        def set_extra_state(self, state):
+            self.seen = state
+
+    saved, other = (torch.nn.Sequential(Counting(2, 2)) for _ in range(2))
+    saved[0].seen = {"tokens": 7, "kinds": torch.ones(2)}
+    save_training_state(f"{bucket}/c", models=[saved.state_dict()], shared={}, per_rank={})
+    load_checkpoint_in_model(other, f"{bucket}/c", strict=True)
+    assert other[0].seen["tokens"] == 7
+    assert torch.equal(other[0].seen["kinds"], torch.ones(2))
+
+
 def test_merge(bucket, tmp_path, model):
     save_model(model, f"{bucket}/m", max_shard_size="1KB")
     assert merge_weights(f"{bucket}/m", f"{bucket}/merged") == ("model.safetensors",)

@@ -99,7 +99,7 @@ def _has_library(library: str | None) -> bool:
 def _configured(name: str, path: Path, library: str | None) -> FoundModel:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EstimateError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(settings, dict):
         raise EstimateError(f"{path} holds no JSON object, so it is not the configuration of a model")

@@ -407,3 +407,15 @@ def test_json_that_asks_for_too_much_is_refused(tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         read_layer(path)
     assert len(str(caught.value)) < 2000
+
+
+def test_control_characters_are_an_error_of_the_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"c\.yaml is not valid YAML: .*special characters"):
+        read_layer(write(tmp_path / "c.yaml", "num_processes: 1\0\n"))
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.json"])
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"more than 10,000,000 bytes, which no configuration has"):
+        read_layer(tmp_path / name)

@@ -73,3 +73,11 @@ def test_written_values_are_read_back(annotation, value):
 def test_lists_have_no_single_text_form():
     with pytest.raises(TypeError, match="no single text form"):
         OPTION_TYPES["tuple[str, ...]"].format(("a",))
+
+
+def test_a_list_in_the_place_of_text_is_written_as_text():
+    with pytest.raises(ValueError, match=r"^text such as '0,1'$"):
+        option_type_of("str | None").read([0, 1])
+    for other in ([], [[0]], [0] * 17, {"a": 1}):
+        with pytest.raises(ValueError, match=r"^text$"):
+            option_type_of("str | None").read(other)

@@ -46,8 +46,8 @@ class _Dtype:
             raise pickle.UnpicklingError(f"a NumPy dtype of byte order {str(order)[:80]!r}")
         kind = self.real.kind
         if sub is not None:
-            raise pickle.UnpicklingError("a NumPy dtype that is itself an array")
-        if fields is not None or names is not None:
+            self.real = _divided(sub)
+        elif fields is not None or names is not None:
             self.real = _structure(names, fields, size)
         elif kind in "SUV" and size != -1:
             self.real = _flexible(kind, size)
@@ -72,6 +72,22 @@ def _structure(names: Any, fields: Any, size: Any) -> np.dtype[Any]:
     about: Any = {"names": list(names), "formats": [part[0].real for part in parts], "itemsize": size}
     about["offsets"] = [part[1] for part in parts]
     return _checked(np.dtype(about))
+
+
+def _divided(sub: Any) -> np.dtype[Any]:
+    """The dtype of a field that is an array in every element."""
+    if not isinstance(sub, tuple) or len(sub) != 2 or not isinstance(sub[0], _Dtype):
+        raise pickle.UnpicklingError("a NumPy dtype of arrays of another form")
+    base, shape = sub[0].real, sub[1]
+    if (
+        not isinstance(shape, tuple)
+        or len(shape) > 8
+        or not all(type(n) is int and 0 <= n < 1 << 31 for n in shape)
+    ):
+        raise pickle.UnpicklingError(f"a NumPy dtype of arrays of shape {str(shape)[:80]}")
+    if math.prod(shape) * base.itemsize >= 1 << 31:
+        raise pickle.UnpicklingError(f"a NumPy dtype of arrays of {str(shape)[:80]} {base}")
+    return _checked(np.dtype((base, shape)))
 
 
 def _flexible(kind: str, size: Any) -> np.dtype[Any]:
@@ -99,7 +115,7 @@ class _Array(np.ndarray[Any, Any]):
         if not isinstance(state, tuple) or len(state) not in (4, 5):
             raise pickle.UnpicklingError("a NumPy array with a state of another form")
         shape, dtype, fortran, raw = state[-4:]
-        if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes):
+        if not isinstance(dtype, _Dtype) or dtype.real.subdtype is not None or not isinstance(raw, bytes):
             raise pickle.UnpicklingError("a NumPy array that is not plain data")
         if not isinstance(shape, tuple) or not all(
             type(size) is int and 0 <= size < 1 << 63 for size in shape
@@ -121,7 +137,8 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
 
 def _scalar(dtype: Any, raw: Any = b"") -> Any:
     """Stands in for NumPy's ``scalar``."""
-    if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes) or len(raw) != dtype.real.itemsize:
+    plain = isinstance(dtype, _Dtype) and dtype.real.subdtype is None and isinstance(raw, bytes)
+    if not plain or len(raw) != dtype.real.itemsize:
         raise pickle.UnpicklingError("a NumPy scalar that is not plain data")
     return np.ndarray((), dtype.real, bytearray(raw) or None)[()]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.format.reader import Header
+from accel_ckpt.format.reader import Header, parse_json
 from accel_ckpt.parts import Part
 from accel_ckpt.tensor_storage import SHARDING_KEY
 
@@ -51,20 +51,25 @@ def places_of(header: Header) -> dict[str, Place]:
         CorruptCheckpointError: the metadata does not fit the entries.
     """
     try:
-        saved = json.loads(header.metadata.get(SHARDING_KEY, "null"))
+        raw = header.metadata.get(SHARDING_KEY, "null").encode("utf-8", "surrogatepass")
+        saved = parse_json(raw, f"the field {SHARDING_KEY} of {header.file}")
         places = {
             name: Place((0,) * len(entry.shape), entry.shape) if saved is None else _place(saved[name])
             for name, entry in header.entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"the field {SHARDING_KEY} of {header.file} gives the places of its tensors, but cannot be read: {error!r}"
         ) from error
     for name, entry in header.entries.items():
-        offsets = places[name].offsets
-        if len(offsets) != len(entry.shape) or min(offsets, default=0) < 0:
+        offsets, whole = places[name].offsets, places[name].shape
+        sizes = (*offsets, *(whole or ()))
+        if {len(offsets), len(offsets if whole is None else whole)} != {len(entry.shape)} or not all(
+            0 <= size < 1 << 63 for size in sizes
+        ):
             raise CorruptCheckpointError(
-                f"{header.file} puts {name!r}, of shape {list(entry.shape)}, at {list(offsets)}"
+                f"{header.file} puts {name!r}, of shape {list(entry.shape)}, at {str(list(offsets))[:80]} of a tensor "
+                f"of shape {str(whole)[:80]}"
             )
     return places
 

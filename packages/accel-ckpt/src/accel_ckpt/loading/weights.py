@@ -139,16 +139,17 @@ def open_weights(
             f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
         )
     folder = location(checkpoint).expanduser()
-    weights = _open_local(folder)
-    if (folder / MANIFEST_NAME).is_file():  # a training state, which keeps extra state with the shared trees
-        weights.objects |= open_training_state(folder, verify=False).extra_state(0)
-    return weights
+    return _open_local(folder, folder)
 
 
-def _open_local(place: Path) -> MappedWeights | _PiecesOfWeights:
-    source = find_source(place)
+def _open_local(folder: Path, place: Path) -> MappedWeights | _PiecesOfWeights:
+    """Weights in local files, which may be those of a training state at another place."""
+    source = find_source(folder)
     with collector_paused():
-        return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+        weights = MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+    if (folder / MANIFEST_NAME).is_file():  # a training state, which keeps extra state with the shared trees
+        weights.objects |= open_training_state(place, verify=False).extra_state(0)
+    return weights
 
 
 def _open_remote(place: RemotePath) -> WeightSource:
@@ -156,7 +157,7 @@ def _open_remote(place: RemotePath) -> WeightSource:
     from accel_ckpt.remote.weights import fetch_weights
 
     local, mirror = fetch_weights(place)
-    source = _open_local(local)
+    source = _open_local(local, place)
     weakref.finalize(source, _let_go, mirror)  # which holds it until then
     return source
 

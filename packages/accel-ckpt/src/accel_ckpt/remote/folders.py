@@ -314,7 +314,7 @@ def _is_over(store: Store, name: str) -> bool:
         return has_ended(owner) or time.time() - float(content["began"]) > _FOREIGN_AGE
     except CheckpointNotFoundError:
         return False  # its save has just ended
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         logger.info("%s is no mark of a save: %r", store.uri(name), error)
         return False
     except CheckpointError as error:

@@ -38,6 +38,7 @@ __all__ = [
 
 _NAME = "default_config.yaml"
 _MOST_VALUES = 100_000
+_MOST_BYTES = 10_000_000  # more than so many values take; a device such as /dev/zero never ends
 
 # Keys of older versions without effect: reported in a note, not an error.
 _RETIRED: Mapping[str, str] = {
@@ -235,10 +236,17 @@ def read_text(path: Path) -> str:
 
     Raises:
         ConfigNotFoundError: it does not exist.
-        ConfigError: it cannot be read.
+        ConfigError: it cannot be read, or is larger than any configuration.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")  # Windows editors write a byte order mark
+        with open(path, "rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise ConfigError(
+                f"configuration file {path} has more than {_MOST_BYTES:,} bytes, which no configuration has; pass the "
+                "file that accel config wrote"
+            )
+        return raw.decode("utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise ConfigNotFoundError(
             f"configuration file {path} does not exist; `accel config` creates one"
@@ -318,7 +326,10 @@ def _lines_of_json(text: str) -> Lines:
 def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     import yaml
 
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # control characters
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
     try:
         node = loader.get_single_node()
         _refuse_bombs(node, path)

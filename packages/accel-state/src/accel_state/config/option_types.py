@@ -30,6 +30,10 @@ class OptionType:
             return self.parse(data)
         if isinstance(data, int) and not isinstance(data, bool):
             return self.parse(str(data))
+        if isinstance(data, list) and 0 < len(data) <= 16 and all(type(item) in (str, int) for item in data):
+            raise ValueError(
+                f"{self.expected} such as {','.join(map(str, data))!r}"
+            )  # as for gpu_ids: [0, 1]
         raise ValueError(self.expected)
 
     def format(self, value: Any) -> str:
