@@ -150,4 +150,4 @@ class ActiveLoaders:
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterations do not travel to another process.
-        return {"_entries": {}, "_clock": 0}
+        return {"epochs": {}, "_entries": {}, "_clock": 0}
