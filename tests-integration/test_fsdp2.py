@@ -188,7 +188,7 @@ def on_two_machines(strategy_name):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(sharding_strategy=strategy_name)
-    mesh = Accelerator(cpu=True, fsdp_plugin=plugin).torch_device_mesh
+    mesh = Accelerator(cpu=True, fsdp_plugin=plugin).strategy.options.mesh.device_mesh
     replicas = mesh["dp_replicate"].mesh.tolist(), mesh["dp_shard"].mesh.tolist()
     return *replicas, *train(llama, sharding_strategy=strategy_name)
 

@@ -277,6 +277,17 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path, stage):
         DeepSpeedFolder(folder).weights()
 
 
+@pytest.mark.timeout(20)
+def test_more_ranks_than_any_machine_has_end_at_the_first_that_is_missing(tmp_path):
+    folder = write(tmp_path, 2, 2)
+    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=True)
+    content["optimizer_state_dict"]["partition_count"] = [2**64 - 1]
+    torch.save(content, path)
+    with pytest.raises(CheckpointNotFoundError, match="by 18446744073709551615 ranks, and .* of rank 2 "):
+        DeepSpeedFolder(folder).weights()
+
+
 @pytest.mark.parametrize(
     ("key", "odd"),
     [

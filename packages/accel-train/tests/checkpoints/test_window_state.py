@@ -416,6 +416,9 @@ def test_gradients_that_fit_are_accepted(gradient):
         ({"windows": {}}, "where a list was expected"),
         ({"windows": [{"models": []}]}, "lacks 'micro_batches'"),
         ({"manual": None}, "where a dictionary was expected"),
+        ({"cut_batches": 0}, r"\['cut_batches'\] is 0, where a list"),
+        ({"cut_batches": [{"models": [], "parts": 0, "rows": None}]}, r"\['parts'\] is 0"),
+        ({"cut_batches": [{"models": ["model_7"], "parts": 2, "rows": None}]}, "model_7"),
     ],
 )
 def test_counts_and_owners_of_a_window_are_checked(changed, message):

@@ -135,11 +135,12 @@ class DeepSpeedFolder:
         ]
 
     def _complete(self, files: Mapping[int, Path], ranks: int, kind: str) -> None:
-        missing = [rank for rank in range(ranks) if rank not in files]
-        if missing:
+        # Up to the first one: the number of ranks is what a file says, and may be any.
+        missing = next((rank for rank in range(ranks) if rank not in files), None)
+        if missing is not None:
             raise CheckpointNotFoundError(
-                f"{self.path} was written by {ranks} ranks, and the {kind} of rank {missing[0]} "
-                f"(zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt) is missing"
+                f"{self.path} was written by {ranks} ranks, and the {kind} of rank {missing} "
+                f"(zero_pp_rank_{missing}_mp_rank_00_{kind}.pt) is missing"
             )
 
     def _read(self, path: Path, key: str) -> Mapping[str, Any]:

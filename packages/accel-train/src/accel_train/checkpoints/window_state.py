@@ -243,6 +243,8 @@ _WINDOW = {
     "loader": (None, natural),
 }
 
+_CUT = {"models": [str], "parts": positive, "rows": (None, natural)}
+
 FORM = {
     "engine": (None, str),
     "averaged_over": positive,
@@ -299,7 +301,9 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
         CorruptCheckpointError: it is not what `dump` returns, such as a sparse gradient with an index outside of it.
         StateMismatchError: it has gradients for parameters that are not here, or in the form of another engine.
     """
-    check_form(tree, FORM, "the unfinished accumulation windows in the checkpoint: windows")
+    where = "the unfinished accumulation windows in the checkpoint: windows"
+    check_form(tree, FORM, where)
+    check_form(tree.get("cut_batches", ()), [_CUT], f"{where}['cut_batches']")  # states of before have none
     saved, here = tree.get("engine"), _engine(strategy, trained.parameters().values())
     same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
     if is_open(tree) and (saved != here or (here is not None and not same_ranks)):
@@ -351,7 +355,7 @@ def _check_owners(trained: Trained, tree: Mapping[str, Any]) -> None:
                 f"the checkpoint holds an unfinished accumulation window of loader {number}, and "
                 f"{len(trained.loaders)} are prepared. Prepare the same loaders as the script that saved it."
             )
-    for window in windows:
+    for window in [*windows, *tree.get("cut_batches", ())]:
         for name in window["models"]:
             trained.model_called(name)
 
