@@ -207,3 +207,18 @@ def test_rank_0_sends_what_any_rank_needs(tmp_path):
 def test_a_rank_that_cannot_open_them_says_why(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="gone"):
         BroadcastWeights(tmp_path / "gone", SingleProcess())
+
+
+@pytest.mark.parametrize("kind", ["tf", "flax"])
+def test_weights_of_another_framework_are_refused(tmp_path, kind):
+    save_file(WEIGHTS, tmp_path / "model.safetensors", {"format": kind})
+    with pytest.raises(CorruptCheckpointError, match=f"was written for the framework '{kind}'"):
+        open_weights(tmp_path)
+
+
+def test_a_message_shows_the_beginning_of_what_a_header_says(tmp_path):
+    header = json.dumps({"a" * 10_000: {"dtype": ["F32"] * 10_000, "shape": [1], "data_offsets": [0, 4]}})
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        open_weights(tmp_path / "m.safetensors")
+    assert len(str(caught.value)) < 1000

@@ -204,7 +204,7 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
                 f"byte; only {', '.join(DTYPES)} are read here. Save its bytes, as U8"
             ) from None
         raise CorruptCheckpointError(
-            f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
+            f"{path} describes the tensor {name[:200]!r} by {repr(field)[:200]}, which cannot be read: {error!r}"
         ) from error
     if not _takes(shape, dtype, end - begin):
         raise CorruptCheckpointError(

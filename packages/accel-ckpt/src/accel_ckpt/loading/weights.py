@@ -60,6 +60,8 @@ class _Announced(NamedTuple):
     dtype: torch.dtype
 
 
+_OTHER_FRAMEWORKS = ("tf", "flax")
+
 About = Mapping[str, TensorInfo]
 Pair = tuple[str, str]
 
@@ -254,6 +256,11 @@ class MappedWeights(_Files):
                 self._homes[name], self.about[name] = content, content[name]
             return
         shard = MappedShard(path)
+        if (kind := shard.header.metadata.get("format")) in _OTHER_FRAMEWORKS:
+            raise CorruptCheckpointError(
+                f"{path} was written for the framework {kind!r}, whose layers hold weights in another order; load "
+                "it with a library that converts them, as transformers does, and save it from there"
+            )
         entries, aliases = shard.header.entries, shard.header.aliases
         self.versions |= shard.header.versions
         for name in filter(is_here, entries):
