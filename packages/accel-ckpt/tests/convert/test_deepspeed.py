@@ -284,7 +284,7 @@ def test_more_ranks_than_any_machine_has_end_at_the_first_that_is_missing(tmp_pa
     content = torch.load(path, weights_only=True)
     content["optimizer_state_dict"]["partition_count"] = [2**64 - 1]
     torch.save(content, path)
-    with pytest.raises(CheckpointNotFoundError, match="by 18446744073709551615 ranks, and .* of rank 2 "):
+    with pytest.raises(CheckpointNotFoundError, match=r"by 18446744073709551615 ranks, and .* of rank 2 "):
         DeepSpeedFolder(folder).weights()
 
 

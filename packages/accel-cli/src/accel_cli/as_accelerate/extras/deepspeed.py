@@ -71,7 +71,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer, metaclass=_PreparedByDeepS
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Nothing: the engine steps in ``DeepSpeedEngineWrapper.backward``."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
