@@ -376,3 +376,29 @@ def test_groups_that_share_a_tensor_share_it_again(tmp_path, lazy):
     first, second = (group["lr"] for group in optimizer.param_groups)
     assert first.item() == 0.5
     assert first is second
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_parameters_that_share_a_step_count_their_own_again(tmp_path, lazy):
+    """DeepSpeed's engine has one step for all parameters of a group; torch's optimizers add to each in place."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    expected = Net()
+    expected.load_state_dict(model.state_dict())
+    other = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    tree = optimizer_state_by_name(optimizer, [model])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    one = torch.tensor(1.0)
+    for state in tree["state"].values():
+        state["step"] = one
+    folder = save_training_state(tmp_path / "state", models=[], shared={"o": tree}, per_rank={})
+    checkpoint = open_training_state(folder)
+    read = checkpoint.lazy_shared(["o"]) if lazy else checkpoint.mapped_shared(["o"])
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
+    load_optimizer_state(fresh, read["o"], [model])
+    step(model, fresh)
+    step(expected, other)
+    for here, there in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(here, there)
+    assert [float(state["step"]) for state in fresh.state.values()] == [2.0] * 4

@@ -208,7 +208,8 @@ def _state_fill(
             return None
         return Like(parameter, saved.dtype)
 
-    return TreeFill(state, current["state"], choose)
+    # An engine may have one step for all parameters; torch's optimizers count each parameter's in place.
+    return TreeFill(state, current["state"], choose, apart=True)
 
 
 def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:

@@ -44,15 +44,23 @@ class TreeFill:
         live: of like structure; its tensors are what ``choose`` is given.
         choose: saved tensor, live counterpart (``None`` if there is none), path → the leaf to fill, what the new one is
             like, or ``None`` for a whole new one on the CPU.
+        apart: what several entries at the top of the saved tree hold becomes a tensor for each, instead of one again.
     """
 
     def __init__(
-        self, saved: Tree, live: Tree, choose: Callable[[Saved, Any, Path], Leaf | Like | None]
+        self,
+        saved: Tree,
+        live: Tree,
+        choose: Callable[[Saved, Any, Path], Leaf | Like | None],
+        *,
+        apart: bool = False,
     ) -> None:
         self._choose = choose
+        self._apart = apart
         self._arena = Arena()
         self._saved = saved
         self._plan: list[tuple[Saved, Leaf | Like | None]] = []
+        self._owners: list[Path] = []  # of each: what it is one tensor for, if it is held several times
         self._collect(saved, live, ())
 
     @property
@@ -78,8 +86,11 @@ class TreeFill:
         Raises:
             CorruptCheckpointError: a file is not what was written. Before anything is changed.
         """
-        made: dict[int, Leaf] = {}  # what the saved tree holds twice is one tensor again
-        leaves = [self._leaf(saved, target, made) for saved, target in self._plan]
+        made: dict[tuple[int, Path], Leaf] = {}
+        leaves = [
+            self._leaf(saved, target, made, owner)
+            for (saved, target), owner in zip(self._plan, self._owners, strict=True)
+        ]
         sources = [saved for saved, _ in self._plan]
         pairs = list(zip(sources, leaves, strict=True))
         fill_all([(saved, leaf) for saved, leaf in pairs if isinstance(saved, SavedTensor)])
@@ -88,14 +99,16 @@ class TreeFill:
                 fill_part(leaf, saved)
         return _rebuilt(self._saved, iter(leaves))
 
-    def _leaf(self, saved: Saved, target: Leaf | Like | None, made: dict[int, Leaf]) -> Leaf:
+    def _leaf(
+        self, saved: Saved, target: Leaf | Like | None, made: dict[tuple[int, Path], Leaf], owner: Path
+    ) -> Leaf:
         if isinstance(target, Like):
             return target.make()
         if target is not None:
             return target
-        if id(saved) not in made:
-            made[id(saved)] = self._new(saved)
-        return made[id(saved)]
+        if (id(saved), owner) not in made:
+            made[id(saved), owner] = self._new(saved)
+        return made[id(saved), owner]
 
     def _new(self, saved: Saved) -> Leaf:
         if isinstance(saved, torch.Tensor) and why_not_plain(saved) is not None:
@@ -107,6 +120,7 @@ class TreeFill:
     def _collect(self, saved: Any, live: Any, path: Path) -> None:
         if isinstance(saved, SavedTensor | torch.Tensor):
             self._plan.append((saved, self._choose(saved, live, path)))
+            self._owners.append(path[:1] if self._apart else ())
             return
         for key, value, counterpart in _children(saved, live):
             self._collect(value, counterpart, (*path, key))

@@ -292,11 +292,13 @@ class EngineState:
         return {"state": state, "param_groups": groups}
 
     def _leaf_of(self, share: Share, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return value
-        if self.stage == 0:
-            return value
-        return share.parts(value)
+        if (
+            value.dim() == 0
+        ):  # such as the step: the engine has one for a group, other optimizers one for each parameter
+            return value.clone()
+        return value if self.stage == 0 else share.parts(value)
 
     def check_optimizer_state(
         self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]

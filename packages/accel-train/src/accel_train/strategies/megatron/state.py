@@ -228,7 +228,7 @@ class EngineState:
         for name in (name for group in self.names for name in group):
             short = name.removeprefix("model_0.")
             entry = {
-                key: self._nothing(short, value) if isinstance(value, torch.dtype) else value
+                key: self._nothing(short, value) if isinstance(value, torch.dtype) else _own(value)
                 for key, value in kinds.items()
             }
             if entry:
@@ -328,6 +328,11 @@ class EngineState:
             fill_all([(value, parts)])
         else:
             fill_part(parts, value)
+
+
+def _own(value: Any) -> Any:
+    """A value that every parameter has: of its own, because optimizers add to a step in place."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _is_elementwise(value: object) -> bool:
