@@ -217,6 +217,13 @@ def test_frozen(name, ranks):
 
 
 @smallest
+def test_two_forwards_of_one_backward(name, ranks):
+    """As in contrastive losses: a unit of a divided model is reduced once for each of its forwards."""
+    case = Case(name, accumulation=2, forwards=2)
+    check(case, *run(case, ranks))
+
+
+@smallest
 def test_evaluation(name, ranks):
     """An evaluation inside an epoch changes nothing in it; as with plain loaders, it moves torch's generator."""
     case = Case(name, accumulation=2, evaluate=True, epochs=1)

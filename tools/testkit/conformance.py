@@ -87,6 +87,7 @@ class Case:
     scale: float = 256.0  # that fp16 begins with
     samples: int | None = None  # instead of `rounds` for every rank
     single: bool = False  # float32 although float64 would do
+    forwards: int = 1  # before each backward, of the samples and of their negatives
 
     @property
     def dtype(self) -> torch.dtype:
@@ -247,10 +248,15 @@ def make_accelerator(case: Case, **arguments: Any) -> Any:
         )
 
 
+def _outputs(case: Case, model: nn.Module, x: Tensor) -> Tensor:
+    outputs: Tensor = model(x)
+    return outputs if case.forwards == 1 else outputs + 0.5 * model(-x)
+
+
 def micro_batch(case: Case, accelerator: Any, model: nn.Module, row: Any, record: Record) -> Tensor:
     """Forward and backward."""
     index, x, y, items = row
-    errors = (model(x).to(case.dtype) - y) ** 2
+    errors = (_outputs(case, model, x).to(case.dtype) - y) ** 2
     if case.items:
         loss = (errors * items).sum()
         accelerator.backward(loss, num_items=items.sum())
@@ -541,7 +547,7 @@ def _window(case: Case, model: nn.Module, data: Samples, windows: Any, made: Rec
             x, y, counts = data.x[indexes], data.y[indexes], data.items[indexes]
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                outputs = model(x)
+                outputs = _outputs(case, model, x)
             errors = (outputs.to(case.dtype) - y) ** 2
             losses.append((errors * counts).sum() if case.items else errors.mean())
             made.losses.append(losses[-1].item())
