@@ -11,6 +11,7 @@ __all__ = ["COLUMNS", "OTHER_TESTS", "PROPERTIES", "as_markdown", "as_text"]
 PROPERTIES = {
     "training": "training as one process, by precision",
     "short_window": "short last window",
+    "two_forwards_of_one_backward": "two forwards of one backward",
     "items": "weighing by items",
     "clip_norm": "clipping the norm",
     "clip_value": "clipping values",

@@ -50,6 +50,7 @@ def test_what_a_rank_waits_in_is_found_once_nothing_begins():
     def body():
         PartialState()
         dist.all_reduce(torch.ones(1))
+        time.sleep(0.5)  # the recorder notes the end of one in a thread of its own
         waits = Waits(tuple)
         begun = issued()
         work = None

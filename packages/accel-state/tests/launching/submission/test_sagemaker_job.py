@@ -84,9 +84,9 @@ def test_what_a_job_needs(tmp_path, name):
 
 
 def test_only_python_scripts(tmp_path):
-    (tmp_path / "train.sh").touch()
+    (tmp_path / "train.txt").touch()
     with pytest.raises(LaunchError, match="is not a Python script"):
-        plan_job(SageMakerConfig(**JOB), Target(str(tmp_path / "train.sh")))
+        plan_job(SageMakerConfig(**JOB), Target(str(tmp_path / "train.txt")))
     with pytest.raises(LaunchError, match="does not exist"):
         plan_job(SageMakerConfig(**JOB), Target(str(tmp_path / "none.py")))
 

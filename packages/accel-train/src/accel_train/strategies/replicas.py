@@ -54,7 +54,7 @@ class _Watched:
     late: bool = False  # gradients came past the reducer once, and are averaged after every backward
     unsaid: str = ""  # they came past it, and no optimizer has stepped with them: perhaps they are dropped
     looked_at: list[nn.Parameter] = field(default_factory=list)  # by which it is seen whether a backward came
-    marks: list[tuple[int, int] | None] = field(default_factory=list)  # of their gradients before it
+    marks: list[tuple[Tensor, int] | None] = field(default_factory=list)  # of their gradients before it
     was_armed: bool = False
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class _Watched:
     def note(self) -> None:
         """A backward begins. One that the reducer waits for changes every gradient, others may change any."""
         wrapped = self.wrapped
-        self.looked_at = []
+        self.looked_at, self.marks = [], []
         if not (wrapped.require_backward_grad_sync and wrapped.averages):
             return
         self.was_armed = wrapped.armed and self._is_hooked()
@@ -82,7 +82,9 @@ class _Watched:
 
     def was_reached(self) -> bool:
         """Whether the backward that ended has changed gradients that are to be reduced; the next needs a forward."""
-        reached = bool(self.looked_at) and _marks(self.looked_at) != self.marks
+        marks, self.marks = self.marks, []
+        after = _marks(self.looked_at)
+        reached = any(not _same(here, there) for here, there in zip(marks, after, strict=True))
         if reached:
             self.wrapped.armed = False
         return reached
@@ -100,9 +102,17 @@ class _Watched:
         return type(self.wrapped.module).__name__
 
 
-def _marks(parameters: list[nn.Parameter]) -> list[tuple[int, int] | None]:
+def _marks(parameters: list[nn.Parameter]) -> list[tuple[Tensor, int] | None]:
+    """The gradients themselves: of one that ddp replaced by its bucket, the next may have the `id`."""
     grads = [parameter.grad for parameter in parameters]
-    return [None if grad is None else (id(grad), grad._version) for grad in grads]
+    return [None if grad is None else (grad, grad._version) for grad in grads]
+
+
+def _same(before: tuple[Tensor, int] | None, after: tuple[Tensor, int] | None) -> bool:
+    """Whether a gradient is the one that it was, unchanged."""
+    if before is None or after is None:
+        return before is after
+    return before[0] is after[0] and before[1] == after[1]
 
 
 class Replicas:
