@@ -15,7 +15,7 @@ from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign
 from accel_ckpt.loading.weights import Pair, TensorInfo, WeightSource
 from accel_ckpt.modules.names import by_prefix, is_of_torch_nn, loads_by_itself
-from accel_ckpt.modules.versions import renamed_versions, with_versions
+from accel_ckpt.modules.versions import renamed_versions, versions_at, with_versions
 from accel_ckpt.parts import is_sharded
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
 
@@ -234,11 +234,8 @@ class Translation:
         self._undo.append(self._give_memory(model, own))
         options = {"strict": False} if self._strict is False else {}
         try:
-            versions = {
-                self._own.get(f"{name}." if name else "", name).rstrip("."): version
-                for name, version in self.versions.items()
-            }
-            answer = model.load_state_dict(with_versions(state, versions), **options)
+            state = with_versions(state, versions_at(self.versions, self._own))
+            answer = model.load_state_dict(state, **options)
         except RuntimeError as error:
             raise StateMismatchError(
                 f"{type(model).__name__}.load_state_dict refuses the weights: {error}"

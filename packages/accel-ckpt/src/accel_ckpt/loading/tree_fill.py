@@ -59,14 +59,14 @@ class TreeFill:
         self._apart = apart
         self._arena = Arena()
         self._saved = saved
-        self._plan: list[tuple[Saved, Leaf | Like | None]] = []
-        self._owners: list[Path] = []  # of each: what it is one tensor for, if it is held several times
+        # What goes where, and for what it is one new tensor if the saved tree holds it several times.
+        self._plan: list[tuple[Saved, Leaf | Like | None, Path]] = []
         self._collect(saved, live, ())
 
     @property
     def filled(self) -> set[int]:
         """Identities of the leaves that are filled."""
-        return {id(leaf) for _, leaf in self._plan if leaf is not None}
+        return {id(leaf) for _, leaf, _ in self._plan if leaf is not None}
 
     def check(self) -> None:
         """Check the content of the files that this rank reads.
@@ -76,7 +76,7 @@ class TreeFill:
         """
         verify_all(
             (saved, torch.empty(saved.shape, device="meta") if target is None else _model_of(target))
-            for saved, target in self._plan
+            for saved, target, _ in self._plan
             if isinstance(saved, SavedTensor)
         )
 
@@ -87,20 +87,15 @@ class TreeFill:
             CorruptCheckpointError: a file is not what was written. Before anything is changed.
         """
         made: dict[tuple[int, Path], Leaf] = {}
-        leaves = [
-            self._leaf(saved, target, made, owner)
-            for (saved, target), owner in zip(self._plan, self._owners, strict=True)
-        ]
-        sources = [saved for saved, _ in self._plan]
-        pairs = list(zip(sources, leaves, strict=True))
+        pairs = [(saved, self._leaf(saved, target, owner, made)) for saved, target, owner in self._plan]
         fill_all([(saved, leaf) for saved, leaf in pairs if isinstance(saved, SavedTensor)])
         for saved, leaf in pairs:
             if isinstance(saved, torch.Tensor) and saved is not leaf:
                 fill_part(leaf, saved)
-        return _rebuilt(self._saved, iter(leaves))
+        return _rebuilt(self._saved, (leaf for _, leaf in pairs))
 
     def _leaf(
-        self, saved: Saved, target: Leaf | Like | None, made: dict[tuple[int, Path], Leaf], owner: Path
+        self, saved: Saved, target: Leaf | Like | None, owner: Path, made: dict[tuple[int, Path], Leaf]
     ) -> Leaf:
         if isinstance(target, Like):
             return target.make()
@@ -119,8 +114,7 @@ class TreeFill:
 
     def _collect(self, saved: Any, live: Any, path: Path) -> None:
         if isinstance(saved, SavedTensor | torch.Tensor):
-            self._plan.append((saved, self._choose(saved, live, path)))
-            self._owners.append(path[:1] if self._apart else ())
+            self._plan.append((saved, self._choose(saved, live, path), path[:1] if self._apart else ()))
             return
         for key, value, counterpart in _children(saved, live):
             self._collect(value, counterpart, (*path, key))

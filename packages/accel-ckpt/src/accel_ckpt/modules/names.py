@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import NameCollisionError
-from accel_ckpt.modules.versions import versions_of, with_versions
+from accel_ckpt.modules.versions import versions_at, versions_of, with_versions
 from accel_ckpt.tensor_storage import is_lazy
 
 __all__ = [
@@ -187,8 +187,7 @@ def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]
     if not versions:
         return state
     prefixes = {canonical: prefix for prefix, canonical, _ in prefixed_modules(module)}
-    here = {prefixes.get(f"{name}." if name else "", name).rstrip("."): v for name, v in versions.items()}
-    return with_versions(state, here)
+    return with_versions(state, versions_at(versions, prefixes))
 
 
 def _strip_segments(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from accel_ckpt.tensor_storage import VERSIONS_KEY
 
-__all__ = ["renamed_versions", "versions_metadata", "versions_of", "with_versions"]
+__all__ = ["renamed_versions", "versions_at", "versions_metadata", "versions_of", "with_versions"]
 
 T = TypeVar("T")
 
@@ -45,6 +45,14 @@ def renamed_versions(versions: Mapping[str, int], names: Mapping[str, str]) -> d
     """Versions by the new names of modules, given the old and new names of their tensors."""
     modules = {old.rpartition(".")[0]: new.rpartition(".")[0] for old, new in names.items()}
     return {modules.get(name, name): version for name, version in versions.items()}
+
+
+def versions_at(versions: Mapping[str, int], prefixes: Mapping[str, str]) -> dict[str, int]:
+    """Versions by other names of modules, given the prefixes of tensors there by those here; ``""`` is the model's."""
+    return {
+        prefixes.get(f"{name}." if name else "", name).rstrip("."): version
+        for name, version in versions.items()
+    }
 
 
 def versions_metadata(versions: Mapping[str, int]) -> dict[str, str]:

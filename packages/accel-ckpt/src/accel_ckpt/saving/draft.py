@@ -148,10 +148,10 @@ class StateDraft:
         versions: dict[str, Mapping[str, int]] = {}
         for index, state_dict in enumerate(weights):
             parts[model_stem(index, True)], plain = _divided_and_whole(state_dict)
-            versions[model_stem(index, True)] = versions_of(state_dict)
+            versions[model_stem(index, True)] = said = versions_of(state_dict)
             if leads:
                 stem = model_stem(index, safe_serialization)
-                plain = with_versions(plain, versions_of(state_dict))
+                plain = with_versions(plain, said)
                 planned.append(plan_model_files(plain, max_shard_size, safe_serialization, stem))
         parts["state"], tensors = _divided_and_whole(leaves)
         own_parts, own_tensors = _divided_and_whole(own)
