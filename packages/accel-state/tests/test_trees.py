@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import pickle
 import types
+import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from typing import Any
@@ -456,3 +458,36 @@ def test_specs_of_different_trees_differ():
     assert spec([one()]) != spec((one(),))
     assert spec({"a": one()}) != spec({"b": one()})
     assert spec([one(), 1]) != spec([one(), 2])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda tree: trees.recursively_apply(lambda leaf: leaf + 1, tree),
+        lambda tree: trees.send_to_device(tree, "meta"),
+        lambda tree: trees.unflatten(trees.flatten(tree)[1], trees.flatten(tree)[0]),
+        lambda tree: trees.concatenate([tree, tree]),
+        lambda tree: trees.path_of(tree, tree["x"][0]),
+        lambda tree: trees.listify(tree),
+    ],
+)  # fmt: skip
+def test_tensors_are_freed_without_a_collection_of_cycles(call):
+    """A batch that waits for Python's collection takes memory of the device until then."""
+    tensor = torch.ones(2)
+    gone = weakref.ref(tensor)
+    gc.collect()
+    gc.disable()
+    try:
+        call({"x": (tensor,)})
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("tree", [None, [None]])
+def test_nothing_at_all_is_no_tensor_either(tree):
+    with pytest.raises(TypeError, match="NoneType at"):
+        trees.recursively_apply(torch.neg, tree, error_on_other_type=True)
+    with pytest.raises(TypeError, match="NoneType at"):
+        trees.flatten(tree, only_tensors=True)

@@ -41,14 +41,18 @@ def get_module_children_bottom_up(
     """
     names = {module: name for name, module in model.named_modules()}
     ordered: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                visit(child)
-        ordered.append((names[module], module))
-
-    visit(model)
+    _list_bottom_up(model, names, set(), ordered)
     return ordered if return_fqns else [module for _, module in ordered]
+
+
+def _list_bottom_up(
+    module: nn.Module,
+    names: dict[nn.Module, str],
+    seen: set[nn.Module],
+    ordered: list[tuple[str, nn.Module]],
+) -> None:
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            _list_bottom_up(child, names, seen, ordered)
+    ordered.append((names[module], module))

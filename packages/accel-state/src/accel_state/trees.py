@@ -115,21 +115,34 @@ def recursively_apply(
     Raises:
         TypeError: ``error_on_other_type`` is set and there is another leaf; the message has its path.
     """
+    return _apply(data, func, args, kwargs, test_type, (data,) if error_on_other_type else None)
 
-    def visit(node: Any) -> Any:
-        container = _container(type(node))
-        if container is not None and not (container is _DATACLASS and test_type(node)):
-            return container.rebuild(node, [visit(child) for child in container.children(node)])
-        if test_type(node):
-            return func(node, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(
-                f"{getattr(func, '__name__', func)} takes tensors in nested lists, tuples, mappings and "
-                f"dataclasses; found {type(node).__name__} at {path_of(data, node) or 'the top'}"
-            )
-        return node
 
-    return visit(data)
+# Recursive functions stand alone: one inside of another refers to itself, which is a reference cycle, and would keep
+# the tensors of the other one until Python's next collection of cycles.
+def _apply(
+    node: Any,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    test_type: Callable[[Any], bool],
+    strict_in: tuple[Any] | None,
+) -> Any:
+    """See `recursively_apply`; `strict_in` holds the whole tree where other leaves are errors."""
+    container = _container(type(node))
+    if container is not None and not (container is _DATACLASS and test_type(node)):
+        children = container.children(node)
+        return container.rebuild(
+            node, [_apply(child, func, args, kwargs, test_type, strict_in) for child in children]
+        )
+    if test_type(node):
+        return func(node, *args, **kwargs)
+    if strict_in is not None:
+        raise TypeError(
+            f"{getattr(func, '__name__', func)} takes tensors in nested lists, tuples, mappings and "
+            f"dataclasses; found {type(node).__name__} at {path_of(*strict_in, node) or 'the top'}"
+        )
+    return node
 
 
 def send_to_device(
@@ -388,20 +401,21 @@ def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSp
         TypeError: ``error_on_other_type`` is set and there is another leaf; the message has its path.
     """
     leaves: list[Tensor] = []
+    return leaves, _spec(tree, leaves, (tree,) if only_tensors else None)
 
-    def visit(node: Any) -> TreeSpec:
-        if isinstance(node, Tensor):
-            leaves.append(node)
-            return _TENSOR
-        container = _container(type(node))
-        if container is None:
-            if only_tensors:
-                raise _not_a_tensor(tree, node)
-            return TreeSpec(..., node)
-        children = tuple([visit(child) for child in container.children(node)])
-        return TreeSpec(type(node), container.outline(node), children)
 
-    return leaves, visit(tree)
+def _spec(node: Any, leaves: list[Tensor], strict_in: tuple[Any] | None) -> TreeSpec:
+    """The spec of a node, whose tensors go to `leaves`; `strict_in` as for `_apply`."""
+    if isinstance(node, Tensor):
+        leaves.append(node)
+        return _TENSOR
+    container = _container(type(node))
+    if container is None:
+        if strict_in is not None:
+            raise _not_a_tensor(*strict_in, node)
+        return TreeSpec(..., node)
+    children = tuple([_spec(child, leaves, strict_in) for child in container.children(node)])
+    return TreeSpec(type(node), container.outline(node), children)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
@@ -411,24 +425,23 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
         ValueError: the number of tensors differs from that of the spec.
     """
     source = iter(leaves)
-    missing = object()
-
-    def visit(node: TreeSpec) -> Any:
-        if node.kind is None:
-            leaf = next(source, missing)
-            if leaf is missing:
-                raise ValueError("unflatten got fewer tensors than the spec has")
-            return leaf
-        if node.kind is ...:
-            return node.outline
-        container = _container(node.kind)
-        assert container is not None, node.kind
-        return container.build(node.kind, node.outline, [visit(child) for child in node.children])
-
-    tree = visit(spec)
-    if next(source, missing) is not missing:
+    tree = _built(spec, source)
+    if next(source, None) is not None:
         raise ValueError("unflatten got more tensors than the spec has")
     return tree
+
+
+def _built(spec: TreeSpec, source: Iterator[Tensor]) -> Any:
+    if spec.kind is None:
+        leaf = next(source, None)
+        if leaf is None:
+            raise ValueError("unflatten got fewer tensors than the spec has")
+        return leaf
+    if spec.kind is ...:
+        return spec.outline
+    container = _container(spec.kind)
+    assert container is not None, spec.kind
+    return container.build(spec.kind, spec.outline, [_built(child, source) for child in spec.children])
 
 
 def _not_a_tensor(data: Any, leaf: Any) -> TypeError:
@@ -440,20 +453,20 @@ def _not_a_tensor(data: Any, leaf: Any) -> TypeError:
 
 def path_of(data: Any, leaf: Any) -> str:
     """The path of the object ``leaf`` in ``data``, as a Python expression suffix; "" at the top level."""
+    return _search(data, leaf, "") or ""
 
-    def search(node: Any, path: str) -> str | None:
-        if node is leaf:
-            return path
-        container = _container(type(node))
-        if container is None:
-            return None
-        for name, child in zip(_child_names(node), container.children(node), strict=True):
-            found = search(child, path + name)
-            if found is not None:
-                return found
+
+def _search(node: Any, leaf: Any, path: str) -> str | None:
+    if node is leaf:
+        return path
+    container = _container(type(node))
+    if container is None:
         return None
-
-    return search(data, "") or ""
+    for name, child in zip(_child_names(node), container.children(node), strict=True):
+        found = _search(child, leaf, path + name)
+        if found is not None:
+            return found
+    return None
 
 
 def _child_names(node: Any) -> list[str]:

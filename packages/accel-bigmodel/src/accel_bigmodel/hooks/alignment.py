@@ -107,15 +107,14 @@ def get_state_dict_from_offload(
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:
-    def flat(hook: Any) -> list[Any]:
-        return (
-            [part for each in hook.hooks for part in flat(each)]
-            if isinstance(hook, SequentialHook)
-            else [hook]
-        )
-
     hook = hook_of(module)
-    return [] if hook is None else flat(hook)
+    return [] if hook is None else _flat(hook)
+
+
+def _flat(hook: Any) -> list[Any]:
+    return (
+        [part for each in hook.hooks for part in _flat(each)] if isinstance(hook, SequentialHook) else [hook]
+    )
 
 
 def _offloading(module: nn.Module) -> list[Any]:

@@ -136,16 +136,16 @@ def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | No
 def _inner_first(model: nn.Module, is_unit: Callable[[int], bool]) -> list[nn.Module]:
     """The units below a model by `id`, each once, inner ones first."""
     found: dict[int, nn.Module] = {}
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            walk(child)
-            if is_unit(id(child)) and not isinstance(child, _LISTS):
-                found.setdefault(id(child), child)
-
-    walk(model)
+    _add_inner_first(model, is_unit, found)
     found.pop(id(model), None)
     return list(found.values())
+
+
+def _add_inner_first(module: nn.Module, is_unit: Callable[[int], bool], found: dict[int, nn.Module]) -> None:
+    for child in module.children():
+        _add_inner_first(child, is_unit, found)
+        if is_unit(id(child)) and not isinstance(child, _LISTS):
+            found.setdefault(id(child), child)
 
 
 def _no_split(model: nn.Module) -> tuple[str, ...]:
@@ -173,18 +173,18 @@ def _by_class(model: nn.Module, names: tuple[str, ...], given: bool) -> list[nn.
 
 def _by_size(module: nn.Module, least: int) -> Iterable[nn.Module]:
     """Modules that have at least so many parameters outside of units inside them."""
-    taken: set[int] = set()
+    return _large(module, max(1, least), set())
 
-    def count(parent: nn.Module) -> Iterable[nn.Module]:
-        for child in parent.children():
-            if not isinstance(child, _WHOLE):
-                yield from count(child)
-            left = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
-            if sum(left.values()) >= max(1, least) and not isinstance(child, _LISTS):
-                taken.update(left)
-                yield child
 
-    return count(module)
+def _large(parent: nn.Module, least: int, taken: set[int]) -> Iterable[nn.Module]:
+    """Inner ones first; `taken` are the parameters of those that were found, by `id`."""
+    for child in parent.children():
+        if not isinstance(child, _WHOLE):
+            yield from _large(child, least, taken)
+        left = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
+        if sum(left.values()) >= least and not isinstance(child, _LISTS):
+            taken.update(left)
+            yield child
 
 
 def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> set[int]:
