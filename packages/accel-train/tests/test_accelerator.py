@@ -141,6 +141,21 @@ def test_everything_pickles_and_is_collected():
     assert [reference() for reference in references] == [None] * 5
 
 
+def test_a_model_is_forgotten_while_its_accelerator_goes_on():
+    """Also one that was trained for fewer micro-batches than the new loop's checks look at."""
+    accelerator = Accelerator()
+    plain = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    references = [weakref.ref(item) for item in (plain, model, optimizer, plain.weight)]
+    del plain
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
 def test_deepcopy_of_an_accelerator_is_the_accelerator():
     accelerator = Accelerator()
     assert copy.deepcopy({"a": accelerator})["a"] is accelerator

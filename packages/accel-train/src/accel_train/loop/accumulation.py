@@ -229,6 +229,8 @@ class Accumulator:
         self._current = self.last_owner = None
         self.manual.reset()
         self.sync_gradients = True
+        if self._first is not None:
+            self._first.forget()
         if self.guard is not None:
             self.guard.forget()
 
@@ -236,6 +238,8 @@ class Accumulator:
         """Drop the windows of a model that is prepared again."""
         for models in [key for key in self._windows if any(item is model for item in key)]:
             del self._windows[models]
+        if self._first is not None:
+            self._first.forget()
 
     def enter(self, window: Window, loader: _Loader | None) -> None:
         """A micro-batch begins."""

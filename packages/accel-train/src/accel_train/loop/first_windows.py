@@ -54,6 +54,11 @@ class FirstWindows:
         """Whether nothing is looked for any more."""
         return self._seen >= _MICRO_BATCHES
 
+    def forget(self) -> None:
+        """Drop the models and parameters that were seen."""
+        self._values.clear()
+        self._reached.clear()
+
     def entered(self, models: tuple[nn.Module, ...], opens: bool) -> None:
         """A micro-batch begins; `opens`: the first of its window.
 
