@@ -14,6 +14,7 @@ from accel_train.data.sampling.index_streams import ArithmeticStream
 from accel_train.data.sampling.layout import BatchLayout
 from accel_train.data.sampling.permutations import order_source
 from accel_train.data.sampling.shared_seed import Alone
+from accel_train.data.transfer import StreamTransfer
 from accel_train.errors import DataError
 
 
@@ -154,13 +155,8 @@ def test_a_batch_is_moved_and_then_cut():
     loader = prepare()
 
     class Tenfold:
-        ahead = False
-
-        def start(self, batch):
-            return batch
-
-        def finish(self, ticket):
-            return ticket * 10
+        def move(self, batch):
+            return batch * 10
 
     loader.shard_batch = lambda batch: batch + 1
     assert [batch.tolist() for batch in LoaderIterator(loader)] == [[1, 2], [3, 4], [5, 6]]
@@ -170,9 +166,7 @@ def test_a_batch_is_moved_and_then_cut():
     assert [batch.tolist() for batch in LoaderIterator(loader)] == [[0, 10], [20, 30], [40, 50]]
 
 
-class Copies:
-    ahead = True
-
+class Copies(StreamTransfer):
     def __init__(self):
         self.begun = []
 

@@ -25,21 +25,21 @@ class Numbers(IterableDataset):
             yield index
 
 
-class Recording:
+class Recording(StreamTransfer):
     """Plays an accelerator: notes when a copy begins and when its batch is handed out."""
-
-    ahead = True
 
     def __init__(self):
         self.events = []
 
     def start(self, batch):
         self.events.append(("start", batch.tolist()))
-        return batch
+        return batch, "ticket"
 
     def finish(self, ticket):
-        self.events.append(("finish", ticket.tolist()))
-        return ticket * 10
+        batch, kind = ticket
+        assert kind == "ticket"
+        self.events.append(("finish", batch.tolist()))
+        return batch * 10
 
 
 def recorded(loader, ranks=1, **options):
@@ -105,7 +105,15 @@ def test_a_sampler_that_draws_late_is_not_asked_ahead():
 
     loader = recorded(DataLoader(range(4), batch_sampler=Late()))
     assert not isinstance(iter(loader), AheadIterator)
+    assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+    assert [kind for kind, _ in loader.transfer.events] == ["start", "finish"] * 2
     assert isinstance(iter(recorded(DataLoader(range(4), batch_size=2))), AheadIterator)
+
+
+def test_samples_without_batches_are_on_their_way_too():
+    loader = recorded(DataLoader(torch.arange(3), batch_size=None))
+    assert isinstance(iter(loader), AheadIterator)
+    assert [sample.tolist() for sample in loader] == [0, 10, 20]
 
 
 def test_the_way_is_chosen_by_device_and_workers(monkeypatch):
@@ -115,13 +123,12 @@ def test_the_way_is_chosen_by_device_and_workers(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     on_cpu = choose_transfer(CPU, non_blocking=False, background_workers=True)
     assert isinstance(on_cpu, DirectTransfer)
-    assert not on_cpu.ahead
 
 
 def test_batches_go_to_the_device_when_they_are_handed_out():
     batch = {"x": torch.ones(2), "y": [torch.zeros(1), "text"]}
     meta = torch.device("meta")
-    moved = DirectTransfer(meta).finish(DirectTransfer(meta).start(batch))
+    moved = DirectTransfer(meta).move(batch)
     assert moved["x"].device == moved["y"][0].device == meta
     assert moved["y"][1] == "text"
     loader = prepare_data_loader(

@@ -10,6 +10,7 @@ from accel_train.data.epoch_start import begin_epoch
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.index_streams import IndexStream
+from accel_train.data.transfer import StreamTransfer
 from accel_train.errors import DataError
 
 __all__ = ["AheadIterator", "LoaderIterator", "TimedIterator", "early_end"]
@@ -38,7 +39,7 @@ class LoaderIterator:
         self._live = False
         self._loader = loader
         self._ledger = loader.ledger
-        self._finish = _finishing(loader)
+        self._finish = self._finishing(loader)
         self._tagged = loader.tagged
         self._around = loader.current
         self._iteration: Iteration | None = None
@@ -49,6 +50,18 @@ class LoaderIterator:
         iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"
         self._source = iteration.source
+
+    def _finishing(self, loader: PreparedLoader) -> Callable[[Any], Any] | None:
+        """What is done with a batch before it is returned; None: nothing."""
+        move = self._move(loader)
+        cut = loader.shard_batch
+        if move is None or cut is None:
+            return cut if move is None else move
+        return lambda item: cut(move(item))
+
+    def _move(self, loader: PreparedLoader) -> Callable[[Any], Any] | None:
+        """How a batch gets to the device; None: it stays where it is."""
+        return None if loader.transfer is None else loader.transfer.move
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -120,15 +133,6 @@ class LoaderIterator:
             self._close(exhausted=False)
 
 
-def _finishing(loader: PreparedLoader) -> Callable[[Any], Any] | None:
-    """What is done with a batch before it is returned; None: nothing."""
-    move = None if loader.transfer is None else loader.transfer.finish
-    cut = loader.shard_batch
-    if move is None or cut is None:
-        return cut if move is None else move
-    return lambda ticket: cut(move(ticket))
-
-
 def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError | None:
     """What to raise when a loader ends after `yielded` batches although its sampler has more; None if it has not.
 
@@ -151,9 +155,12 @@ class AheadIterator(LoaderIterator):
 
     def __init__(self, loader: PreparedLoader) -> None:
         super().__init__(loader)
-        assert loader.transfer is not None, "there is a device to copy to"
         assert self._iteration is not None
-        self._source = self._iteration.source = _Started(self._source, loader.transfer.start, self._tagged)
+        start = _stream(loader).start
+        self._source = self._iteration.source = _Started(self._source, start, self._tagged)
+
+    def _move(self, loader: PreparedLoader) -> Callable[[Any], Any] | None:
+        return _stream(loader).finish
 
     def __next__(self) -> Any:
         batch = super().__next__()
@@ -165,6 +172,11 @@ class AheadIterator(LoaderIterator):
         if not iteration.held and (stream is None or not stream.ends_at(iteration.yielded)):
             iteration.look_ahead()
         return batch
+
+
+def _stream(loader: PreparedLoader) -> StreamTransfer:
+    assert isinstance(loader.transfer, StreamTransfer), "copies can begin before their batch is asked for"
+    return loader.transfer
 
 
 class TimedIterator:

@@ -14,7 +14,7 @@ from accel_train.data.sampling.batches import (
     padded_rows,
     plan_of,
 )
-from accel_train.data.transfer import BatchTransfer, choose_transfer
+from accel_train.data.transfer import BatchTransfer, StreamTransfer, choose_transfer
 
 __all__ = ["DataLoaderShard"]
 
@@ -41,8 +41,8 @@ class DataLoaderShard(PreparedLoader):
 
     def __iter__(self) -> Any:
         # Fetching ahead asks the sampler for indices earlier; only one that is drawn at once does not mind.
-        ahead = self.transfer is not None and self.transfer.ahead
-        if ahead and (self.indexes is None or plan_of(self._batch_sampler()).source is not None):
+        ahead = isinstance(self.transfer, StreamTransfer)
+        if ahead and (self.indexes is None or plan_of(self.indexes.sampler).source is not None):
             iterator: LoaderIterator = AheadIterator(self)
         else:
             iterator = LoaderIterator(self)

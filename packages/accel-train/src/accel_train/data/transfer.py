@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,40 +12,21 @@ from accel_state.trees import recursively_apply, send_to_device
 __all__ = ["BatchTransfer", "DirectTransfer", "StreamTransfer", "choose_transfer"]
 
 
-class BatchTransfer(Protocol):
-    """Two halves of a move: what can be started early, and what must happen when the batch is returned."""
-
-    ahead: bool
-    """Whether starting early gains anything."""
-
-    def start(self, batch: Any) -> Any:
-        """Begin to move `batch`; the result goes to `finish`."""
-
-    def finish(self, ticket: Any) -> Any:
-        """The moved batch, safe to be used by the current stream."""
-
-
 class DirectTransfer:
-    """Move when the batch is returned.
+    """Move a batch when it is returned.
 
     Args:
         device: where to.
         non_blocking: copy asynchronously; requires pinned memory.
     """
 
-    ahead = False
-
     def __init__(self, device: torch.device, non_blocking: bool = False) -> None:
         self._device = device
         self._non_blocking = non_blocking
 
-    def start(self, batch: Any) -> Any:
-        """Nothing can be gained early."""
-        return batch
-
-    def finish(self, ticket: Any) -> Any:
-        """Move now."""
-        return send_to_device(ticket, self._device, self._non_blocking)
+    def move(self, batch: Any) -> Any:
+        """The batch on the device."""
+        return send_to_device(batch, self._device, self._non_blocking)
 
 
 class StreamTransfer:
@@ -56,11 +37,13 @@ class StreamTransfer:
         device: an accelerator.
     """
 
-    ahead = True
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
+
+    def move(self, batch: Any) -> Any:
+        """The batch on the device, where nothing was begun ahead."""
+        return self.finish(self.start(batch))
 
     def start(self, batch: Any) -> tuple[Any, Any, torch.Event]:
         """Pin what is not pinned yet and begin to copy."""
@@ -73,7 +56,7 @@ class StreamTransfer:
         return moved, pinned, done
 
     def finish(self, ticket: tuple[Any, Any, torch.Event]) -> Any:
-        """Make the current stream wait for the copy."""
+        """The moved batch; the current stream waits for the copy."""
         moved, _, done = ticket
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(done)
@@ -91,6 +74,9 @@ def _used_by(leaf: Tensor, stream: torch.Stream) -> Tensor:
     if leaf.device.type != "cpu":
         leaf.record_stream(stream)
     return leaf
+
+
+BatchTransfer: TypeAlias = DirectTransfer | StreamTransfer
 
 
 def choose_transfer(
