@@ -227,6 +227,16 @@ def test_weights_that_are_not_pinned_are_packed_by_turns():
     transfer.close()
 
 
+def test_a_slot_may_end_with_its_last_tensor():
+    """The memory of a tensor that stays on the device is as large as the tensor."""
+    transfer = Fake()
+    tensors, layout = group(1, 2)  # 400 bytes each, aligned to 512
+    slot = Slot(transfer.allocate(912), transfer.mark(None))
+    transfer.copy("a", tensors, layout, slot).wait()
+    assert [view.tolist() for view in slot.views(layout)] == [[1.0] * 100, [2.0] * 100]
+    transfer.close()
+
+
 def test_a_larger_group_gets_a_larger_buffer():
     transfer = Fake()
     for size in (10, 10, 1000):

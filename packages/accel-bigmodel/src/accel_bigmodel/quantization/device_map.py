@@ -98,9 +98,7 @@ def get_quantized_model_device_map(
     elif isinstance(device_map, str) and device_map in MODES:
         found = _inferred(model, config, layers, device_map, max_memory, no_split_module_classes)
     else:
-        device = default_device()
-        default = device.type if device.index is None else device.index
-        found = {"": default if device_map is None else device_map}
+        found = {"": _current_device() if device_map is None else device_map}
     check_device_map(model, found, strict=True)
     places = PartDevices(found)
     for layer in layers:
@@ -110,6 +108,11 @@ def get_quantized_model_device_map(
             except QuantizationError as error:
                 raise QuantizationError(f"{name}: {error}") from error
     return found
+
+
+def _current_device() -> Device:
+    device = default_device()
+    return "cpu" if device.type == "cpu" else torch.accelerator.current_device_index()
 
 
 def _inferred(

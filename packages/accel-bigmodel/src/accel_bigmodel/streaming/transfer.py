@@ -278,7 +278,8 @@ class AcceleratorTransfer:
             elif staging is None:
                 _copy_all(sources, targets, non_blocking=True)
             else:
-                count = layout.nbytes
+                # A slot may end with its last tensor, without the padding after it.
+                count = min(layout.nbytes, slot.buffer.nbytes)
                 slot.buffer[:count].copy_(staging.buffer[:count], non_blocking=True)
                 staging.sent = done
             done.record(self._stream)
