@@ -195,7 +195,11 @@ def test_garbage_is_collected_on_request():
 @pytest.mark.gpu
 def test_the_devices_memory_comes_back():
     kind = torch.accelerator.current_accelerator().type
+    before = torch.accelerator.memory_allocated()
     big = torch.zeros(2**24, device=kind)
-    held = torch.accelerator.memory_reserved()
+    assert torch.accelerator.memory_allocated() >= before + big.nbytes
+    reserved = torch.accelerator.memory_reserved()
     (big,) = release_memory(big)
-    assert torch.accelerator.memory_reserved() < held
+    assert torch.accelerator.memory_allocated() == before
+    clear_device_cache()  # the variable referred to the tensor until release_memory had returned
+    assert torch.accelerator.memory_reserved() < reserved

@@ -40,7 +40,8 @@ def release_memory(*objects: Any) -> list[None]:
 
     Returns:
         One None per object: ``a, b = release_memory(a, b)``. The memory is free once no other reference to the
-        objects remains.
+        objects remains. Until the assignment the caller's variables are such references, so the memory is then kept
+        by PyTorch's allocator, for later tensors; ``clear_device_cache()`` gives it back to the device.
     """
     count = len(objects)
     del objects
