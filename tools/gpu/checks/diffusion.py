@@ -15,7 +15,7 @@ from gpu.stable_diffusion import PARAMETERS, TOKENS, VAE, TextEncoder, UNet
 LIMIT = 800.0
 GUIDANCE = 7.5
 # Bytes on the device for the weights of each, so that there is room for the activations of an image of 512 x 512.
-BUDGETS = {"text_encoder": 90_000_000, "unet": 220_000_000, "vae": 40_000_000}
+BUDGETS = {"text_encoder": 77_000_000, "unet": 110_000_000, "vae": 25_000_000}
 # Of cuDNN's algorithms for a convolution, the one is chosen for which there is memory; they round differently.
 CLOSE_ON_DEVICE = 0.02
 
