@@ -1,11 +1,13 @@
 """The facade on an accelerator, and the same on the CPU: where things are, and that a checkpoint restores them."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_train import Accelerator
+from accel_train import Accelerator, DataLoaderConfiguration
 
 
 @pytest.fixture(params=["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)])
@@ -26,13 +28,16 @@ class Noisy(nn.Module):
         return self.layers(inputs["x"]).squeeze(1)
 
 
-def parts():
+def parts(workers=0):
     model = Noisy()
     data = TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)), torch.arange(24.0))
     collate = lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": [torch.stack([y for _, y in rows])]}  # noqa: E731
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return model, optimizer, scheduler, DataLoader(data, batch_size=4, collate_fn=collate)
+    loader = DataLoader(
+        data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers, pin_memory=workers > 0
+    )
+    return model, optimizer, scheduler, loader
 
 
 def step(accelerator, model, optimizer, scheduler, batch):
@@ -93,3 +98,49 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(cpu, precision, asyn
     assert again == losses[3:]
     for mine, right in zip(model.state_dict().values(), weights, strict=True):
         assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("adam", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_a_run_with_workers_goes_on_inside_its_second_epoch(cpu, adam, tmp_path):
+    if cpu and "capturable" in adam:
+        pytest.skip("capturable is for accelerators")
+
+    def begin():
+        torch.manual_seed(3)
+        config = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=cpu, dataloader_config=config)
+        model, _, _, loader = parts(workers=2)
+        model.to(accelerator.device)  # a capturable optimizer is made for parameters on the device
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, **adam)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+
+    accelerator, model, optimizer, scheduler, loader = begin()
+    losses = []
+    for epoch in range(2):
+        for number, batch in enumerate(loader):
+            losses.append(step(accelerator, model, optimizer, scheduler, batch))
+            if (epoch, number) == (1, 2):
+                accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    accelerator, model, optimizer, scheduler, loader = begin()
+    accelerator.load_state(tmp_path / "state")
+    assert [step(accelerator, model, optimizer, scheduler, batch) for batch in loader] == losses[-3:]
+
+
+@pytest.mark.gpu
+def test_a_batch_is_freed_when_the_loop_lets_go_of_it(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    data = torch.randn(64, 1024, 64)
+    loader = Accelerator().prepare(DataLoader(data, batch_size=8, num_workers=1, pin_memory=True))
+    list(loader)
+    gc.collect()
+    gc.disable()
+    try:
+        before, most = torch.accelerator.memory_allocated(), 0
+        for batch in loader:
+            most = max(most, torch.accelerator.memory_allocated() - before)
+            del batch
+        assert 0 < most <= 3 * data[:8].nbytes  # this one, the one before it, and the next on its way
+    finally:
+        gc.enable()
