@@ -128,6 +128,19 @@ def test_a_run_with_workers_goes_on_inside_its_second_epoch(cpu, adam, tmp_path)
     assert [step(accelerator, model, optimizer, scheduler, batch) for batch in loader] == losses[-3:]
 
 
+def test_layers_that_were_added_to_a_prepared_model_come_to_the_device(cpu):
+    accelerator = Accelerator(cpu=cpu)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(8, 8)))
+    plain = accelerator.unwrap_model(model)
+    plain.append(nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(plain, optimizer)
+    accelerator.backward(model(torch.ones(1, 8, device=accelerator.device)).sum())
+    before = plain[1].weight.clone()
+    optimizer.step()
+    assert not torch.equal(plain[1].weight, before)
+
+
 @pytest.mark.gpu
 def test_a_batch_is_freed_when_the_loop_lets_go_of_it(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")

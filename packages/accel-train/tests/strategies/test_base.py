@@ -105,6 +105,10 @@ def test_a_model_is_its_own_wrapper():
     assert strategy.plain(torch.compile(model, backend="eager")) is model
     assert not strategy.keeps_replicas(model)
     assert not strategy.is_outdated(model)
+    model.added = nn.Linear(2, 2, device="meta")
+    assert strategy.is_outdated(model), "a part of it is on another device"
+    model.hf_device_map = {"": 0, "added": "cpu"}
+    assert not strategy.is_outdated(model), "as the map says"
     assert not strategy.is_divided(model)
     assert not isinstance(strategy, DefersSync | JoinsUneven)
     strategy.release()

@@ -6,6 +6,7 @@ PyTorch does. A subclass overrides those in which its engine differs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -372,8 +373,11 @@ class Strategy:
         return self.capabilities.needs_process_group
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether a prepared `model` has changed so that it must be prepared again."""
-        return False
+        """Whether a prepared `model` has changed so that it must be prepared again: what was added is elsewhere."""
+        plain = self.plain(model)
+        if getattr(plain, "hf_device_map", None) is not None:
+            return False
+        return len({tensor.device for tensor in itertools.chain(plain.parameters(), plain.buffers())}) > 1
 
     def release(self) -> None:
         """Forget everything prepared: `free_memory()` was called."""

@@ -61,6 +61,10 @@ class EngineStrategy(Strategy, Generic[MadeT]):
         super().__init__(options)
         self.made: list[MadeT] = []
 
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Never: an engine places the parameters that it holds itself."""
+        return False
+
     def of_model(self, model: nn.Module) -> MadeT | None:
         """The engine of a model, wrapped or not."""
         plain = self.plain(model)

@@ -305,6 +305,10 @@ class FSDP2Strategy(Strategy):
         super().load_model_state(model, weights, strict)
         self.precision.values_changed(self.plain(model))
 
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Never: offloaded parameters are on another device than buffers, and `Watch` finds those that were added."""
+        return False
+
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
         self._watches.clear()
