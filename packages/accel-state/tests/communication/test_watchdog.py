@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ import textwrap
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -536,3 +538,31 @@ def test_a_look_costs_nothing_when_nobody_waits():
     watchdog = Watchdog(store, 0, 2)
     watchdog._poll(store, [Idle()])
     assert store.calls == ["ask"]
+
+
+def test_variables_of_a_script_are_freed_after_a_record_of_where_it_is():
+    """A frame holds its variables, such as batches, for as long as something holds the frame."""
+    from torch._C._distributed_c10d import HashStore
+
+    class Group:
+        name, ranks = "group", [0]
+
+        def position(self):
+            return 1, "gather", threading.get_ident()
+
+    def script(watchdog):
+        batch = torch.ones(2)
+        watchdog._peers(store, group)
+        return weakref.ref(batch)
+
+    store, group = HashStore(), Group()
+    watchdog = Watchdog(store, 0, 1)
+    watchdog.add(group)
+    gc.collect()
+    gc.disable()
+    try:
+        assert script(watchdog)() is None
+        assert json.loads(store.get("rank/0"))["at"]["group"][:2] == [1, "gather"]
+    finally:
+        gc.enable()
+        watchdog.leave("exited")

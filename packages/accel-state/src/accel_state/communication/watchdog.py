@@ -614,13 +614,17 @@ class Watchdog:
     # --- records ---
 
     def _publish(self, store: Store, gone: str | None = None) -> None:
-        frames = sys._current_frames()
-        at: dict[str, Any] = {}
-        for channel in list(self._channels):
-            number, operation, thread = channel.position()
-            at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
         # Rarely in the recorder, and not while collectives go on.
         torch = self._torch.look(time.monotonic(), 1.0) if gone is None else {}
+        frames = sys._current_frames()
+        try:
+            at: dict[str, Any] = {}
+            for channel in list(self._channels):
+                number, operation, thread = channel.position()
+                at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
+            main_thread_at = call_site(frames.get(threading.main_thread().ident or 0))
+        finally:
+            frames.clear()  # the frame of this call is among them: a cycle, with the variables of all threads in it
         record = {
             **self._identity,
             "at": at,
@@ -628,7 +632,7 @@ class Watchdog:
             "reach": self.reach(),
             "torch": torch,
             "begun": issued() if torch else {},
-            "torch at": call_site(frames.get(threading.main_thread().ident or 0)) if torch else None,
+            "torch at": main_thread_at if torch else None,
         }
         store.set(f"rank/{self._rank}", json.dumps(record))
 
@@ -658,8 +662,11 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
 
 
 def _stack() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)[-_STACK_DEPTH:]) if frame is not None else "unknown"
+    main = threading.main_thread().ident or 0
+    stacks = [
+        traceback.format_stack(frame) for thread, frame in sys._current_frames().items() if thread == main
+    ]
+    return "".join(stacks[0][-_STACK_DEPTH:]) if stacks else "unknown"
 
 
 def _one_line(error: BaseException) -> str:
