@@ -154,7 +154,8 @@ def main() -> None:
     if not any(args.folder.glob("*.safetensors")):
         train(args.folder, args.steps)
     print(f"--- a new process that may use {LIMIT / 1e6:.0f} MB", flush=True)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the libraries of an accelerator would take more than that by themselves
+    # The libraries of an accelerator would take more than that by themselves.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     status = under_limit([sys.executable, os.path.abspath(__file__), "--answer", *sys.argv[1:]], LIMIT)
     if status:
         print(f"the process ended with status {status}" + (": killed" if status in (-9, 137) else ""))
