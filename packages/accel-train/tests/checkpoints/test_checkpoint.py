@@ -59,6 +59,22 @@ def test_automatic_names_a_limit_and_the_newest(tmp_path):
     assert accelerator.save_state().name == "checkpoint_11"
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_newest_checkpoint_that_is_cut_off_is_passed_over_aloud(tmp_path, resumes, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_RESUME", str(resumes).lower())
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=config)
+    build(accelerator)
+    for _ in range(3):
+        accelerator.save_state()
+    with (tmp_path / "checkpoints" / "checkpoint_2" / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    load = accelerator.resume if resumes else accelerator.load_state
+    with pytest.warns(UserWarning, match=r"checkpoint_1 is loaded and not checkpoint_2.*another size"):
+        load()
+    assert accelerator.save_state().name == "checkpoint_3"
+
+
 def test_a_run_does_not_mix_its_checkpoints_with_those_of_a_longer_one_before(tmp_path):
     def begin(**options):
         project = ProjectConfiguration(

@@ -42,6 +42,18 @@ def number_of(directory: Path) -> int:
     return int(directory.name.rpartition("_")[2])
 
 
+def warn_of_newer(chosen: Path) -> None:
+    """Say which newer folders are passed over because they are not complete."""
+    newer = [path.name for path in accel_ckpt.checkpoints_from(chosen.parent, number_of(chosen) + 1)]
+    if newer:
+        warnings.warn(
+            f"{chosen.name} is loaded and not {newer[-1]}, the newest in {chosen.parent}: "
+            f"{', '.join(newer)} cannot be loaded, because the manifest or a file that it lists is missing or has "
+            "another size. Copy the whole folder again if there is another copy of it, or remove it.",
+            stacklevel=4,
+        )
+
+
 def read(
     here: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False, parts: Parts = ALL
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:

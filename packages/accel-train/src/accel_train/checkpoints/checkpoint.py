@@ -554,4 +554,6 @@ def _source(here: Prepared, input_dir: str | Path | None) -> Path:
         raise accel_ckpt.CheckpointNotFoundError(
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
         )
+    if here.process.is_main_process:
+        accelerate_checkpoints.warn_of_newer(found[-1])
     return found[-1]

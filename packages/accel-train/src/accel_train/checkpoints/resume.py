@@ -36,6 +36,8 @@ def resume(here: Prepared, load: Callable[[Path], Any]) -> bool:
                 "accel: there is no complete checkpoint in %s yet; training starts from the beginning", folder
             )
         return False
+    if here.process.is_main_process:
+        accelerate_checkpoints.warn_of_newer(folder / newest)
     load(folder / newest)
     return True
 
