@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,32 @@ def test_a_newest_checkpoint_that_is_cut_off_is_passed_over_aloud(tmp_path, resu
     with pytest.warns(UserWarning, match=r"checkpoint_1 is loaded and not checkpoint_2.*another size"):
         load()
     assert accelerator.save_state().name == "checkpoint_3"
+
+
+@pytest.mark.parametrize("way", ["again", "skip", "stateful", "next epoch", "saved at the end"])
+def test_batches_that_are_read_again_are_told_of(tmp_path, way):
+    def begin():
+        config = DataLoaderConfiguration(use_stateful_dataloader=way == "stateful")
+        accelerator = Accelerator(dataloader_config=config)
+        return accelerator, accelerator.prepare(DataLoader(torch.arange(8), batch_size=2, shuffle=True))
+
+    accelerator, loader = begin()
+    for number, _ in enumerate(loader):
+        if number == (3 if way == "saved at the end" else 1):
+            accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    accelerator, loader = begin()
+    accelerator.load_state(tmp_path / "state")
+    if way == "next epoch":
+        loader.set_epoch(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        batches = list(accelerator.skip_first_batches(loader, 2) if way == "skip" else loader)
+        list(loader)
+    told = [str(each.message) for each in seen if "trained on again" in str(each.message)]
+    assert len(told) == (way == "again")
+    assert len(batches) == (2 if way in ("skip", "stateful") else 4)
+    assert all("after 2 batches" in each and "skip_first_batches(loader, 2)" in each for each in told)
 
 
 def test_a_run_does_not_mix_its_checkpoints_with_those_of_a_longer_one_before(tmp_path):

@@ -72,6 +72,8 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         loader.tell_epoch(epoch.iteration)
     samplers = loader.stateful_samplers
     plan = None if loader.indexes is None else plan_of(loader.indexes.sampler)
+    if restored is not None and resume is None:
+        _warn_of_repeated(loader, restored, loader.left_out or (0 if plan is None else plan.skip))
     randomness = Randomness(loader.own_generators, plan is None or plan.source is None)
     start = None if restored is None else restored.rng_at_start
     with _AS_IT_IS if start is None else randomness.as_of(start):
@@ -89,6 +91,18 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         epoch.chosen = False
         loader.open_source(iteration, plan, restored)
     return iteration
+
+
+def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) -> None:
+    """Say that batches before the saved position are read again, where the script does not skip any."""
+    if restored.batches and not skipped and loader.ranks.index == 0:
+        warnings.warn(
+            f"The loaded state was saved after {restored.batches} batches of this epoch, and this loop begins with the "
+            "first one, so that they are trained on again. To continue after them, give the Accelerator "
+            "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
+            f"accelerator.skip_first_batches(loader, {restored.batches}). A loop may also pass over them itself.",
+            stacklevel=4,
+        )
 
 
 def _synchronize(loader: PreparedLoader, restored: Restored | None) -> None:
