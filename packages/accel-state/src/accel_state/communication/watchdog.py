@@ -622,7 +622,7 @@ class Watchdog:
             for channel in list(self._channels):
                 number, operation, thread = channel.position()
                 at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
-            main_thread_at = call_site(frames.get(threading.main_thread().ident or 0))
+            torch_at = call_site(frames.get(threading.main_thread().ident or 0)) if torch else None
         finally:
             frames.clear()  # the frame of this call is among them: a cycle, with the variables of all threads in it
         record = {
@@ -632,7 +632,7 @@ class Watchdog:
             "reach": self.reach(),
             "torch": torch,
             "begun": issued() if torch else {},
-            "torch at": main_thread_at if torch else None,
+            "torch at": torch_at,
         }
         store.set(f"rank/{self._rank}", json.dumps(record))
 
@@ -662,11 +662,8 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
 
 
 def _stack() -> str:
-    main = threading.main_thread().ident or 0
-    stacks = [
-        traceback.format_stack(frame) for thread, frame in sys._current_frames().items() if thread == main
-    ]
-    return "".join(stacks[0][-_STACK_DEPTH:]) if stacks else "unknown"
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-_STACK_DEPTH:]) if frame is not None else "unknown"
 
 
 def _one_line(error: BaseException) -> str:

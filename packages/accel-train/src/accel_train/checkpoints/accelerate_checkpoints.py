@@ -48,7 +48,7 @@ def warn_of_newer(chosen: Path) -> None:
     if newer:
         warnings.warn(
             f"{chosen.name} is loaded and not {newer[-1]}, the newest in {chosen.parent}: "
-            f"{', '.join(newer)} cannot be loaded, because the manifest or a file that it lists is missing or has "
+            f"{', '.join(newer)} is not complete on every rank: the manifest or a file that it lists is missing or has "
             "another size. Copy the whole folder again if there is another copy of it, or remove it.",
             stacklevel=4,
         )
