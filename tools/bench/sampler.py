@@ -2,7 +2,9 @@
 
 A rank's share of `BatchSampler(SequentialSampler)` is iterated without any loader, ranks being only numbers here; the
 shares are checked to be equal. The second table is what the first batch of a shuffled epoch costs, where the order is
-drawn. All contenders run in one process, in turn, round after round; numbers are medians with the range in brackets.
+drawn; the last one is the first batch of an epoch from a loader whose workers stay from epoch to epoch, beside
+PyTorch's own loader. All contenders run in one process, in turn, round after round; numbers are medians with the range
+in brackets.
 
     hatch run bench:sampler
 """
@@ -18,8 +20,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
+import accel_train
 from accel_train.data import ShardedBatchSampler
 
 BATCH = 8
@@ -55,6 +58,34 @@ def first_batch(make: Make, world: int) -> float:
     began = time.perf_counter()
     next(iter(make(base, world)))
     return (time.perf_counter() - began) * 1e3
+
+
+def loader_with_workers() -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(8.0 * BATCH).reshape(-1, 1))
+    return DataLoader(data, BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+
+
+def first_batch_of_workers(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds until the first batch of an epoch, the first epochs not counted: those start the workers."""
+    loaders = {
+        "PyTorch": loader_with_workers(),
+        "accel-train": accel_train.Accelerator(cpu=True).prepare(loader_with_workers()),
+    }
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate import Accelerator
+
+        loaders["accelerate"] = Accelerator(cpu=True).prepare(loader_with_workers())
+    times: dict[str, list[float]] = {name: [] for name in loaders}
+    for turn, (name, loader) in itertools.product(range(rounds + 2), loaders.items()):
+        time.sleep(0.005)  # workers that just ended their epoch are at rest
+        began = time.perf_counter()
+        batches = iter(loader)
+        next(batches)
+        elapsed = (time.perf_counter() - began) * 1e3
+        assert len([*batches]) == 7, "an epoch has eight batches"
+        if turn >= 2:
+            times[name].append(elapsed)
+    return times
 
 
 def check(makers: dict[str, Make]) -> None:
@@ -101,6 +132,10 @@ def main() -> int:
         makers,
         measure(makers, rounds, first_batch),
     )
+    print("\nms to the first batch of an epoch, 2 workers that stay: median [quartiles]\n")
+    for name, elapsed in first_batch_of_workers(rounds * 20).items():
+        low, middle, high = statistics.quantiles(elapsed, n=4)
+        print(f"{name}: {middle:.2f} [{low:.2f}-{high:.2f}]")
     return 0
 
 
