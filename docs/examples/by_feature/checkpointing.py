@@ -48,6 +48,7 @@ def main(args):
             if counter.steps % 6 == 0:
                 accelerator.save_state()
             if counter.steps == args.stop_at:
+                accelerator.print(f"stopped after step {counter.steps}, to be resumed")
                 return
     weights = accelerator.get_state_dict(model)["weight"]
     accelerator.print(f"finished after step {counter.steps}, weights add up to {weights.sum().item()}")

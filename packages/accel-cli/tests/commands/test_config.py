@@ -32,6 +32,12 @@ def test_default_writes_where_it_is_told(home, tmp_path):
     assert load(file).num_processes is not None
 
 
+def test_a_wrong_precision_is_told_where_a_file_exists(home, capsys):
+    assert main(["config", "default"]) == 0
+    assert main(["config", "default", "--mixed_precision", "bf17"]) == 2
+    assert "--mixed_precision is 'bf17'; expected one of" in capsys.readouterr().err
+
+
 def test_update_brings_accelerates_file_over_and_leaves_it_alone(home, capsys):
     theirs = home / "accelerate/default_config.yaml"
     theirs.parent.mkdir()

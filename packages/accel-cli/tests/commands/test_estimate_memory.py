@@ -71,6 +71,11 @@ def test_files_without_a_configuration(capsys, tmp_path):
             2,
             "--dtypes is 'float23', which is no dtype of this table; did you mean float32",
         ),
+        (
+            ["--dtypes", "float16", "int5"],
+            2,
+            "--dtypes is 'int5', which is no dtype of this table; did you mean int8",
+        ),
         (["--library_name", "tim"], 2, "--library_name is 'tim', which is not supported; did you mean timm"),
         (["--batch_size", "0"], 2, "--batch_size is '0'"),
     ],

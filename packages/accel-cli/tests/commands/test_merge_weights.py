@@ -27,6 +27,19 @@ def test_one_file(parts, tmp_path, capsys):
     assert parts.exists()
 
 
+def test_what_stays_behind_is_named(parts, tmp_path, capsys):
+    for name in ("config.json", "tokenizer.json", "notes.txt"):
+        (parts / name).write_text("{}")
+    assert merge(parts, tmp_path / "out") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "only weights are merged; copy what from_pretrained reads as well: config.json, tokenizer.json"
+    ]
+    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    assert merge(parts, tmp_path / "out") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 @pytest.mark.parametrize("flag", ["--unsafe_serialization", "--unsafe-serialization"])
 def test_a_pickle(flag, parts, tmp_path):
     assert merge(parts, tmp_path / "out", flag) == 0

@@ -19,6 +19,18 @@ def run(*words, cwd):
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--config_file nope.yaml", "configuration file nope.yaml does not exist"),
+        ("--num_proceses 2", "flag --num_proceses does not exist; did you mean --num_processes?"),
+    ],
+)
+def test_a_mistake_is_an_error_of_this_command(flags, message, capsys):
+    assert main(["test", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"accel test: error: {message}")
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "--cpu",

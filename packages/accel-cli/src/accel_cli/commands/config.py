@@ -12,6 +12,7 @@ import typer
 from accel_cli.config_show import add_commands
 from accel_cli.dialect import App
 from accel_state.config.files import default_path, find_default, load, save
+from accel_state.config.launch import LaunchConfig
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError, ConfigNotFoundError
 from accel_state.launching.hardware import find_accelerators
@@ -64,8 +65,10 @@ def default(
 ) -> None:
     """Write a file for the accelerators of this machine, or for its CPU, without questions."""
     from accel_state.config.default_config import write_basic_config
+    from accel_state.config.schema import schema_of
 
     path = _writable(config_file)
+    schema_of(LaunchConfig).by_path["mixed_precision"].read(mixed_precision, "--mixed_precision")
     if path.exists():
         typer.echo(f"{path} exists and is not changed; remove it, or give another path with --config_file")
     elif write_basic_config(mixed_precision, path, accelerators=_accelerators()):

@@ -26,10 +26,13 @@ class _Command(Command):
         """Repeat the flag before every further dtype."""
         words: list[str] = []
         listing = False
+        # Where the model comes first, as it should, no word after --dtypes can be the model.
+        model_known = bool(args) and not args[0].startswith("-")
         for word in args:
-            if listing and word in _DTYPES and words[-1] != "--dtypes":
+            is_dtype = word in _DTYPES or (model_known and not word.startswith("-"))
+            if listing and is_dtype and words[-1] != "--dtypes":
                 words.append("--dtypes")
-            listing = word == "--dtypes" or (listing and word in _DTYPES)
+            listing = word == "--dtypes" or (listing and is_dtype)
             words.append(word)
         return super().parse_args(ctx, words)
 

@@ -14,6 +14,7 @@ from accel_cli.schema_command import SchemaCommand
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
+from accel_state.config.schema import plain_flag
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
@@ -28,6 +29,11 @@ _OWN = {"config_file": True, "as_accelerate": False, "help": False, "-h": False,
 _FOR_SEVERAL_MACHINES = (
     "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
 )  # fmt: skip
+_ABOUT_THE_WORLD = {
+    "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "node_rank", "main_process_ip",
+    "main_process_port", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm",
+}  # fmt: skip
+"""Flags that scripts hardly have themselves."""
 
 
 class LaunchCommand(SchemaCommand):
@@ -146,10 +152,17 @@ def _submit(
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
     """Notes about flags that have no effect on this run."""
-    if config.num_machines > 1:
-        return []
-    typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
-    return [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
+    script, *words = flags.rest
+    later = () if config.no_python else (word.partition("=")[0] for word in words if word.startswith("--"))
+    notes = [
+        f"{flag} comes after {script}, so it goes to the script; flags of accel launch come before it"
+        for flag in later
+        if plain_flag(flag) in _ABOUT_THE_WORLD
+    ]
+    if config.num_machines == 1:
+        typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
+        notes += [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
+    return notes
 
 
 def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:

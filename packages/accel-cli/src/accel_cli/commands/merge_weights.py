@@ -16,6 +16,17 @@ __all__ = ["app"]
 
 app = App()
 
+_BESIDE_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+"""What the Hugging Face libraries keep beside the weights of a model."""
+
 
 @app.command()
 def merge_weights(
@@ -80,6 +91,13 @@ def merge_weights(
         )
     total = sum((output_path / name).stat().st_size for name in names)
     typer.echo(f"{output_path}: {', '.join(_shorten(names))} ({decimal(total)})")
+    left = [
+        name
+        for name in _BESIDE_WEIGHTS
+        if (checkpoint_directory / name).is_file() and not (output_path / name).exists()
+    ]
+    if left:
+        typer.echo(f"only weights are merged; copy what from_pretrained reads as well: {', '.join(left)}")
 
 
 def _size(words: str | None) -> int | str | None:

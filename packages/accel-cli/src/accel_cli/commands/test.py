@@ -15,6 +15,8 @@ from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page
 from accel_state.config.flags import parse_flags
+from accel_state.config.merge import resolve
+from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 
 __all__ = ["app", "main"]
@@ -76,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
             f"accel test takes flags only, and {flags.rest[0]!r} is none; to start a script: accel launch "
             f"{flags.rest[0]}"
         )
+    resolve(
+        flags.others.get("config_file"), snapshot(), flags
+    )  # a wrong flag or file is this command's error
     words = [word for word in arguments if word != "--json"]
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # A process of its own: a launch of one process takes the place of the launcher.

@@ -122,7 +122,10 @@ def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
             waited.append(label)
         else:
             failed.setdefault(line, []).append(label)
-    lines = [f"{listed(labels)} failed too: {line[:longest]}" for line, labels in failed.items()]
+    lines = []
+    for line, labels in failed.items():
+        shown = line if len(line) <= longest else f"{line[: longest - 1]}…"
+        lines.append(f"{listed(labels)} failed too: {shown}")
     if differing:
         lines.append(f"{listed(differing)} raised the same error, because ranks call different collectives")
     if waited:
