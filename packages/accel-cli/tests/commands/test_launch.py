@@ -50,8 +50,10 @@ def script(tmp_path):
 def test_words_after_the_script_are_the_scripts(script):
     done = accel("--cpu", script, "--num_processes", "9", "--unknown", "-h")
     assert (done.returncode, done.stdout) == (0, "['--num_processes', '9', '--unknown', '-h'] None\n")
-    note = f"accel: --num_processes comes after {script}, so it goes to the script; flags of accel launch come before it\n"
-    assert done.stderr == note
+    assert done.stderr == (
+        f"accel: --num_processes comes after {script}, so it goes to the script; "
+        "flags of accel launch come before it\n"
+    )
     assert accel("--cpu", "--quiet", script, "--num-processes=9").stderr == ""
     assert accel("--cpu", "--no_python", sys.executable, script, "--num_processes", "9").stderr == ""
 

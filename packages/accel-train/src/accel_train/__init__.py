@@ -321,7 +321,7 @@ __getattr__, __dir__, __all__ = attach(
             "Throughput",
             "ThroughputMeter",
         ),
-        "accel_train.state": (
+        "accel_train.loop.state": (
             "AcceleratorState",
             "GradientState",
             "is_initialized",
@@ -348,7 +348,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_train.tracking.tensorboard": ("TensorBoardTracker",),
         "accel_train.tracking.trackio": ("TrackioTracker",),
         "accel_train.tracking.wandb": ("WandBTracker",),
-        "accel_train.unwrap": (
+        "accel_train.setup.unwrap": (
             "extract_model_from_parallel",
             "has_compiled_regions",
             "is_peft_model",

@@ -263,9 +263,9 @@ from accel_train.precision.fp8.te import contextual_fp8_autocast as contextual_f
 from accel_train.precision.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
 from accel_train.ranks import Ranks as Ranks
 from accel_train.setup.compile import compile_regions as compile_regions
-from accel_train.state import AcceleratorState as AcceleratorState
-from accel_train.state import GradientState as GradientState
-from accel_train.state import is_initialized as is_initialized
+from accel_train.loop.state import AcceleratorState as AcceleratorState
+from accel_train.loop.state import GradientState as GradientState
+from accel_train.loop.state import is_initialized as is_initialized
 from accel_train.strategies.base import Capabilities as Capabilities
 from accel_train.strategies.base import Strategy as Strategy
 from accel_train.strategies.base import StrategyOptions as StrategyOptions
@@ -293,8 +293,8 @@ from accel_train.tracking.swanlab import SwanLabTracker as SwanLabTracker
 from accel_train.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from accel_train.tracking.trackio import TrackioTracker as TrackioTracker
 from accel_train.tracking.wandb import WandBTracker as WandBTracker
-from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
-from accel_train.unwrap import has_compiled_regions as has_compiled_regions
-from accel_train.unwrap import is_peft_model as is_peft_model
+from accel_train.setup.unwrap import extract_model_from_parallel as extract_model_from_parallel
+from accel_train.setup.unwrap import has_compiled_regions as has_compiled_regions
+from accel_train.setup.unwrap import is_peft_model as is_peft_model
 
 __all__: list[str]

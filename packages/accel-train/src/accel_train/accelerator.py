@@ -37,6 +37,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.loop.state import AcceleratorState, GradientState, register_newest
 from accel_train.loop_view import LoopView
 from accel_train.mesh_view import MeshView
 from accel_train.plugins import (
@@ -52,18 +53,17 @@ from accel_train.plugins import (
 )
 from accel_train.plugins.launched import launched_plugin
 from accel_train.precision_view import PrecisionView
-from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
+from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
-from accel_train.state import AcceleratorState, GradientState, register_newest
+from accel_train.setup.unwrap import unwrap
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.tracking.running import Trackers
 from accel_train.tracking.selection import select_trackers
 from accel_train.tracking_view import TrackingView
-from accel_train.unwrap import unwrap
 
 __all__ = ["Accelerator"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 __all__ = ["ClientListsView"]
 

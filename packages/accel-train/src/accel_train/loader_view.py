@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_train.plugins import DataLoaderConfiguration
-from accel_train.prepared import Options
+from accel_train.setup.prepared import Options
 
 __all__ = ["LoaderView"]
 

@@ -9,7 +9,7 @@ from accel_train.errors import OptionError
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import StepGuard, StepGuardOptions
 from accel_train.loop.lomo import check_guarded
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 __all__ = ["LoopView"]
 

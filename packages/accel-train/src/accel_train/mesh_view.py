@@ -15,9 +15,9 @@ from accel_state.log import get_logger
 from accel_state.world.process import PartialState
 from accel_train.data.loader import PreparedLoader
 from accel_train.errors import PrepareError
+from accel_train.loop.state import AcceleratorState
 from accel_train.plugins import ParallelismConfig
 from accel_train.setup.resolve import Plan
-from accel_train.state import AcceleratorState
 
 __all__ = ["MeshView"]
 

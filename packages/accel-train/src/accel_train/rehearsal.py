@@ -19,7 +19,7 @@ from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.sampling.batches import ShardedBatchSampler, length_of, plan_of
 
 if TYPE_CHECKING:
-    from accel_train.prepared import Prepared
+    from accel_train.setup.prepared import Prepared
 
 __all__ = ["NotSaved", "RehearsalEnd", "TrainingRehearsal", "leaves_out"]
 

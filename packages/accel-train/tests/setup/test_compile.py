@@ -8,8 +8,8 @@ from torch import nn
 
 from accel_train import Accelerator, TorchDynamoPlugin
 from accel_train.setup.compile import compile_model, compile_regions
+from accel_train.setup.unwrap import has_compiled_regions
 from accel_train.strategies.wrappers import is_compiled_module
-from accel_train.unwrap import has_compiled_regions
 
 
 def make(seed=0):

@@ -16,7 +16,7 @@ import accel_ckpt
 from accel_train.checkpoints.chosen_parts import ALL, Parts
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.errors import OptionError
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 if TYPE_CHECKING:  # read by few scripts, so imported through the lazy names of accel_ckpt
     from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile

@@ -23,8 +23,8 @@ from accel_train.checkpoints.frozen_weights import leave_out_frozen
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, fit, read
 from accel_train.errors import DividedTensorError, OptionError
 from accel_train.plugins import ProjectConfiguration
-from accel_train.prepared import Prepared, Registered
 from accel_train.rehearsal import NotSaved, leaves_out
+from accel_train.setup.prepared import Prepared, Registered
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy

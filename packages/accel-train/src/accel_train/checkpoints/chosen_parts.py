@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from accel_train.errors import OptionError
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 __all__ = ["ALL", "MODELS", "Parts", "choose", "left_out", "limit", "part_of", "trains"]
 

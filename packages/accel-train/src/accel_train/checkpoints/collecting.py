@@ -19,7 +19,7 @@ from accel_ckpt.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_state.seeding import get_rng_state
 from accel_train.checkpoints import rank_differences, window_state
-from accel_train.prepared import Prepared, Registered
+from accel_train.setup.prepared import Prepared, Registered
 
 __all__ = ["collect", "named_models", "replicated_buffers", "trained"]
 

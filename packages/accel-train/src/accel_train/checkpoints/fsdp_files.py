@@ -31,7 +31,7 @@ from accel_ckpt.format.reader import read_pickled
 from accel_state.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_train.errors import OptionError
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_train.unwrap import is_peft_model, plain_module
+from accel_train.setup.unwrap import is_peft_model, plain_module
 
 __all__ = ["load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer"]
 

@@ -14,7 +14,7 @@ from accel_ckpt.rank_trees import Marks, RankTree
 from accel_state.log import get_logger
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints.chosen_parts import ALL, Parts, part_of
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 __all__ = ["FORM", "compared", "in_words", "marks_of", "own_trees", "take_up", "warn_of_other_ranks"]
 

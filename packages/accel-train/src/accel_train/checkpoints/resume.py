@@ -12,7 +12,7 @@ from accel_state import environment
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.checkpoint import automatic_folder
 from accel_train.errors import OptionError
-from accel_train.prepared import Prepared
+from accel_train.setup.prepared import Prepared
 
 __all__ = ["newest_of_all", "resume"]
 

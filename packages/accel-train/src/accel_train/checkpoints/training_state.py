@@ -31,8 +31,8 @@ from accel_train.checkpoints.collecting import named_models, replicated_buffers,
 from accel_train.checkpoints.frozen_weights import completed
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
-from accel_train.prepared import Prepared
 from accel_train.setup.draws import share_draws
+from accel_train.setup.prepared import Prepared
 from accel_train.strategies.base import SavedModel
 
 __all__ = ["Pairs", "Saved", "apply", "fit", "read"]

@@ -12,9 +12,9 @@ import torch
 from accel_state.enums import DistributedType
 from accel_state.trees import convert_to_fp32
 from accel_state.world.process import PartialState
+from accel_train.loop.state import AcceleratorState
 from accel_train.plugins import AutocastKwargs
 from accel_train.precision.registry import PRECISIONS
-from accel_train.state import AcceleratorState
 
 __all__ = [
     "ConvertOutputsToFp32",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_train.precision.base import Precision
-from accel_train.setup.registry import Registry
+from accel_train.registry import Registry
 
 __all__ = ["PRECISIONS"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accel_train.plugins import TorchDynamoPlugin
+from accel_train.setup.unwrap import has_compiled_regions
 from accel_train.strategies.blocks import repeated_blocks
 from accel_train.strategies.wrappers import is_compiled_module
-from accel_train.unwrap import has_compiled_regions
 
 __all__ = ["compile_model", "compile_regions"]
 

@@ -14,7 +14,7 @@ from accel_train.plugins import TorchDynamoPlugin
 from accel_train.precision.base import Precision
 from accel_train.precision.restoring import restore_model
 from accel_train.setup.compile import compile_model
-from accel_train.unwrap import plain_module
+from accel_train.setup.unwrap import plain_module
 
 __all__ = ["Steps", "place_model"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_train.setup.registry import Registry
+from accel_train.registry import Registry
 from accel_train.strategies.base import Strategy
 
 __all__ = ["STRATEGIES"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import TypeVar
 
 from accel_train.errors import OptionError
-from accel_train.setup.registry import Registry
+from accel_train.registry import Registry
 from accel_train.tracking.base import GeneralTracker
 
 __all__ = ["LOGGER_TYPE_TO_CLASS", "TRACKERS", "TrackerClasses", "register_tracker_class"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from accel_state import DistributedType
 from accel_train import AcceleratedOptimizer, AcceleratorState
-from accel_train.state import is_initialized
+from accel_train.loop.state import is_initialized
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler as DeepSpeedSchedulerWrapper
 
 __all__ = [

@@ -18,7 +18,7 @@ from accel_state import (
     get_shape,
 )
 from accel_train.loop.manual_amp import ConvertOutputsToFp32
-from accel_train.state import AcceleratorState
+from accel_train.loop.state import AcceleratorState
 
 __all__ = [
     "TENSOR_INT_TO_DTYPE",

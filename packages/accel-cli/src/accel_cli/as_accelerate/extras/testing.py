@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from accel_cli.as_accelerate.extras.backend import device_count
 from accel_state import PartialState, gather
 from accel_state.environment import get
-from accel_train.state import AcceleratorState
+from accel_train.loop.state import AcceleratorState
 
 __all__ = [
     "DEFAULT_LAUNCH_COMMAND",

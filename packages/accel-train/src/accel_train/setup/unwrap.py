@@ -6,8 +6,8 @@ import sys
 
 from torch import nn
 
+from accel_train.loop.state import newest_strategy
 from accel_train.precision.restoring import restore_model
-from accel_train.state import newest_strategy
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.ddp import inside_parallel
 from accel_train.strategies.wrappers import innermost, inside_compiled, is_compiled_module

@@ -6,7 +6,7 @@ import pytest
 
 from accel_train.errors import OptionError
 from accel_train.precision.registry import PRECISIONS
-from accel_train.setup.registry import Registry
+from accel_train.registry import Registry
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.registry import STRATEGIES
 

@@ -9,7 +9,7 @@ import torch
 from accel_state.enums import DistributedType
 from accel_state.errors import StateError
 from accel_train import Accelerator, ArgumentTypeError, GradientAccumulationPlugin, OptionError
-from accel_train.state import AcceleratorState, GradientState, is_initialized
+from accel_train.loop.state import AcceleratorState, GradientState, is_initialized
 
 
 def test_the_accumulation_options_are_shown_as_they_are_now():

@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from accel_train import Accelerator, TorchDynamoPlugin
-from accel_train.strategies.base import Strategy
-from accel_train.strategies.wrappers import is_compiled_module
-from accel_train.unwrap import (
+from accel_train.setup.unwrap import (
     extract_model_from_parallel,
     has_compiled_regions,
     plain_module,
     unwrap,
 )
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.wrappers import is_compiled_module
 
 
 def make(seed=0):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator
-from accel_train.prepared import Hooks, Registered, mark_prepared
+from accel_train.setup.prepared import Hooks, Registered, mark_prepared
 from accel_train.strategies.base import Strategy
 
 
