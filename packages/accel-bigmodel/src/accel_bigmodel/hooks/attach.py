@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_bigmodel.containers import is_container
 from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams, align_inputs
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.offloaded_tensors import tensor_locations
 from accel_bigmodel.offload_files import PrefixedDataset
-from accel_bigmodel.streaming.groups import is_container
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 

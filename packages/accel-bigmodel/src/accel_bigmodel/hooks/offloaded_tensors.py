@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from accel_bigmodel.containers import is_container
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.groups import is_container
 from accel_ckpt.modules.tensors import rewrap
 
 __all__ = ["BORROW_LOCK", "Borrowed", "OffloadedTensor", "TensorLocation", "tensor_locations", "wrapped_like"]

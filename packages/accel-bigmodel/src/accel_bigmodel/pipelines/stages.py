@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from accel_bigmodel.containers import is_container
 from accel_bigmodel.device_maps.budget import Sizes, size_in_bytes
 from accel_bigmodel.device_maps.model_outline import class_names
 from accel_bigmodel.errors import DeviceMapError, PipelineError
-from accel_bigmodel.streaming.groups import is_container
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from accel_bigmodel.containers import is_container
 from accel_bigmodel.device_maps.model_outline import class_names
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
 
-__all__ = ["Group", "is_container", "plan_groups"]
+__all__ = ["Group", "plan_groups"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +91,6 @@ def _covered(name: str, entries: frozenset[str]) -> bool:
     while name and name not in entries:
         name = name.rpartition(".")[0]
     return name in entries
-
-
-def is_container(module: nn.Module) -> bool:
-    """Whether it is only a container: its parent uses its tensors and children."""
-    # Classes of torch.jit have no ``forward`` attribute.
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
 
 
 def _repeated_children(container: nn.Module) -> Iterator[nn.Module]:

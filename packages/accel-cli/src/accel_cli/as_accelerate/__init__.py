@@ -16,11 +16,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from accel_cli.alias_folders import MODULES, environment
 from accel_state.errors import ConfigError
 
 __all__ = ["LEVEL", "environment", "install", "is_installed"]
@@ -29,27 +28,13 @@ LEVEL = "1.15.0"
 """Version of Accelerate whose names and behaviour are answered."""
 
 _NAME = "accelerate"
-_PATH = str(Path(__file__).parent / "path")
-_COMMANDS = str(Path(__file__).parent / "bin")
 _CLIENTS = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
 """Packages that look for Accelerate, or for its version, once, when they are imported."""
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` in which processes find this ``accelerate`` first, the module and on POSIX systems the command."""
-    modules = _first(_PATH, environ.get("PYTHONPATH", ""))
-    commands = _first(_COMMANDS, environ.get("PATH", os.defpath))
-    return {**environ, "PYTHONPATH": modules, "PATH": commands, "ACCEL_PYTHON": sys.executable}
-
-
-def _first(folder: str, path: str) -> str:
-    others = [part for part in path.split(os.pathsep) if part not in ("", folder)]
-    return os.pathsep.join([folder, *others])
-
-
 def is_installed() -> bool:
     """Whether ``import accelerate`` is answered by this library in this process."""
-    return _PATH in sys.path and (_NAME not in sys.modules or _is_ours(sys.modules[_NAME]))
+    return MODULES in sys.path and (_NAME not in sys.modules or _is_ours(sys.modules[_NAME]))
 
 
 def install() -> None:
@@ -77,12 +62,12 @@ def install() -> None:
             f"{' and '.join(early)} {'has' if len(early) == 1 else 'have'} been imported, and looked for accelerate "
             "then. Call as_accelerate.install() first, or start the program with python -m accel_cli.as_accelerate"
         )
-    sys.path.insert(0, _PATH)
+    sys.path.insert(0, MODULES)
     importlib.invalidate_caches()
 
 
 def _is_ours(module: ModuleType) -> bool:
-    return (_origin(module) or "").startswith(_PATH + os.sep)
+    return (_origin(module) or "").startswith(MODULES + os.sep)
 
 
 def _origin(module: ModuleType) -> str | None:

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
 
     environ = snapshot()
     if "as_accelerate" in flags.others:
-        from accel_cli.as_accelerate import environment
+        from accel_cli.alias_folders import environment
 
         environ = environment(environ)
     resolved = resolve(flags.others.get("config_file"), environ, flags)
