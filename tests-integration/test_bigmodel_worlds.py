@@ -107,19 +107,19 @@ def test_what_no_rank_needs_is_not_sent(tmp_path):
     save_model(build(), tmp_path)
 
     def work(folder, expected):
-        import accel_state.communication.collectives
+        import accel_state.operations.collectives
 
         sent = []
-        send = accel_state.communication.collectives.broadcast
+        send = accel_state.operations.collectives.broadcast
 
         def counted(tensors):
             sent.extend(tuple(tensor.shape) for tensor in tensors)
             return send(tensors)
 
-        accel_state.communication.collectives.broadcast = counted
+        accel_state.operations.collectives.broadcast = counted
         maps = [{"other": "cpu", "": "meta"}, {"other": "cpu", "head.bias": "disk", "": "meta"}]
         rank, model = load(folder, maps, broadcast_from_rank0=True, offload_folder=f"{folder}/o{rank_of()}")
-        accel_state.communication.collectives.broadcast = send
+        accel_state.operations.collectives.broadcast = send
         assert sorted(sent) == [(2,), (2, 2)]
         assert torch.equal(model.other.weight, expected["other.weight"])
         assert (model.head.bias.device.type == "meta") == (rank == 0)

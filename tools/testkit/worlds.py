@@ -33,7 +33,7 @@ _PRELOAD = [
     "torch.nn.parallel",
     "numpy",
     "cloudpickle",
-    "accel_state.communication.collectives",
+    "accel_state.operations.collectives",
     "accel_train.accelerator",
     "accel_ckpt.loading.load_state",
     "testkit.worlds",

@@ -36,7 +36,7 @@ def _script(name: str) -> ModuleType:
         (["packages/accel-cli/src/accel_cli/app.py"], ["accel-cli"]),
         (["packages/accel-train/src/accel_train/loop/metrics.py"], ["accel-train", "accel-cli"]),
         (["packages/accel-bigmodel/tests/test_meta.py"], ["accel-bigmodel", "accel-cli"]),
-        (["packages/accel-state/src/accel_state/world/topology.py", "docs/index.md"], BELOW_FIRST),
+        (["packages/accel-state/src/accel_state/clusters/topology.py", "docs/index.md"], BELOW_FIRST),
         (["docs/index.md", "pyproject.toml"], BELOW_FIRST),
         (["tools/testkit/worlds.py"], BELOW_FIRST),
         ([".github/workflows/test.yml"], BELOW_FIRST),

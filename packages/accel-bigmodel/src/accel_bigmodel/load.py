@@ -29,8 +29,8 @@ from accel_ckpt.loading.load_targets import LoadTarget, assign
 from accel_ckpt.loading.weights import WeightSource
 from accel_ckpt.modules.names import listed
 from accel_state import environment
+from accel_state.clusters.topology import detect
 from accel_state.errors import NotAvailableError
-from accel_state.world.topology import detect
 
 __all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 

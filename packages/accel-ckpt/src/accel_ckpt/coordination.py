@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointError
 from accel_state import environment
+from accel_state.clusters.topology import detect
 from accel_state.world.process import PartialState, current_state
-from accel_state.world.topology import detect
 
 __all__ = [
     "Coordinator",
@@ -75,7 +75,7 @@ class WorldCoordinator:
 
     def exchange(self, value: Any) -> list[Any]:
         """All-gather a value; a rank that stays away, or is in another collective, is named."""
-        from accel_state.communication.collectives import gather_object
+        from accel_state.operations.collectives import gather_object
 
         values: list[Any] = gather_object([value])
         return values

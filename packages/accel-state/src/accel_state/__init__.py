@@ -68,7 +68,7 @@ __getattr__, __dir__, __all__ = attach(
             "is_xpu_available",
             "torchao_required",
         ),
-        "accel_state.communication.collectives": (
+        "accel_state.operations.collectives": (
             "CannotPadNestedTensorWarning",
             "broadcast",
             "broadcast_object_list",
@@ -79,8 +79,8 @@ __getattr__, __dir__, __all__ = attach(
             "reduce",
             "set_collective_checks",
         ),
-        "accel_state.communication.differentiable": ("gather_with_grad",),
-        "accel_state.launching.watching.answers": ("training_heartbeat",),
+        "accel_state.operations.differentiable": ("gather_with_grad",),
+        "accel_state.monitoring.answers": ("training_heartbeat",),
         "accel_state.config.default_config": (
             "default_config_file",
             "load_config_from_file",
@@ -199,7 +199,7 @@ __getattr__, __dir__, __all__ = attach(
             "wait_for_everyone",
         ),
         "accel_state.progress": ("tqdm",),
-        "accel_state.communication.scatter": (
+        "accel_state.operations.scatter": (
             "Scatterer",
             "scatter",
         ),
@@ -219,7 +219,7 @@ __getattr__, __dir__, __all__ = attach(
             "override_numa_affinity",
             "set_numa_affinity",
         ),
-        "accel_state.world.topology": ("Topology",),
+        "accel_state.clusters.topology": ("Topology",),
         "accel_state.trees": (
             "TensorInformation",
             "concatenate",

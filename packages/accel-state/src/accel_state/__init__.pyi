@@ -1,17 +1,6 @@
 # Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_state.__about__ import __version__ as __version__
-from accel_state.communication.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accel_state.communication.collectives import broadcast as broadcast
-from accel_state.communication.collectives import broadcast_object_list as broadcast_object_list
-from accel_state.communication.collectives import copy_tensor_to_devices as copy_tensor_to_devices
-from accel_state.communication.collectives import gather as gather
-from accel_state.communication.collectives import gather_object as gather_object
-from accel_state.communication.collectives import pad_across_processes as pad_across_processes
-from accel_state.communication.collectives import reduce as reduce
-from accel_state.communication.collectives import set_collective_checks as set_collective_checks
-from accel_state.communication.differentiable import gather_with_grad as gather_with_grad
-from accel_state.communication.scatter import Scatterer as Scatterer
-from accel_state.communication.scatter import scatter as scatter
+from accel_state.clusters.topology import Topology as Topology
 from accel_state.compat import convert_bytes as convert_bytes
 from accel_state.compat import get_pretty_name as get_pretty_name
 from accel_state.compat import merge_dicts as merge_dicts
@@ -169,11 +158,23 @@ from accel_state.host.versions import torch_version as torch_version
 from accel_state.launching.notebook import debug_launcher as debug_launcher
 from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
-from accel_state.launching.watching.answers import training_heartbeat as training_heartbeat
 from accel_state.log import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.log import get_logger as get_logger
 from accel_state.module_trees import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_state.monitoring.answers import training_heartbeat as training_heartbeat
+from accel_state.operations.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_state.operations.collectives import broadcast as broadcast
+from accel_state.operations.collectives import broadcast_object_list as broadcast_object_list
+from accel_state.operations.collectives import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_state.operations.collectives import gather as gather
+from accel_state.operations.collectives import gather_object as gather_object
+from accel_state.operations.collectives import pad_across_processes as pad_across_processes
+from accel_state.operations.collectives import reduce as reduce
+from accel_state.operations.collectives import set_collective_checks as set_collective_checks
+from accel_state.operations.differentiable import gather_with_grad as gather_with_grad
+from accel_state.operations.scatter import Scatterer as Scatterer
+from accel_state.operations.scatter import scatter as scatter
 from accel_state.progress import tqdm as tqdm
 from accel_state.seeding import get_rng_state as get_rng_state
 from accel_state.seeding import set_rng_state as set_rng_state
@@ -200,6 +201,5 @@ from accel_state.trees import send_to_device as send_to_device
 from accel_state.trees import slice_tensors as slice_tensors
 from accel_state.world.process import PartialState as PartialState
 from accel_state.world.process import wait_for_everyone as wait_for_everyone
-from accel_state.world.topology import Topology as Topology
 
 __all__: list[str]

@@ -1,7 +1,7 @@
 """The process environment: the only module of the project that reads or changes ``os.environ``.
 
-``get``, ``snapshot``, ``decode`` and the parsers read it. ``patch_environment`` and ``clear_environment`` change it
-temporarily; ``publish`` sets missing variables from one table.
+``get``, ``snapshot`` and the parsers read it. ``patch_environment`` and ``clear_environment`` change it temporarily,
+``provide`` sets what is missing. `accel_state.config.launched` decodes it.
 """
 
 from __future__ import annotations
@@ -12,28 +12,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from accel_state.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accel_state.config.codec import RanksTopology
-    from accel_state.config.launch import LaunchConfig
-    from accel_state.config.sagemaker import SageMakerConfig
 
 __all__ = [
     "assign",
     "clear_environment",
     "convert_dict_to_env_variables",
-    "decode",
-    "encode",
     "get",
     "get_int_from_env",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
     "provide",
-    "publish",
     "purge_accelerate_environment",
     "replace",
     "snapshot",
@@ -172,38 +164,6 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def decode() -> LaunchConfig:
-    """The configuration in this process's environment; one call gives all options.
-
-    Raises:
-        ConfigError: a variable has an invalid value, or two variables contradict each other.
-    """
-    from accel_state.config.codec import decode as decode_variables
-
-    config: LaunchConfig = decode_variables(os.environ)
-    return config
-
-
-def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
-    """The environment variables for ``config``, with Accelerate's names and spelling; changes nothing."""
-    from accel_state.config.codec import encode as encode_config
-
-    return encode_config(config)
-
-
-def publish(config: LaunchConfig, topology: RanksTopology | None = None) -> dict[str, str]:
-    """Set those missing variables that other libraries read in this process.
-
-    Existing variables are never overwritten. ``accel_state.config.PUBLISHED`` lists the names and their readers.
-
-    Returns:
-        The variables that were set.
-    """
-    from accel_state.config.codec import publish as publish_config
-
-    return publish_config(config, os.environ, topology)
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from accel_state import environment
-from accel_state.communication.collectives import broadcast
+from accel_state.clusters.topology import detect
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
 from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
 from accel_state.messages import first_line
+from accel_state.operations.collectives import broadcast
 from accel_state.world.process import PartialState, current_state
-from accel_state.world.topology import detect
 
 __all__ = [
     "check_rng_state",

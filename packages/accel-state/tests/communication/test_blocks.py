@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.communication import collectives
 from accel_state.communication.blocks import Blocks
 from accel_state.communication.torch_collectives import counters
 from accel_state.errors import CollectiveMismatchError
+from accel_state.operations import collectives
 from accel_state.world.process import PartialState
 from testkit import worlds
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state.communication import collectives
 from accel_state.errors import CollectiveMismatchError, DistributedOperationException
+from accel_state.operations import collectives
 from accel_state.world.process import PartialState
 from testkit import worlds
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.communication import collectives
 from accel_state.errors import CollectiveMismatchError
+from accel_state.operations import collectives
 from accel_state.world.process import PartialState
 from testkit import worlds
 
@@ -105,7 +105,7 @@ def test_collectives_of_torch_are_proof(kind: str) -> None:
 
 def messages() -> bool:
     """Messages of the dispatcher differ in number between ranks, and are no proof of anything."""
-    from accel_state.communication.scatter import Scatterer
+    from accel_state.operations.scatter import Scatterer
 
     state = PartialState()
     scatter = Scatterer()

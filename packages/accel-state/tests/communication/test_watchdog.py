@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_state.communication import collectives
 from accel_state.communication.watchdog import RankStatus, Watchdog, call_site, diagnose
 from accel_state.errors import CollectiveMismatchError
+from accel_state.operations import collectives
 from accel_state.world.process import PartialState
 from testkit import worlds
 
@@ -132,7 +132,7 @@ def test_t21_a_rank_that_exits_is_proof():
         state = PartialState()
         if state.process_index == 1:
             raise ValueError("no such file")
-        from accel_state.communication import collectives
+        from accel_state.operations import collectives
         begin = time.monotonic()
         try:
             collectives.gather(torch.zeros(2))
@@ -154,7 +154,7 @@ def test_t21_a_rank_that_is_done_is_proof():
     script = """
         state = PartialState()
         if state.process_index == 0:
-            from accel_state.communication import collectives
+            from accel_state.operations import collectives
             collectives.gather_object(["saving on the main process only"])
         print("through", flush=True)
     """
@@ -184,8 +184,8 @@ def test_t21_a_killed_rank_is_proof():
 def test_t21_another_collective_is_proof_without_fingerprints():
     """A point-to-point collective has no fingerprint; the watch finds the ranks in different ones."""
     script = """
-        from accel_state.communication import collectives
-        from accel_state.communication.scatter import Scatterer
+        from accel_state.operations import collectives
+        from accel_state.operations.scatter import Scatterer
         state = PartialState()
         begin = time.monotonic()
         try:
@@ -207,9 +207,9 @@ def test_t21_another_collective_is_proof_without_fingerprints():
 
 def test_t21_nothing_hangs_at_exit_and_the_group_stays_given_up():
     script = """
-        from accel_state.communication import collectives
+        from accel_state.operations import collectives
         from accel_state.errors import CollectiveMismatchError
-        from accel_state.communication.scatter import Scatterer
+        from accel_state.operations.scatter import Scatterer
         state = PartialState()
         errors = 0
         for _ in range(2):
@@ -292,7 +292,7 @@ def test_reports_can_be_switched_on_later():
 def test_an_interrupted_rank_exits():
     script = """
         import signal, threading
-        from accel_state.communication import collectives
+        from accel_state.operations import collectives
         state = PartialState()
         state.wait_for_everyone()
         if state.process_index == 0:

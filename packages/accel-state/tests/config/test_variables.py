@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from accel_state import environment
 from accel_state.config import (
     PUBLISHED,
     LaunchConfig,
@@ -223,16 +222,6 @@ def test_publish_sets_only_missing_variables_of_its_table():
     }
     assert set(done) <= set(PUBLISHED)
     assert publish(config, environ, Place()) == {}
-
-
-def test_the_environment_module_reads_and_publishes():
-    with environment.clear_environment(), environment.patch_environment(accelerate_mixed_precision="bf16"):
-        assert environment.decode() == LaunchConfig(mixed_precision="bf16")
-        assert environment.encode(LaunchConfig(use_cpu=True)) == {"ACCELERATE_USE_CPU": "true"}
-        config = LaunchConfig(distributed_type="FSDP", mixed_precision="fp16")
-        assert environment.publish(config) == {"ACCELERATE_USE_FSDP": "true"}
-        assert environment.get("ACCELERATE_USE_FSDP") == "true"
-        assert environment.get("ACCELERATE_MIXED_PRECISION") == "bf16"
 
 
 def test_the_schema_loads_neither_torch_nor_yaml():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel_state.clusters.base import Topology
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.host import devices
-from accel_state.world.clusters.base import Topology
 
 
 @pytest.fixture

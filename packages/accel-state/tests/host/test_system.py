@@ -11,10 +11,10 @@ from collections import namedtuple
 import pytest
 import torch
 
+from accel_state.clusters.base import Topology
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError
 from accel_state.host import system
-from accel_state.world.clusters.base import Topology
 
 Uname = namedtuple("Uname", ["system", "release"])
 

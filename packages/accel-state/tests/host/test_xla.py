@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
+from accel_state.clusters.base import Topology
 from accel_state.config.launch import LaunchConfig
 from accel_state.enums import DistributedType
 from accel_state.errors import DeviceError, NotAvailableError
 from accel_state.host import devices, xla
-from accel_state.world.clusters.base import Topology
 from accel_state.world.process import PartialState
 from testkit import worlds
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_state.clusters.base import Topology
 from accel_state.errors import ConfigError, LaunchError, StateError
 from accel_state.world import process_group
-from accel_state.world.clusters.base import Topology
 from accel_state.world.process import PartialState
 from accel_state.world.process_group import join
 from testkit import worlds

@@ -165,7 +165,7 @@ __getattr__, __dir__, __all__ = attach(
             "wait_for_everyone",
             "write_basic_config",
         ),
-        "accel_state.communication.collectives": (
+        "accel_state.operations.collectives": (
             "CannotPadNestedTensorWarning",
             "broadcast",
             "broadcast_object_list",
@@ -175,7 +175,7 @@ __getattr__, __dir__, __all__ = attach(
             "pad_across_processes",
             "reduce",
         ),
-        "accel_state.communication.differentiable": ("gather_with_grad",),
+        "accel_state.operations.differentiable": ("gather_with_grad",),
         "accel_state.host.devices": ("get_current_device_type",),
         "accel_state.environment": (
             "convert_dict_to_env_variables",

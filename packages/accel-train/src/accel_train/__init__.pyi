@@ -151,15 +151,6 @@ from accel_state import torchao_required as torchao_required
 from accel_state import tqdm as tqdm
 from accel_state import wait_for_everyone as wait_for_everyone
 from accel_state import write_basic_config as write_basic_config
-from accel_state.communication.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accel_state.communication.collectives import broadcast as broadcast
-from accel_state.communication.collectives import broadcast_object_list as broadcast_object_list
-from accel_state.communication.collectives import copy_tensor_to_devices as copy_tensor_to_devices
-from accel_state.communication.collectives import gather as gather
-from accel_state.communication.collectives import gather_object as gather_object
-from accel_state.communication.collectives import pad_across_processes as pad_across_processes
-from accel_state.communication.collectives import reduce as reduce
-from accel_state.communication.differentiable import gather_with_grad as gather_with_grad
 from accel_state.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.host.devices import get_current_device_type as get_current_device_type
@@ -170,6 +161,15 @@ from accel_state.launching.notebook import debug_launcher as debug_launcher
 from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_state.operations.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_state.operations.collectives import broadcast as broadcast
+from accel_state.operations.collectives import broadcast_object_list as broadcast_object_list
+from accel_state.operations.collectives import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_state.operations.collectives import gather as gather
+from accel_state.operations.collectives import gather_object as gather_object
+from accel_state.operations.collectives import pad_across_processes as pad_across_processes
+from accel_state.operations.collectives import reduce as reduce
+from accel_state.operations.differentiable import gather_with_grad as gather_with_grad
 from accel_train.__about__ import __version__ as __version__
 from accel_train.accelerator import Accelerator as Accelerator
 from accel_train.averaged_weights import AveragedWeights as AveragedWeights
@@ -224,6 +224,9 @@ from accel_train.loop.optimizer import AcceleratedOptimizer as AcceleratedOptimi
 from accel_train.loop.optimizer import move_to_device as move_to_device
 from accel_train.loop.preemption import PreemptionConfig as PreemptionConfig
 from accel_train.loop.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel_train.loop.state import AcceleratorState as AcceleratorState
+from accel_train.loop.state import GradientState as GradientState
+from accel_train.loop.state import is_initialized as is_initialized
 from accel_train.loop.throughput import Throughput as Throughput
 from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
 from accel_train.mesh import Mesh as Mesh
@@ -263,9 +266,9 @@ from accel_train.precision.fp8.te import contextual_fp8_autocast as contextual_f
 from accel_train.precision.fp8.te import has_transformer_engine_layers as has_transformer_engine_layers
 from accel_train.ranks import Ranks as Ranks
 from accel_train.setup.compile import compile_regions as compile_regions
-from accel_train.loop.state import AcceleratorState as AcceleratorState
-from accel_train.loop.state import GradientState as GradientState
-from accel_train.loop.state import is_initialized as is_initialized
+from accel_train.setup.unwrap import extract_model_from_parallel as extract_model_from_parallel
+from accel_train.setup.unwrap import has_compiled_regions as has_compiled_regions
+from accel_train.setup.unwrap import is_peft_model as is_peft_model
 from accel_train.strategies.base import Capabilities as Capabilities
 from accel_train.strategies.base import Strategy as Strategy
 from accel_train.strategies.base import StrategyOptions as StrategyOptions
@@ -293,8 +296,5 @@ from accel_train.tracking.swanlab import SwanLabTracker as SwanLabTracker
 from accel_train.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from accel_train.tracking.trackio import TrackioTracker as TrackioTracker
 from accel_train.tracking.wandb import WandBTracker as WandBTracker
-from accel_train.setup.unwrap import extract_model_from_parallel as extract_model_from_parallel
-from accel_train.setup.unwrap import has_compiled_regions as has_compiled_regions
-from accel_train.setup.unwrap import is_peft_model as is_peft_model
 
 __all__: list[str]

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
-from accel_state import environment
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.launched import launched_config
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
@@ -159,7 +159,7 @@ class Accelerator(
         **unknown: Any,
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
-        launched = environment.decode()
+        launched = launched_config()
         parallelism, other = arguments.parallelism(parallelism_config, launched)
         selecting = arguments.strategy_plugin(
             strategy=strategy,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from accel_state.communication import collectives, differentiable
+from accel_state.operations import collectives, differentiable
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:

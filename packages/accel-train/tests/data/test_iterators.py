@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from accel_state.launching.watching.heartbeat import DATA, FORWARD, OTHER
+from accel_state.monitoring.heartbeat import DATA, FORWARD, OTHER
 from accel_train.data import ActiveLoaders, prepare_data_loader
 from accel_train.data.iterators import AheadIterator, LoaderIterator, TimedIterator, early_end
 from accel_train.data.sampling.index_streams import ArithmeticStream

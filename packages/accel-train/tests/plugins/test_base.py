@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from accel_state import environment
+from accel_state.config import codec
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.launched import launched_config
 from accel_state.config.option import Section
 from accel_state.config.schema import schema_of
 from accel_state.environment import patch_environment
@@ -40,7 +41,7 @@ def test_the_constructor_and_from_section_give_the_same(plugin):
     variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 3, "ACCELERATE_DYNAMO_MODE": "reduce-overhead"}
     for environ in ({}, variables):
         with patch_environment(**environ):
-            launched = environment.decode()
+            launched = launched_config()
             built = plugin()
         section = getattr(launched, plugin.section)
         assert plugin.from_section(section) == built
@@ -51,10 +52,10 @@ def test_the_constructor_and_from_section_give_the_same(plugin):
 def test_from_section_reads_no_environment(plugin, monkeypatch):
     section = getattr(LaunchConfig(), plugin.section)
 
-    def forbidden():
+    def forbidden(environ):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(environment, "decode", forbidden)
+    monkeypatch.setattr(codec, "decode", forbidden)
     assert isinstance(plugin.from_section(section), plugin)
     with pytest.raises(AssertionError, match="decoded"):
         plugin()
@@ -62,8 +63,8 @@ def test_from_section_reads_no_environment(plugin, monkeypatch):
 
 def test_a_constructor_decodes_once_and_only_for_what_is_unset(monkeypatch):
     decoded = []
-    decode = environment.decode
-    monkeypatch.setattr(environment, "decode", lambda: decoded.append(1) or decode())
+    decode = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda environ: decoded.append(1) or decode(environ))
     TorchDynamoPlugin()
     assert len(decoded) == 1
     TorchDynamoPlugin("eager", "default", False, False, use_regional_compilation=False)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from accel_state.environment import decode, patch_environment
+from accel_state.config.launched import launched_config
+from accel_state.environment import patch_environment
 from accel_state.errors import MissingDependencyError, NotAvailableError
 from accel_state.host.available import is_torchao_available
 from accel_train import (
@@ -66,7 +67,7 @@ def test_unset_fields_take_the_launchers_values(engine):
             "margin": 0,
             "fp8_format": "HYBRID",
         }
-        section = decode().fp8
+        section = launched_config().fp8
     assert TERecipeKwargs.from_section(section).to_dict() == OTHERS
 
 

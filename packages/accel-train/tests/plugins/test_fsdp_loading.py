@@ -3,6 +3,7 @@
 import pytest
 
 from accel_state import environment
+from accel_state.config.launched import launched_config
 from accel_train import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 
@@ -21,7 +22,7 @@ def test_enabling(before, after, monkeypatch):
     enable_fsdp_ram_efficient_loading()
     assert environment.get("ACCELERATE_USE_FSDP") == after
     assert environment.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    assert environment.decode().fsdp.cpu_ram_efficient_loading is True
+    assert launched_config().fsdp.cpu_ram_efficient_loading is True
 
 
 def test_disabling_after_enabling(monkeypatch):
@@ -29,5 +30,5 @@ def test_disabling_after_enabling(monkeypatch):
     enable_fsdp_ram_efficient_loading()
     disable_fsdp_ram_efficient_loading()
     assert not environment.parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    assert environment.decode().fsdp.cpu_ram_efficient_loading is False
+    assert launched_config().fsdp.cpu_ram_efficient_loading is False
     assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is False

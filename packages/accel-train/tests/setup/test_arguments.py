@@ -8,8 +8,10 @@ from typing import ClassVar
 import pytest
 
 import accel_train
-from accel_state import PartialState, environment
+from accel_state import PartialState
+from accel_state.config import codec
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.launched import launched_config
 from accel_state.config.option import Section
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, NotAvailableError
@@ -35,7 +37,7 @@ class Piped(StrategyPlugin, Section):
 
 def launched(**variables):
     with patch_environment(**{f"ACCELERATE_{name}": value for name, value in variables.items()}):
-        return environment.decode()
+        return launched_config()
 
 
 def test_the_type_of_a_plugin_selects_the_strategy():
@@ -90,8 +92,8 @@ def test_the_backend_replaces_the_launchers_and_keeps_its_other_options():
 def test_an_accelerator_decodes_the_environment_once(monkeypatch):
     PartialState()  # decodes for itself, once per process
     decoded = []
-    decode = environment.decode
-    monkeypatch.setattr(environment, "decode", lambda: decoded.append(1) or decode())
+    decode = codec.decode
+    monkeypatch.setattr(codec, "decode", lambda environ: decoded.append(1) or decode(environ))
     Accelerator()
     assert len(decoded) == 1
 

@@ -17,7 +17,7 @@ from accel_bigmodel.pipelines.tracing import Inputs, Program, Weights, are_still
 from accel_ckpt.coordination import default_coordinator, run_together
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 from accel_state.trees import (
     get_data_structure,
     ignorant_find_batch_size,

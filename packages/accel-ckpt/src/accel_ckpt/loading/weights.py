@@ -420,7 +420,7 @@ class BroadcastWeights:
     def _send(self, names: list[str]) -> list[tuple[str, torch.Tensor]]:
         import torch.distributed as dist
 
-        from accel_state.communication.collectives import broadcast
+        from accel_state.operations.collectives import broadcast
 
         on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
         device = torch.device("cpu") if on_host else PartialState().device

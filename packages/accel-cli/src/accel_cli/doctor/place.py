@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from accel_cli.doctor.checks import Finding
 from accel_cli.doctor.world import Place
+from accel_state.clusters.topology import detect
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
@@ -16,7 +17,6 @@ from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators, find_accelerators
 from accel_state.launching.plan import World, plan_world
 from accel_state.launching.surroundings import find_surroundings
-from accel_state.world.topology import detect
 
 __all__ = ["FoundPlace", "find_place"]
 

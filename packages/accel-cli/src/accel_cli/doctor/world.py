@@ -19,12 +19,12 @@ from typing import Any
 from accel_cli.doctor.checks import Finding
 from accel_cli.doctor.rank import RankJob
 from accel_cli.doctor.verdict import judge
+from accel_state.clusters.base import is_loopback
+from accel_state.communication.signed_store import loopback_store
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.plan import World, plan_rank
 from accel_state.launching.ranks.processes import CommandProcess, start_command
-from accel_state.world.clusters.base import is_loopback
-from accel_state.world.signed_store import loopback_store
 
 __all__ = ["Place", "examine_world"]
 

@@ -1,1 +1,1 @@
-"""Collectives on nested structures, and the channels, serialization and watchdog below them."""
+"""What collectives are made of: channels, serialization, the store, and the watchdog."""

@@ -21,10 +21,10 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from accel_state.communication.channel import Channels
+from accel_state.communication.signed_store import prefixed
 from accel_state.communication.torch_collectives import issued, not_begun
 from accel_state.communication.watchdog import ENDED, RankStatus, Watchdog
 from accel_state.errors import CollectiveMismatchError
-from accel_state.world.signed_store import prefixed
 
 __all__ = ["Participation"]
 

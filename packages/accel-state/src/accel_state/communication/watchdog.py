@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from accel_state.communication.signed_store import prefixed
 from accel_state.communication.torch_collectives import (
     Pending,
     Waits,
@@ -44,7 +45,6 @@ from accel_state.communication.torch_collectives import (
 )
 from accel_state.errors import AccelError, CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
-from accel_state.world.signed_store import prefixed
 
 __all__ = [
     "ENDED",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
 
     class RanksTopology(Protocol):
-        """The fields of ``accel_state.world.topology.Topology`` that have a variable."""
+        """The fields of ``accel_state.clusters.topology.Topology`` that have a variable."""
 
         @property
         def rank(self) -> int: ...

@@ -12,7 +12,7 @@ from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES
 
 __all__ = ["OTHER_VARIABLES"]
 
-_RANKS = "ranks and addresses, read by accel_state.world.topology"
+_RANKS = "ranks and addresses, read by accel_state.clusters.topology"
 _TRACKER = "settings of that tracker"
 _AWS = "read by the AWS SDK; a SageMaker launch sets it for itself, never for the job"
 _TEST = "read by Accelerate's tests only"

@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from accel_state.clusters.base import Topology
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.host import xla
-from accel_state.world.clusters.base import Topology
 
 __all__ = [
     "BACKENDS",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_state import environment
+from accel_state.clusters.topology import Topology, detect
 from accel_state.errors import ConfigError
-from accel_state.world.topology import Topology, detect
 
 __all__ = [
     "are_libraries_initialized",

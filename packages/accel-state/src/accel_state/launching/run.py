@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
+from accel_state.clusters.topology import detect
 from accel_state.constants import RUN_FOLDER, STORE_SECRET
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
@@ -47,7 +48,6 @@ from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.watching.tracebacks import fold_frames
 from accel_state.messages import without_secrets
-from accel_state.world.topology import detect
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig

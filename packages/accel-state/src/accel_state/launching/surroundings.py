@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from accel_state.clusters.allocations import Allocation, Described, find_allocation
+from accel_state.clusters.base import read_first, read_int
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.schema import build, flatten, schema_of
 from accel_state.config.sources import Source
 from accel_state.errors import ConfigError
-from accel_state.world.allocations import Allocation, Described, find_allocation
-from accel_state.world.clusters.base import read_first, read_int
 
 __all__ = ["Surroundings", "find_surroundings"]
 

@@ -1,1 +1,1 @@
-"""The processes of a run: topology, process group, and the clusters that start them."""
+"""The process group of a run, and this process in it."""

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environment
+from accel_state.clusters.topology import Topology, detect
 from accel_state.communication.channel import Channel, Channels, CheckSettings
 from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
+from accel_state.config.launched import launched_config
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
@@ -27,11 +29,10 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
-from accel_state.launching.watching.answers import attach, explain_by
+from accel_state.monitoring.answers import attach, explain_by
 from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.rehearsal import Rehearsal, rehearse
 from accel_state.world.splitting import split_for_rank
-from accel_state.world.topology import Topology, detect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -436,7 +437,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     environ = environment.snapshot()
     pulse = attach(environ)
     topology = detect(environ)
-    settings = environment.decode()
+    settings = launched_config()
     fork_launched = environment.parse_flag_from_env("FORK_LAUNCHED")
     cpu = cpu or settings.use_cpu
     override = settings.runtime.torch_device

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_state import environment
+from accel_state.clusters.base import Topology, is_loopback
+from accel_state.communication.signed_store import SignedStore, loopback_store, signed
 from accel_state.constants import STORE_SECRET
 from accel_state.errors import AccelError, ConfigError, LaunchError, StateError
 from accel_state.messages import first_line
-from accel_state.world.clusters.base import Topology, is_loopback
-from accel_state.world.signed_store import SignedStore, loopback_store, signed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_state.clusters.topology import Topology
 from accel_state.communication import mirrored
 from accel_state.communication.watchdog import call_site
 from accel_state.world.process_group import Membership
-from accel_state.world.topology import Topology
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -30,8 +30,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from accel_state.communication.signed_store import prefixed
 from accel_state.host.process_identity import has_ended, process_identity
-from accel_state.world.signed_store import prefixed
 
 __all__ = ["Boundaries", "StopConsensus", "StopDecision"]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.launching.watching.answers import STACK_SIGNAL
-from accel_state.launching.watching.heartbeat import HeartbeatFile
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
+from accel_state.monitoring.answers import STACK_SIGNAL
+from accel_state.monitoring.heartbeat import HeartbeatFile
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="real-time signals and /proc of Linux")
 
 JOIN = """
-from accel_state.launching.watching.answers import heartbeat
-from accel_state.launching.watching.heartbeat import DATA
+from accel_state.monitoring.answers import heartbeat
+from accel_state.monitoring.heartbeat import DATA
 pulse = heartbeat()
 open("folder", "w").write(os.environ["ACCEL_RUN_FOLDER"])
 def loop():
@@ -108,7 +108,7 @@ def started(launcher, *flags, body):
     return process
 
 
-ATTACH = "from accel_state.launching.watching.answers import attach\nattach(os.environ)\n"
+ATTACH = "from accel_state.monitoring.answers import attach\nattach(os.environ)\n"
 
 
 def test_the_launcher_tells_on_request_where_ranks_are_and_goes_on(launcher):
@@ -169,7 +169,7 @@ def test_ranks_that_others_start_cannot_be_watched(launcher):
 def test_being_asked_does_no_harm_to_busy_threads_or_to_a_rank_that_ends():
     code = """
 import os, threading, time
-from accel_state.launching.watching.answers import attach
+from accel_state.monitoring.answers import attach
 def descend(depth):
     return depth and descend(depth - 1)
 def work():
@@ -203,7 +203,7 @@ def test_a_process_that_is_stopped_does_not_answer(tmp_path):
     try:
         monitor.begin()
         code = (
-            "import os, time\nfrom accel_state.launching.watching.answers import attach\n"
+            "import os, time\nfrom accel_state.monitoring.answers import attach\n"
             "attach(os.environ).joined()\nprint(1, flush=True)\ntime.sleep(60)"
         )
         environ = {

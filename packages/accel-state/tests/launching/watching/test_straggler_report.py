@@ -2,8 +2,8 @@
 
 import pytest
 
-from accel_state.launching.watching.heartbeat import BACKWARD, DATA, FORWARD, PHASES, Pulse
 from accel_state.launching.watching.straggler_report import render_phases, slowest
+from accel_state.monitoring.heartbeat import BACKWARD, DATA, FORWARD, PHASES, Pulse
 
 
 def pulse(steps=10, **milliseconds):

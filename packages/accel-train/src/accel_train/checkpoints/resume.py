@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import accel_ckpt
-from accel_state import environment
+from accel_state.config.launched import launched_config
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.checkpoint import automatic_folder
 from accel_train.errors import OptionError
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 def resume(here: Prepared, load: Callable[[Path], Any]) -> bool:
     """See `Accelerator.resume`; `load` is given the folder."""
-    if not environment.decode().resume:
+    if not launched_config().resume:
         return False
     if not here.project.automatic_checkpoint_naming:
         raise OptionError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.errors import StateError
 
 if TYPE_CHECKING:
-    from accel_state.launching.watching.heartbeat import Heartbeat
+    from accel_state.monitoring.heartbeat import Heartbeat
 
 __all__ = ["ActiveLoaders"]
 

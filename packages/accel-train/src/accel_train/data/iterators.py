@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel_state.launching.watching.heartbeat import DATA, FORWARD, OTHER, Heartbeat
+from accel_state.monitoring.heartbeat import DATA, FORWARD, OTHER, Heartbeat
 from accel_train.data.epoch_start import begin_epoch
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import PreparedLoader

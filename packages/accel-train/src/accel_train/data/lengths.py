@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from accel_state.communication.collectives import gather_object
+from accel_state.operations.collectives import gather_object
 from accel_train.data.sampling.batches import length_of
 from accel_train.errors import DataError
 from accel_train.ranks import Ranks

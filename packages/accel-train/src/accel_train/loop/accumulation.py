@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accel_state.communication.collectives import gather, reduce
-from accel_state.launching.watching.answers import training_heartbeat
-from accel_state.launching.watching.heartbeat import BACKWARD, OTHER
+from accel_state.monitoring.answers import training_heartbeat
+from accel_state.monitoring.heartbeat import BACKWARD, OTHER
+from accel_state.operations.collectives import gather, reduce
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError

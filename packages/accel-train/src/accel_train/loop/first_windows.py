@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_state.communication.collectives import reduce
+from accel_state.operations.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, NoGradientError
 from accel_train.optimizer_parameters import parameter_ids, parameters_of

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from accel_state.communication.collectives import reduce
 from accel_state.log import get_logger
+from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Strategy

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accel_state.communication.collectives import gather, gather_object
+from accel_state.operations.collectives import gather, gather_object
 from accel_state.trees import honor_type, is_namedtuple, recursively_apply
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.loader import PreparedLoader

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.launching.watching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
+from accel_state.monitoring.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
 from accel_train.errors import OptionError
 from accel_train.loop.lomo import is_lomo, save_moments

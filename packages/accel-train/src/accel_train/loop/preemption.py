@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_state import environment
-from accel_state.communication import collectives
 from accel_state.host.signal_listener import listen
+from accel_state.operations import collectives
 from accel_state.world.process import PartialState
 from accel_state.world.stop_consensus import Boundaries, StopConsensus
 from accel_train.errors import ArgumentTypeError, OptionError

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from accel_state.communication.collectives import gather_object
 from accel_state.log import get_logger
+from accel_state.operations.collectives import gather_object
 from accel_train.errors import ArgumentTypeError, OptionError
 from accel_train.loop.device_peaks import peak_flops
 from accel_train.ranks import Ranks

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
-from accel_state import environment
+from accel_state.config.launched import launched_config
 from accel_state.config.sections.fp8 import Fp8Section
 from accel_state.errors import MissingDependencyError, NotAvailableError
 from accel_state.handlers import KwargsHandler
@@ -58,7 +58,7 @@ class _Recipe(KwargsHandler):
         unset = [name for name in defaults if getattr(self, name) is None]
         if not unset:
             return
-        section = environment.decode().fp8
+        section = launched_config().fp8
         for name in unset:
             launched = getattr(section, name)
             setattr(self, name, defaults[name] if launched is None else launched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel_state import environment
+from accel_state.config.codec import encode
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.sections.fsdp import FsdpSection
 
@@ -19,7 +20,7 @@ def enable_fsdp_ram_efficient_loading() -> None:
     models, and that of ``--fsdp_cpu_ram_efficient_loading``, which is the default of
     `FullyShardedDataParallelPlugin.cpu_ram_efficient_loading`.
     """
-    environment.provide(**environment.encode(LaunchConfig(distributed_type="FSDP")))
+    environment.provide(**encode(LaunchConfig(distributed_type="FSDP")))
     _say(True)
 
 
@@ -29,6 +30,4 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def _say(efficient: bool) -> None:
-    environment.assign(
-        **environment.encode(LaunchConfig(fsdp=FsdpSection(cpu_ram_efficient_loading=efficient)))
-    )
+    environment.assign(**encode(LaunchConfig(fsdp=FsdpSection(cpu_ram_efficient_loading=efficient))))

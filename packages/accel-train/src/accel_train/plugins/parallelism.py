@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from accel_state import environment
+from accel_state.config.launched import launched_config
 from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, misfit
 from accel_state.config.sections.parallelism import ParallelismSection
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
@@ -29,7 +29,7 @@ _REFUSED_ATTENTION = ("flash_attention_2", "flash_attention_3", "eager")
 
 
 def _launched() -> ParallelismSection:
-    return environment.decode().parallelism
+    return launched_config().parallelism
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from accel_state.communication.collectives import gather
 from accel_state.log import get_logger
+from accel_state.operations.collectives import gather
 from accel_state.seeding import get_rng_state
 from accel_state.trees import recursively_apply
 from accel_train.ranks import Ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_state.communication.collectives import reduce
+from accel_state.operations.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.optimizer_parameters import parameter_ids, parameters_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_state.communication.collectives import broadcast, broadcast_object_list, reduce
+from accel_state.operations.collectives import broadcast, broadcast_object_list, reduce
 from accel_state.trees import send_to_device
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks

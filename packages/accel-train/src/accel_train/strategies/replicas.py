@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ckpt.parts import is_sharded
-from accel_state.communication.collectives import reduce
+from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, PrepareError
 from accel_train.optimizer_parameters import parameter_ids
 from accel_train.ranks import Ranks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from accel_ckpt.parts import is_sharded
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 
 __all__ = ["running_averages", "saved_buffers", "share_in_evaluation"]
 

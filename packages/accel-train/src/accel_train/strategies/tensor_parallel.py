@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ckpt.parts import fsdp_modules, is_sharded
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.plugins import TorchTensorParallelPlugin

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.parts import fill_part, is_sharded, reshard
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 from accel_train.errors import PrepareError
 
 __all__ = ["whole_parameters"]

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from accel_state.communication.collectives import broadcast
 from accel_state.enums import DistributedType
 from accel_state.host.xla import seed_as_torch
+from accel_state.operations.collectives import broadcast
 from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_state import PartialState
+from accel_state.clusters.topology import Topology as CPUInformation
 from accel_state.host.available import is_deepspeed_available
-from accel_state.world.topology import Topology as CPUInformation
 from accel_train.data.loader import PreparedLoader as DataLoaderAdapter
 from accel_train.precision.fp8.te import convert_model
 

@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from accel_state import environment
-from accel_state.launching.watching.answers import attach
+from accel_state.monitoring.answers import attach
 
 __all__ = ["become", "main", "wait_for_work"]
 

@@ -1,1 +1,1 @@
-"""What a running rank does: its output, its progress, its stack, and the reports that its launcher makes of them."""
+"""What a launcher sees of its ranks: output, progress and stacks, and the reports it makes of them."""

@@ -13,7 +13,7 @@ __all__ = ["RankStack", "differing", "is_whole", "parse_stack", "render_hang"]
 
 _HEAD = "Stack (most recent call first)"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "accel_state/communication/collectives.py")
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "accel_state/operations/collectives.py")
 _OWN = ("accel_state/launching/ranks/worker.py", "<frozen runpy>")
 _OUTERMOST = re.compile(r"( in (<module>|_run_module_as_main)|^  \.\.\.)$")
 """The last line of a main thread, or of one with more frames than ``faulthandler`` writes."""

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_state.launching.watching.answers import STACK_SIGNAL
 from accel_state.launching.watching.hang_report import RankStack, is_whole, parse_stack, render_hang
-from accel_state.launching.watching.heartbeat import PHASES, HeartbeatFile, Pulse
 from accel_state.launching.watching.straggler_report import render_phases
 from accel_state.launching.watching.tracebacks import listed
+from accel_state.monitoring.answers import STACK_SIGNAL
+from accel_state.monitoring.heartbeat import PHASES, HeartbeatFile, Pulse
 
 __all__ = ["CAN_WATCH", "Limits", "Monitor"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from accel_state.launching.watching.heartbeat import DATA, FORWARD, PHASES, Pulse
+from accel_state.monitoring.heartbeat import DATA, FORWARD, PHASES, Pulse
 
 __all__ = ["render_phases", "slowest"]
 

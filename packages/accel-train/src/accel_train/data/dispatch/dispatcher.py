@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_state.communication.scatter import Scatterer
+from accel_state.operations.scatter import Scatterer
 from accel_state.world.process import PartialState
 from accel_train.data.dispatch.cut import Round, cut_round
 from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_error, send_stop

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from accel_state.communication.scatter import Scatterer
+from accel_state.operations.scatter import Scatterer
 from accel_train.errors import DispatchError
 
 __all__ = ["Envelope", "Kind", "receive", "send", "send_error", "send_stop"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_state.communication import collectives
+from accel_state.operations import collectives
 from accel_state.world.process import current_state
 from accel_train.ranks import Ranks
 

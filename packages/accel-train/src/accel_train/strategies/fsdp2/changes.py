@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from accel_ckpt.parts import is_sharded, reshard
-from accel_state.communication.collectives import broadcast
 from accel_state.log import get_logger
+from accel_state.operations.collectives import broadcast
 from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.start import agree
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ckpt.parts import fsdp_modules
-from accel_state.communication.collectives import gather_object
 from accel_state.errors import CollectiveMismatchError
+from accel_state.operations.collectives import gather_object
 from accel_state.world.process import PartialState
 from accel_train.strategies.gradients import local_part
 

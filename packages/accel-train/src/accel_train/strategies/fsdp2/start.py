@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import accel_ckpt
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_ckpt.parts import is_sharded
-from accel_state.communication.collectives import broadcast, gather_object
+from accel_state.operations.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import local_part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt import NamedModel, Part
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 from accel_train.errors import OptionError, PrepareError
 from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.attention import FusedAttention

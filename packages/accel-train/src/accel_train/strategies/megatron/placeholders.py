@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_state.communication.collectives import reduce
 from accel_state.errors import NotAvailableError
+from accel_state.operations.collectives import reduce
 from accel_train.errors import OptionError
 from accel_train.plugins import MegatronLMPlugin
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_state.communication.collectives import broadcast
+from accel_state.operations.collectives import broadcast
 from accel_state.world.process_group import leave_at_exit
 from accel_train.plugins import MegatronLMPlugin
 

@@ -1,0 +1,56 @@
+"""The schedulers that can start a launcher, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel_state.clusters.allocations.base import Allocation, Described, Scheduler
+from accel_state.clusters.allocations.containers import Containers
+from accel_state.clusters.allocations.flux import FluxJobs
+from accel_state.clusters.allocations.lsf import LSFJobs
+from accel_state.clusters.allocations.mpi import MPIProcesses
+from accel_state.clusters.allocations.skypilot import SkyPilot
+from accel_state.clusters.allocations.slurm import SlurmSteps
+from accel_state.clusters.allocations.torchrun_variables import TorchrunVariables
+from accel_state.errors import ConfigError
+
+__all__ = ["SCHEDULERS", "Allocation", "Described", "Scheduler", "find_allocation"]
+
+# What is set for one container or task comes before what describes a whole job: mpirun inside a Slurm job, PET_* in a
+# container. Flux comes before MPI, because its tasks also have the PMI variables of MPI.
+SCHEDULERS: tuple[Scheduler, ...] = (
+    TorchrunVariables(),
+    FluxJobs(),
+    LSFJobs(),
+    MPIProcesses(),
+    SlurmSteps(),
+    SkyPilot(),
+    Containers(),
+)
+
+
+def find_allocation(environ: Mapping[str, str], wanted: str = "auto") -> Allocation | None:
+    """The world that the environment of a launcher describes; None: this machine alone.
+
+    A launcher inside a rank (LOCAL_RANK is set) is a separate world, whatever the scheduler's variables say.
+
+    Args:
+        environ: the environment variables.
+        wanted: ``auto``, ``none``, or the ``key`` of the only scheduler to ask.
+
+    Raises:
+        ConfigError: a variable is missing or wrong, or the wanted scheduler did not start this process.
+    """
+    if wanted == "none" or (wanted == "auto" and "LOCAL_RANK" in environ):
+        return None
+    for scheduler in SCHEDULERS:
+        if wanted in ("auto", scheduler.key):
+            found = scheduler.allocation(environ)
+            if found is not None:
+                return found
+            if wanted == scheduler.key:
+                raise ConfigError(
+                    f"--cluster {wanted}: {scheduler.name} does not describe several processes to this launcher; "
+                    f"{scheduler.hint}, or leave --cluster out"
+                )
+    return None

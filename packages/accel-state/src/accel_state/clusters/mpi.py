@@ -1,0 +1,104 @@
+"""MPI launchers: Open MPI, MVAPICH, and those built on Hydra (MPICH, Intel MPI)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_state.clusters.base import (
+    Cluster,
+    Topology,
+    node_placement,
+    read_int,
+    read_port,
+    stable_port,
+)
+from accel_state.clusters.sagemaker import sagemaker_hosts
+from accel_state.errors import ConfigError
+
+__all__ = ["MPI"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+# Open MPI: documentation of mpirun, "Environment variables". MVAPICH2: user guide, MV2_COMM_WORLD_*.
+# Hydra: PMI_* from the process manager interface, MPI_LOCAL* from its proxies.
+_IMPLEMENTATIONS = (
+    _Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names(
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+    ),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_JOB_NAMES = (
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PMI_JOBID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+)
+_DEFAULT_PORT = 29500  # the default of torch.distributed
+
+
+class MPI(Cluster):
+    """A size variable of an MPI launcher is above 1."""
+
+    name = "mpi"
+
+    def detect(self, environ: Mapping[str, str]) -> Topology | None:
+        """See the base class. On one node the address of rank 0 is 127.0.0.1, with a port derived from the job name."""
+        for names in _IMPLEMENTATIONS:
+            world_size = read_int(environ, names.size, minimum=1)
+            if world_size is not None and world_size > 1:
+                return self._topology(environ, names, world_size)
+        return None
+
+    def _topology(self, environ: Mapping[str, str], names: _Names, world_size: int) -> Topology:
+        rank = read_int(environ, names.rank, below=(names.size, world_size))
+        if rank is None:
+            raise ConfigError(
+                f"environment variable {names.size} is {world_size}, but {names.rank} is not set; "
+                "start the script with mpirun, or unset both"
+            )
+        local_world_size = read_int(environ, names.local_size, minimum=1)
+        local_rank = read_int(environ, names.local_rank)
+        if local_rank is None:  # the process manager does not set it: assume that all ranks are on one node
+            local_rank, local_world_size = rank, local_world_size or world_size
+        local_world_size = local_world_size or local_rank + 1
+        if local_rank >= local_world_size:
+            raise ConfigError(
+                f"environment variable {names.local_rank} is {local_rank}, but {names.local_size} is "
+                f"{local_world_size}; it must be between 0 and {local_world_size - 1}"
+            )
+        addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else None)
+        if addr is None:  # SageMaker's library for data parallelism starts ranks with mpirun
+            addr = next(iter(sagemaker_hosts(environ)), None)
+        node_rank, num_nodes = node_placement(rank, world_size, local_world_size)
+        return Topology(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            master_addr=addr,
+            master_port=read_port(environ) or _port(environ),
+            launcher=self.name,
+        )
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
+    return _DEFAULT_PORT if job is None else stable_port(job)

@@ -1,0 +1,113 @@
+"""Slurm: scripts started by ``srun``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from accel_state.clusters.base import (
+    Cluster,
+    Topology,
+    node_placement,
+    read_first,
+    read_int,
+    read_port,
+    stable_port,
+)
+from accel_state.errors import ConfigError
+
+__all__ = ["Slurm", "first_host", "tasks_per_node"]
+
+
+class Slurm(Cluster):
+    """The process is a task of a job step with several tasks.
+
+    The ``sbatch`` script itself also has SLURM_PROCID and SLURM_NTASKS; it is one process, recognised by
+    ENVIRONMENT=BATCH without SLURM_STEP_ID.
+    """
+
+    name = "slurm"
+
+    def detect(self, environ: Mapping[str, str]) -> Topology | None:
+        """See the base class; rank 0 is on the first node of the step, with a port derived from the job id."""
+        if "SLURM_PROCID" not in environ:
+            return None
+        if "SLURM_STEP_ID" not in environ and environ.get("ENVIRONMENT") == "BATCH":
+            return None
+        size_name = next(
+            (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in environ), None
+        )
+        world_size = None if size_name is None else read_int(environ, size_name, minimum=1)
+        if size_name is None or world_size is None or world_size == 1:
+            return None
+        rank = read_int(environ, "SLURM_PROCID", below=(size_name, world_size))
+        local_rank = read_int(environ, "SLURM_LOCALID")
+        if rank is None or local_rank is None:
+            missing = "SLURM_PROCID" if rank is None else "SLURM_LOCALID"
+            raise ConfigError(
+                f"environment variable {size_name} is {world_size}, but {missing} is not set; "
+                "start the script with srun, or unset the variables of Slurm"
+            )
+        num_nodes = read_first(
+            environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1
+        )
+        node_rank = read_int(environ, "SLURM_NODEID")
+        local_world_size = _local_world_size(environ, world_size, num_nodes or 1, node_rank or 0, local_rank)
+        by_size = node_placement(rank, world_size, local_world_size)
+        num_nodes = by_size[1] if num_nodes is None else num_nodes
+        return Topology(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            node_rank=by_size[0] if node_rank is None else node_rank,
+            num_nodes=num_nodes,
+            master_addr=_address(environ, num_nodes),
+            master_port=read_port(environ) or _port(environ),
+            launcher=self.name,
+        )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list such as ``rack[1-2]n[003-005,7],login1``; here ``rack1n003``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else "")
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The number of tasks of each node, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: the text does not have this form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ConfigError(f"{text!r} is not a Slurm list of tasks per node, such as '2(x3),1'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _local_world_size(
+    environ: Mapping[str, str], world_size: int, num_nodes: int, node_rank: int, local_rank: int
+) -> int:
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if text:
+        counts = tasks_per_node(text)
+        if node_rank < len(counts) and counts[node_rank] > local_rank:
+            return counts[node_rank]
+    return max(-(-world_size // num_nodes), local_rank + 1)
+
+
+def _address(environ: Mapping[str, str], num_nodes: int) -> str | None:
+    if num_nodes == 1 or environ.get("MASTER_ADDR"):
+        return environ.get("MASTER_ADDR") or "127.0.0.1"
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodelist = next((environ[name] for name in names if environ.get(name)), "")
+    return first_host(nodelist) or None
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    step = environ.get("SLURM_STEP_ID", "0")
+    return stable_port(f"{environ.get('SLURM_JOB_ID') or environ.get('SLURM_JOBID', '')}.{step}")

@@ -1,0 +1,26 @@
+"""Rank, world size and nodes of this process, from its environment. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel_state.clusters import CLUSTERS
+from accel_state.clusters.base import Topology
+
+__all__ = ["Topology", "detect"]
+
+
+def detect(environ: Mapping[str, str]) -> Topology:
+    """Ask each cluster type in turn whether it started this process.
+
+    Args:
+        environ: the environment variables, as ``accel_state.environment.snapshot()`` gives them.
+
+    Raises:
+        ConfigError: a variable is missing or wrong; the message names it and its value.
+    """
+    for cluster in CLUSTERS:
+        topology = cluster.detect(environ)
+        if topology is not None:
+            return topology
+    return Topology()

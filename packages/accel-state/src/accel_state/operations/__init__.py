@@ -1,0 +1,1 @@
+"""Collectives on nested structures: gather, reduce, broadcast, scatter."""
