@@ -60,7 +60,7 @@ def test_only_rank_0_needs_the_files(tmp_path, safe):
     save_model(build(), tmp_path / "m", max_shard_size="200B", safe_serialization=safe)
 
     def work(folder, expected):
-        from accel_ckpt.memory import mapped_file_of
+        from accel_ckpt.format.memory import mapped_file_of
         from accel_state import PartialState
 
         rank = PartialState(cpu=True).process_index
@@ -195,7 +195,7 @@ def test_a_repository_of_a_hub(tmp_path):
 
     def work(expected):
         from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch
-        from accel_ckpt.memory import mapped_file_of
+        from accel_ckpt.format.memory import mapped_file_of
 
         for device_map in (None, "auto", {"": "disk"}):
             with init_empty_weights():

@@ -90,7 +90,7 @@ def load(folder):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from accel_ckpt import default_coordinator, open_training_state
-    from accel_ckpt.loading.saved_tensors import fill_all
+    from accel_ckpt.format.saved_tensors import fill_all
     from accel_ckpt.parts import parts_of
 
     ranks = default_coordinator()

@@ -209,7 +209,7 @@ def test_a_missing_part_is_noticed(saved):
     import shutil
 
     from accel_ckpt import CorruptCheckpointError, open_training_state
-    from accel_ckpt.loading.saved_tensors import SavedTensors
+    from accel_ckpt.format.saved_tensors import SavedTensors
 
     parts = sorted(pathlib.Path(saved).glob("model-shard-*.safetensors"))
     if len(parts) < 2:

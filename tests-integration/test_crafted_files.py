@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import load_checkpoint_in_model
-from accel_ckpt.convert.dcp import DcpFolder
-from accel_ckpt.convert.deepspeed import DeepSpeedFolder
+from accel_ckpt.foreign.dcp import DcpFolder
+from accel_ckpt.foreign.deepspeed import DeepSpeedFolder
 from accel_state.errors import AccelError
 from accel_train import Accelerator
 from testkit import worlds

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-import accel_ckpt.remote.s3
+import accel_ckpt.folders.objects.s3
 from accel_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -132,7 +132,7 @@ def test_loads_survive(s3, server, fault):
 
 @pytest.mark.filterwarnings("ignore:what was uploaded of")
 def test_a_server_that_stops_reading_is_not_waited_for_forever(s3, server, monkeypatch):
-    monkeypatch.setattr(accel_ckpt.remote.s3, "LIMIT", 5.0)
+    monkeypatch.setattr(accel_ckpt.folders.objects.s3, "LIMIT", 5.0)
     server.faults({"kind": "stuck", "method": "PUT", "path": "partNumber", "times": 1})
     save("c", 1)
     assert server.faults()["stuck"] == 1
@@ -238,7 +238,7 @@ def test_the_end_of_a_script_waits_for_a_save(s3):
     script = f"""
 import torch
 
-import accel_ckpt.remote.s3
+import accel_ckpt.folders.objects.s3
 from accel_ckpt import BackgroundSaver
 saver = BackgroundSaver()
 saver.save("s3://{BUCKET}/c", models=[{{"w": torch.arange({LARGE}, dtype=torch.float32) * 8}}],

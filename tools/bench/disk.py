@@ -1,7 +1,7 @@
 """What the disk gives: 3 GB written past the page cache, one block at a time or several, and put on the disk.
 
 GB/s, medians with the range in brackets; everything in turn, round after round. It says whether a writer with more
-requests on their way would be faster than `accel_ckpt.saving.blocks`, which has one.
+requests on their way would be faster than `accel_ckpt.format.blocks`, which has one.
 
     hatch run bench:disk
 """

@@ -25,7 +25,7 @@ from boto3.s3.transfer import TransferConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_ckpt import open_training_state, save_training_state
-from accel_ckpt.remote.store import PARALLEL, PART
+from accel_ckpt.folders.objects.store import PARALLEL, PART
 from testkit.s3_server import S3Server
 
 BUCKET = "bench"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt import NamedModel, Part
-from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
+from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
 from accel_train.mesh import Mesh
 from accel_train.plugins import StrategyPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions

@@ -37,7 +37,7 @@ from accel_ckpt import (
     load_state_dict,
     save_model,
 )
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 from accel_ckpt.modules import devices
 
 

@@ -26,7 +26,7 @@ from accel_ckpt import (
     UnsafeCheckpointError,
     save_model,
 )
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 from accel_state.errors import NotAvailableError
 from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
 

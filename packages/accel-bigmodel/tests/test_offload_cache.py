@@ -16,7 +16,7 @@ from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.offload_cache import OffloadCache
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import UnsupportedValueError
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 
 
 def some(seed=0):

@@ -39,7 +39,7 @@ from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer
 from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
-from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.format.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (

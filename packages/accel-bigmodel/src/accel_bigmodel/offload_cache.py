@@ -18,7 +18,7 @@ from accel_bigmodel.errors import OffloadError
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.format.reader import MappedShard
-from accel_ckpt.saving.writer import about_tensors, lay_out, plain_on
+from accel_ckpt.format.writer import about_tensors, lay_out, plain_on
 from accel_ckpt.tensor_storage import as_bytes
 
 __all__ = ["CacheFile", "OffloadCache", "check_folder"]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from accel_ckpt.format.index import inside
+from accel_ckpt.format.memory import map_file
 from accel_ckpt.format.reader import MappedShard, read_json, refuse_irregular
-from accel_ckpt.memory import map_file
+from accel_ckpt.format.writer import check_writable, json_bytes, plain_on, replace_file, write_bytes
 from accel_ckpt.modules.tensors import set_module_tensor_to_device
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
-from accel_ckpt.saving.writer import check_writable, json_bytes, plain_on, replace_file, write_bytes
 from accel_ckpt.tensor_storage import DTYPES, as_bytes, parse_dtype
 
 __all__ = [

@@ -27,7 +27,7 @@ from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.paging.pages import extents_of
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_ckpt import load_state_dict, memory
-from accel_ckpt.saving.writer import write_safetensors
+from accel_ckpt.format.writer import write_safetensors
 from testkit import limits
 
 MB = 1 << 20

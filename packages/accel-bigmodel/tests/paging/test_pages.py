@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accel_bigmodel.paging.pages import extents_of, keep_resident
-from accel_ckpt.memory import map_file
+from accel_ckpt.format.memory import map_file
 
 
 def test_extents_are_whole_pages_and_shared_ones_are_one_object(tmp_path):

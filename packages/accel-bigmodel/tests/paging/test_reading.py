@@ -9,7 +9,7 @@ import pytest
 
 from accel_bigmodel.paging import reading
 from accel_bigmodel.paging.pages import extents_of
-from accel_ckpt.memory import map_file
+from accel_ckpt.format.memory import map_file
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")

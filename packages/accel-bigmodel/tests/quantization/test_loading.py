@@ -26,7 +26,7 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import StateMismatchError, UninitializedTensorError, save_model
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 from accel_state.errors import MissingDependencyError
 
 

@@ -1,7 +1,5 @@
 # Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_ckpt.__about__ import __version__ as __version__
-from accel_ckpt.checkpointer import Checkpointer as Checkpointer
-from accel_ckpt.checkpointer import RandomState as RandomState
 from accel_ckpt.convert.accelerate import AccelerateCheckpoint as AccelerateCheckpoint
 from accel_ckpt.convert.accelerate import accelerate_checkpoints as accelerate_checkpoints
 from accel_ckpt.convert.accelerate import is_accelerate_checkpoint as is_accelerate_checkpoint
@@ -26,6 +24,9 @@ from accel_ckpt.errors import StateMismatchError as StateMismatchError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
 from accel_ckpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from accel_ckpt.errors import UnsupportedValueError as UnsupportedValueError
+from accel_ckpt.folders.numbered import checkpoints_from as checkpoints_from
+from accel_ckpt.folders.numbered import complete_checkpoints as complete_checkpoints
+from accel_ckpt.folders.numbered import prune_checkpoints as prune_checkpoints
 from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from accel_ckpt.format.index import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_ckpt.format.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
@@ -35,6 +36,8 @@ from accel_ckpt.format.manifest import Manifest as Manifest
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accel_ckpt.format.reader import TensorEntry as TensorEntry
 from accel_ckpt.format.reader import read_header as read_header
+from accel_ckpt.format.saved_tensors import SavedTensor as SavedTensor
+from accel_ckpt.format.tagged_json import Tree as Tree
 from accel_ckpt.hub import push_to_hub as push_to_hub
 from accel_ckpt.loading.load_model import LoadReport as LoadReport
 from accel_ckpt.loading.load_model import check_checkpoint_fits as check_checkpoint_fits
@@ -45,9 +48,6 @@ from accel_ckpt.loading.load_module import load_weights_into as load_weights_int
 from accel_ckpt.loading.load_state import SavedWeights as SavedWeights
 from accel_ckpt.loading.load_state import TrainingCheckpoint as TrainingCheckpoint
 from accel_ckpt.loading.load_state import open_training_state as open_training_state
-from accel_ckpt.loading.saved_tensors import SavedTensor as SavedTensor
-from accel_ckpt.loading.tree_fill import check_tree as check_tree
-from accel_ckpt.loading.tree_fill import fill_tree as fill_tree
 from accel_ckpt.loading.weights import WeightSource as WeightSource
 from accel_ckpt.loading.weights import open_weights as open_weights
 from accel_ckpt.locations import RemotePath as RemotePath
@@ -67,16 +67,9 @@ from accel_ckpt.modules.tensors import named_module_tensors as named_module_tens
 from accel_ckpt.modules.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_ckpt.modules.ties import find_tied_parameters as find_tied_parameters
 from accel_ckpt.modules.ties import retie_parameters as retie_parameters
-from accel_ckpt.optimizers import check_optimizer_state as check_optimizer_state
-from accel_ckpt.optimizers import load_optimizer_state as load_optimizer_state
-from accel_ckpt.optimizers import optimizer_state_by_name as optimizer_state_by_name
 from accel_ckpt.parts import Part as Part
 from accel_ckpt.saving.background import BackgroundSaver as BackgroundSaver
 from accel_ckpt.saving.background import SaveHandle as SaveHandle
-from accel_ckpt.saving.commit import checkpoints_from as checkpoints_from
-from accel_ckpt.saving.commit import complete_checkpoints as complete_checkpoints
-from accel_ckpt.saving.commit import prune_checkpoints as prune_checkpoints
-from accel_ckpt.saving.draft import Tree as Tree
 from accel_ckpt.saving.plan import convert_file_size_to_int as convert_file_size_to_int
 from accel_ckpt.saving.save_gathered import gather_whole as gather_whole
 from accel_ckpt.saving.save_gathered import save_gathered_model as save_gathered_model
@@ -87,6 +80,13 @@ from accel_ckpt.saving.save_state import save_training_state as save_training_st
 from accel_ckpt.saving.write_notices import completed_by_writer as completed_by_writer
 from accel_ckpt.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensor_storage import id_tensor_storage as id_tensor_storage
-from accel_ckpt.training_objects import Stateful as Stateful
+from accel_ckpt.training.checkpointer import Checkpointer as Checkpointer
+from accel_ckpt.training.checkpointer import RandomState as RandomState
+from accel_ckpt.training.optimizers import check_optimizer_state as check_optimizer_state
+from accel_ckpt.training.optimizers import load_optimizer_state as load_optimizer_state
+from accel_ckpt.training.optimizers import optimizer_state_by_name as optimizer_state_by_name
+from accel_ckpt.training.training_objects import Stateful as Stateful
+from accel_ckpt.training.tree_fill import check_tree as check_tree
+from accel_ckpt.training.tree_fill import fill_tree as fill_tree
 
 __all__: list[str]

@@ -7,7 +7,7 @@ import torch
 
 from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from accel_ckpt.format.index import find_weights, inside, read_index
-from accel_ckpt.saving.writer import write_safetensors
+from accel_ckpt.format.writer import write_safetensors
 
 
 def shard(folder, name, **tensors):

@@ -10,9 +10,9 @@ import xxhash
 
 from accel_ckpt import save_training_state
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
+from accel_ckpt.folders.numbered import complete_checkpoints, is_complete
 from accel_ckpt.format.manifest import Manifest
-from accel_ckpt.saving.commit import complete_checkpoints, is_complete
-from accel_ckpt.saving.writer import FileRecord
+from accel_ckpt.format.writer import FileRecord
 
 
 @pytest.fixture

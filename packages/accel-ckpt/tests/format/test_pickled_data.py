@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_ckpt import CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.convert.pickles import unpickle
+from accel_ckpt.foreign.pickles import unpickle
 from accel_ckpt.format.pickled_data import plain_data
 
 np_module = np._core if np.__version__ >= "2" else np.core

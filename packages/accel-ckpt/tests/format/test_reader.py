@@ -18,7 +18,7 @@ from accel_ckpt import (
     UnsupportedValueError,
     read_header,
 )
-from accel_ckpt.convert.pickles import unpickle
+from accel_ckpt.foreign.pickles import unpickle
 from accel_ckpt.format.reader import MappedShard, read_json, read_pickled, read_pickled_weights, read_tensors
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
@@ -309,7 +309,7 @@ def test_checksums_of_files_in_parts(tmp_path, monkeypatch, size):
 def test_files_are_read_ahead_in_parts(tmp_path, monkeypatch):
     from accel_ckpt import CorruptCheckpointError
     from accel_ckpt.format import reader
-    from accel_ckpt.saving.writer import write_safetensors
+    from accel_ckpt.format.writer import write_safetensors
 
     monkeypatch.setattr(reader, "_AHEAD", 1 << 12)
     tensors = {f"t{index}": torch.randn(index * 70) for index in range(30)}
@@ -333,7 +333,7 @@ def test_a_bin_whose_directory_claims_several_disks(tmp_path):
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_kernel_that_cannot_read_ahead(tmp_path, monkeypatch, after):
     from accel_ckpt.format import reader
-    from accel_ckpt.saving.writer import write_safetensors
+    from accel_ckpt.format.writer import write_safetensors
 
     answers = iter([True] * after)
     monkeypatch.setattr(reader, "_AHEAD", 1 << 12)
@@ -347,7 +347,7 @@ def test_a_kernel_that_cannot_read_ahead(tmp_path, monkeypatch, after):
 
 
 def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
-    from accel_ckpt.saving.writer import write_safetensors
+    from accel_ckpt.format.writer import write_safetensors
 
     write_safetensors(tmp_path / "f", {"a": torch.randn(5000)})
     shard = MappedShard(tmp_path / "f")

@@ -28,9 +28,9 @@ from accel_ckpt import (
     save_model,
     save_training_state,
 )
+from accel_ckpt.format.memory import mapped_file_of
 from accel_ckpt.loading import load_model as loading
 from accel_ckpt.loading.load_model import Placer, Request, load_weights
-from accel_ckpt.memory import mapped_file_of
 from accel_state.errors import DeviceError, NotAvailableError
 from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
 

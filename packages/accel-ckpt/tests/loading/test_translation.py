@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_ckpt import check_checkpoint_fits, load_checkpoint_in_model, save_model
 from accel_ckpt.errors import CheckpointError, StateMismatchError
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 from accel_state import PartialState
 from testkit import worlds
 

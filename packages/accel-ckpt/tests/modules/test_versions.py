@@ -20,10 +20,10 @@ from accel_ckpt import (
     save_model,
     save_training_state,
 )
+from accel_ckpt.format.writer import write_safetensors
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.saving.save_gathered import save_gathered_model
-from accel_ckpt.saving.writer import write_safetensors
 
 
 class Method(nn.Linear):

@@ -5,13 +5,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_ckpt import memory
 from accel_ckpt.disk import LOCAL
-from accel_ckpt.memory import HostBuffers
+from accel_ckpt.format import memory
+from accel_ckpt.format.memory import HostBuffers
+from accel_ckpt.format.writer import PlannedFile
 from accel_ckpt.saving.save_model import plan_model_files
 from accel_ckpt.saving.save_state import StatePlan
 from accel_ckpt.saving.staging import Staging
-from accel_ckpt.saving.writer import PlannedFile
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from accel_bigmodel.paging.pages import PIECE, Extent, extents_of, keep_resident
 from accel_bigmodel.paging.reading import Reader
 from accel_bigmodel.streaming.schedule import Schedule
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_ckpt.memory import evict, read_around
+from accel_ckpt.format.memory import evict, read_around
 
 if TYPE_CHECKING:
     from accel_bigmodel.streaming.groups import Group

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.format.memory import MappedFile, mapped_file_of
 
 __all__ = ["PIECE", "Extent", "extents_of", "keep_resident"]
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from accel_bigmodel.paging.pages import Extent
-from accel_ckpt.memory import new_bytes, populate
+from accel_ckpt.format.memory import new_bytes, populate
 
 __all__ = ["Reader"]
 

@@ -30,10 +30,10 @@ from accel_bigmodel.quantization.selection import (
     warn_of_unknown,
 )
 from accel_ckpt.errors import UninitializedTensorError
+from accel_ckpt.format.memory import mapped_file_of, trim_heap
 from accel_ckpt.loading.load_model import Placer, Request, Step, load_weights
 from accel_ckpt.loading.load_targets import LoadTarget
 from accel_ckpt.loading.weights import WeightSource
-from accel_ckpt.memory import mapped_file_of, trim_heap
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module, check_nothing_on_meta, get_non_persistent_buffers
 

@@ -13,7 +13,7 @@ from accel_bigmodel.device_maps.budget import available_host_memory
 from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of, aligned
 from accel_bigmodel.streaming.streamed_groups import StreamedGroup
 from accel_bigmodel.streaming.types import Transfer
-from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 
 __all__ = ["pack_into_blocks"]
 

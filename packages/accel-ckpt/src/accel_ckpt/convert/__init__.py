@@ -1,1 +1,1 @@
-"""Checkpoints that other programs wrote, or are to read: Accelerate's, and torch's distributed ones."""
+"""Conversions: merging shards, and states that Accelerate wrote or is to read."""

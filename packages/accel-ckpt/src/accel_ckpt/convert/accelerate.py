@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.convert.dcp import DcpFolder, is_dcp_folder
-from accel_ckpt.convert.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
-from accel_ckpt.convert.pickles import unpickle
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+from accel_ckpt.folders.numbered import checkpoints_from
+from accel_ckpt.foreign.dcp import DcpFolder, is_dcp_folder
+from accel_ckpt.foreign.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
+from accel_ckpt.foreign.pickles import unpickle
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard
 from accel_ckpt.locations import RemotePath
 from accel_ckpt.modules.names import canonical_name, canonical_state_dict
-from accel_ckpt.optimizers import name_positions
-from accel_ckpt.saving.commit import checkpoints_from
+from accel_ckpt.training.optimizers import name_positions
 from accel_state.errors import NotAvailableError
 
 __all__ = [

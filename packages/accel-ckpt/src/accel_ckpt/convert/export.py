@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_ckpt.convert.sources import open_pieces, source_of
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError, StateMismatchError
+from accel_ckpt.foreign.sources import open_pieces, source_of
+from accel_ckpt.format.writer import write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
-from accel_ckpt.saving.writer import write_safetensors_from, write_torch
 
 __all__ = ["export_to_accelerate"]
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from accel_ckpt.convert.pieces import PiecedTensor, PiecedWeights
-from accel_ckpt.convert.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.foreign.pieces import PiecedTensor, PiecedWeights
+from accel_ckpt.foreign.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
 from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.format.writer import FileRecord, write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.versions import renamed_versions, versions_metadata, with_versions
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
-from accel_ckpt.saving.writer import FileRecord, write_safetensors_from, write_torch
 from accel_ckpt.tensor_storage import DTYPE_NAMES
 
 __all__ = ["merge_fsdp_weights", "merge_weights"]
@@ -77,7 +77,7 @@ def merge_weights(
             raise CheckpointSaveError(
                 f"remove_checkpoint_dir removes a local folder, and {checkpoint} is none; leave it out"
             )
-        from accel_ckpt.remote.weights import fetch_weights
+        from accel_ckpt.folders.objects.weights import fetch_weights
 
         local, mirror = fetch_weights(checkpoint)
         written = merge_weights(

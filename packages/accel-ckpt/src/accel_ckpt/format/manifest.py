@@ -21,7 +21,7 @@ from accel_ckpt.errors import (
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, positive
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
-from accel_ckpt.saving.writer import BLOCK_HASHED, FileRecord, FileWriter
+from accel_ckpt.format.writer import BLOCK_HASHED, FileRecord, FileWriter
 
 __all__ = ["FORMAT", "MANIFEST_NAME", "VERSION", "Manifest"]
 

@@ -28,9 +28,9 @@ from accel_ckpt.errors import (
     UnsupportedValueError,
 )
 from accel_ckpt.format.forms import OTHERS, check_form, natural
+from accel_ckpt.format.memory import Arena, MappedFile, map_whole, populate
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
-from accel_ckpt.memory import Arena, MappedFile, map_whole, populate
 from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.tensor_storage import (
     DTYPES,

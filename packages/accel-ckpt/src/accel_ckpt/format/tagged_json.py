@@ -26,10 +26,12 @@ from accel_ckpt.errors import CheckpointError, CorruptCheckpointError, Unsupport
 from accel_ckpt.parts import Leaf, is_divided, shape_of
 from accel_ckpt.tensor_storage import DTYPE_NAMES, why_not_plain
 
-__all__ = ["Json", "Sink", "Source", "decode", "encode"]
+__all__ = ["Json", "Sink", "Source", "Tree", "decode", "encode"]
 
 Json: TypeAlias = Any
 """What ``json.dumps`` writes."""
+Tree: TypeAlias = Any
+"""Nested dictionaries and lists of tensors and plain data."""
 Sink: TypeAlias = Callable[[tuple[Any, ...], Leaf], str]
 """Stores a tensor, whole or divided, found at a path inside the object; returns the name that finds it again."""
 Source: TypeAlias = Callable[[str], Any]

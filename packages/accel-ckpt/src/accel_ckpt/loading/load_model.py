@@ -14,6 +14,7 @@ from torch import nn
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.format.index import WeightFiles
+from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
 from accel_ckpt.loading.renaming import renamed_weights
@@ -25,7 +26,6 @@ from accel_ckpt.loading.weights import (
     open_weights,
 )
 from accel_ckpt.locations import RemotePath, location
-from accel_ckpt.memory import collector_paused
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.tensors import refuse_without_values
@@ -103,7 +103,7 @@ def load_state_dict(
     places = _devices_of(device_map or {})
     path = location(checkpoint_file)
     if isinstance(path, RemotePath):
-        from accel_ckpt.remote.weights import fetch_file
+        from accel_ckpt.folders.objects.weights import fetch_file
 
         mirror = fetch_file(path)
         try:  # what is mapped stays

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
+from accel_ckpt.folders.leftovers import restore_interrupted_swaps
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import Manifest
+from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.reader import MappedShard, read_json
+from accel_ckpt.format.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.format.sharding import is_divided
 from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
-from accel_ckpt.loading.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
+from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.locations import RemotePath, location
-from accel_ckpt.memory import Arena
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
-from accel_ckpt.saving.draft import Tree
-from accel_ckpt.saving.leftovers import restore_interrupted_swaps
 
 __all__ = ["NamedTrees", "SavedWeights", "TrainingCheckpoint", "open_training_state"]
 
@@ -44,7 +44,7 @@ def open_training_state(directory: str | os.PathLike[str], *, verify: bool = Tru
     """
     place = location(directory)
     if isinstance(place, RemotePath):
-        from accel_ckpt.remote.mirror import open_remote
+        from accel_ckpt.folders.objects.mirror import open_remote
 
         manifest, mirror, files = open_remote(place, verify)
         return TrainingCheckpoint(place, manifest, verify, _Elsewhere(mirror.folder, files, mirror.check))

@@ -14,17 +14,17 @@ import torch
 import xxhash
 
 from accel_ckpt import hub
-from accel_ckpt.convert.dcp import DCP_METADATA
-from accel_ckpt.convert.pieces import PiecedWeights
-from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
+from accel_ckpt.foreign.dcp import DCP_METADATA
+from accel_ckpt.foreign.pieces import PiecedWeights
+from accel_ckpt.foreign.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.format.reader import MappedShard, read_pickled_model
 from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
-from accel_ckpt.memory import collector_paused
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import flat_bytes
@@ -156,7 +156,7 @@ def _open_local(folder: Path, place: Path) -> MappedWeights | _PiecesOfWeights:
 
 def _open_remote(place: RemotePath) -> WeightSource:
     """Weights in object storage: fetched to a folder that is there as long as what is returned."""
-    from accel_ckpt.remote.weights import fetch_weights
+    from accel_ckpt.folders.objects.weights import fetch_weights
 
     local, mirror = fetch_weights(place)
     source = _open_local(local, place)

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
+from accel_ckpt.folders.local import Contribution, Transaction
+from accel_ckpt.format.memory import HostBuffers
+from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.locations import RemotePath
-from accel_ckpt.memory import HostBuffers
-from accel_ckpt.saving.commit import Contribution, Transaction
-from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
 from accel_ckpt.store_coordinator import StoreCoordinator

@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.folders.local import Contribution
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.sharding import sharding_metadata
 from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem
+from accel_ckpt.format.tagged_json import Tree
+from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
-from accel_ckpt.saving.commit import Contribution
 from accel_ckpt.saving.part_division import (
     Held,
     PartKey,
@@ -34,13 +36,9 @@ from accel_ckpt.saving.part_division import (
 )
 from accel_ckpt.saving.plan import divide
 from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
-from accel_ckpt.saving.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
 
-__all__ = ["Offer", "StateDraft", "StatePlan", "Tree", "encode_trees", "fingerprints"]
-
-Tree: TypeAlias = Any
-"""Nested dictionaries and lists of tensors and plain data."""
+__all__ = ["Offer", "StateDraft", "StatePlan", "encode_trees", "fingerprints"]
 
 # Bytes. Dividing smaller tensors among ranks is not worth a name in every rank's offer.
 _WORTH_DIVIDING = 1 << 16

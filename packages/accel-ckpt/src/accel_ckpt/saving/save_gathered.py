@@ -17,6 +17,13 @@ from accel_ckpt.coordination import Coordinator, default_coordinator, run_togeth
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.format.reader import is_extra_state
+from accel_ckpt.format.writer import (
+    FileRecord,
+    check_writable,
+    lay_out,
+    write_safetensors_from,
+    write_torch,
+)
 from accel_ckpt.locations import location
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
@@ -27,13 +34,6 @@ from accel_ckpt.saving.save_model import (
     index_of,
     no_weight,
     publish_weights,
-)
-from accel_ckpt.saving.writer import (
-    FileRecord,
-    check_writable,
-    lay_out,
-    write_safetensors_from,
-    write_torch,
 )
 from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
 

@@ -27,6 +27,15 @@ from accel_ckpt.format.index import (
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import is_extra_state
+from accel_ckpt.format.writer import (
+    FileRecord,
+    PlannedFile,
+    check_writable,
+    replace_file,
+    write_bytes,
+    write_safetensors,
+    write_torch,
+)
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
@@ -38,15 +47,6 @@ from accel_ckpt.saving.plan import (
     shard_file_names,
 )
 from accel_ckpt.saving.write_notices import completed_by_writer
-from accel_ckpt.saving.writer import (
-    FileRecord,
-    PlannedFile,
-    check_writable,
-    replace_file,
-    write_bytes,
-    write_safetensors,
-    write_torch,
-)
 from accel_ckpt.tensor_storage import (
     clean_state_dict_for_safetensors,
     id_tensor_storage,
@@ -145,7 +145,7 @@ def check_weights_folder(directory: Path) -> None:
         CheckpointSaveError: it is one.
     """
     if isinstance(directory, RemotePath):
-        from accel_ckpt.remote import weights
+        from accel_ckpt.folders.objects import weights
 
         weights.check_weights_folder(directory)
         return
@@ -179,7 +179,7 @@ def publish_weights(
     """
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
     if isinstance(directory, RemotePath):
-        from accel_ckpt.remote import weights
+        from accel_ckpt.folders.objects import weights
 
         return weights.publish_weights(directory, writers, None if index is None else (index_name, index))
     directory.mkdir(parents=True, exist_ok=True)
@@ -407,7 +407,7 @@ def save(
 
     place = location(f)
     if isinstance(place, RemotePath):
-        from accel_ckpt.remote.weights import write_object
+        from accel_ckpt.folders.objects.weights import write_object
 
         write_object(place, write)
     else:
@@ -434,7 +434,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     if isinstance(f, (str, os.PathLike)):
         place = location(f)
         if isinstance(place, RemotePath):
-            from accel_ckpt.remote.weights import fetch_file
+            from accel_ckpt.folders.objects.weights import fetch_file
 
             mirror = fetch_file(place)
             try:

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 from accel_ckpt.coordination import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.folders.local import Transaction
+from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
-from accel_ckpt.saving.commit import Transaction
-from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan, Tree
+from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
 __all__ = ["StateCollector", "StateContent", "Tree", "begin_save", "save_collected", "save_training_state"]
@@ -202,7 +203,7 @@ def begin_save(
 
 def _kind_of_transaction(place: Path) -> type[Transaction]:
     if isinstance(place, RemotePath):
-        from accel_ckpt.remote.transaction import RemoteTransaction
+        from accel_ckpt.folders.objects.transaction import RemoteTransaction
 
         return RemoteTransaction
     return Transaction

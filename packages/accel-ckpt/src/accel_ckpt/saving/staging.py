@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from accel_ckpt.disk import Disk
-from accel_ckpt.memory import FileImage, HostBuffers
-from accel_ckpt.saving.commit import Contribution
-from accel_ckpt.saving.draft import StatePlan
-from accel_ckpt.saving.writer import (
+from accel_ckpt.folders.local import Contribution
+from accel_ckpt.format.memory import FileImage, HostBuffers
+from accel_ckpt.format.writer import (
     FileLayout,
     FileRecord,
     PlannedFile,
@@ -31,6 +30,7 @@ from accel_ckpt.saving.writer import (
     write_bytes,
     write_image,
 )
+from accel_ckpt.saving.draft import StatePlan
 from accel_ckpt.tensor_storage import flat_bytes
 
 __all__ = ["Staging"]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
-from accel_ckpt.memory import collector_paused
-from accel_ckpt.optimizers import steps_only
+from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.parts import is_divided, is_leaf, is_sharded
+from accel_ckpt.training.optimizers import steps_only
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.chosen_parts import ALL, choose

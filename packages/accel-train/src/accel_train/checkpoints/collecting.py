@@ -15,8 +15,8 @@ from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
-from accel_ckpt.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
+from accel_ckpt.training.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_state.seeding import get_rng_state
 from accel_train.checkpoints import rank_differences, window_state
 from accel_train.setup.prepared import Prepared, Registered

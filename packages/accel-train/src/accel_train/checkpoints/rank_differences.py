@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_ckpt.format.forms import OTHERS, check_form, natural
-from accel_ckpt.loading.saved_tensors import SavedTensor
-from accel_ckpt.rank_trees import Marks, RankTree
+from accel_ckpt.format.saved_tensors import SavedTensor
+from accel_ckpt.training.rank_trees import Marks, RankTree
 from accel_state.log import get_logger
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints.chosen_parts import ALL, Parts, part_of

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from accel_ckpt.convert.accelerate import AccelerateCheckpoint
-from accel_ckpt.convert.pickles import unpickle
-from accel_ckpt.optimizers import load_optimizer_state
+from accel_ckpt.foreign.pickles import unpickle
+from accel_ckpt.training.optimizers import load_optimizer_state
 from accel_state import PartialState
 from accel_state.seeding import set_rng_state
 from accel_train import save

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from accel_ckpt import Part
 from accel_ckpt.errors import StateMismatchError
-from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
+from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
 from accel_ckpt.parts import fill_part
 from accel_train.strategies.engines import check_groups
 from accel_train.strategies.megatron.build import Built

@@ -1,0 +1,30 @@
+"""Google Cloud Storage and Azure: their file systems do not tell a bucket that is missing from an empty one."""
+
+from __future__ import annotations
+
+import logging
+
+from accel_ckpt.errors import CheckpointNotFoundError
+from accel_ckpt.folders.objects.store import Store
+
+__all__ = ["BucketStore"]
+
+logger = logging.getLogger(__name__)
+
+
+class BucketStore(Store):
+    """Objects in a bucket (a container, as Azure says) of its own name."""
+
+    def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
+        """As of any store: a bucket that is there can be listed, or refuses to be."""
+        bucket = self.base.partition("/")[0]
+        try:
+            self.ask(self.fs.ls, bucket, detail=False)
+        except FileNotFoundError:
+            return (
+                f"there is no {self.root}, its bucket is gone: {bucket!r} does not exist; check the name, and that the "
+                "bucket exists"
+            )
+        except Exception:  # it was listed below a folder, so nobody says that it is not there
+            logger.debug("the bucket %s cannot be listed as a whole", bucket, exc_info=True)
+        return None

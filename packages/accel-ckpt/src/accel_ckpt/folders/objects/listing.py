@@ -1,0 +1,322 @@
+"""Which checkpoints are in object storage, and what dead saves left there.
+
+```
+run/checkpoint_3/manifest.json               the last object that a save writes: a checkpoint exists when it does
+run/checkpoint_3/files-<token>/…             what it lists; every save has a folder of its own, so no object of a
+                                             checkpoint is ever overwritten
+run/.accel-saving/checkpoint_3.<token>.json  a *mark*: a save or a removal is under way, and by which process
+```
+
+A mark is written before anything else and removed after everything else, so whatever a dead process left is found by
+reading the marks, without looking through all checkpoints. A later save removes it, and the mark once there is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectStorageError,
+)
+from accel_ckpt.folders.objects.store import Store, in_parallel
+from accel_ckpt.folders.objects.stores import open_store
+from accel_ckpt.format.index import inside
+from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.format.writer import BLOCK_HASHED
+from accel_ckpt.locations import RemotePath
+from accel_state.host.process_identity import has_ended, process_identity
+
+__all__ = [
+    "Mark",
+    "checkpoints_from",
+    "clean_leftovers",
+    "complete_checkpoints",
+    "files_folder",
+    "new_token",
+    "open_manifest",
+    "prune_checkpoints",
+    "read_manifest",
+    "remove_unlisted",
+]
+
+logger = logging.getLogger(__name__)
+
+_MARKS = ".accel-saving"
+_MARK = re.compile(r"(?P<name>(?!\.{1,2}\.[0-9a-f]{12}\.json$)[^/]*)\.(?P<token>[0-9a-f]{12})\.json")
+_FILES = re.compile(r"(files-([0-9a-f]{12}))/.+")
+_FOREIGN_AGE = 24 * 3600
+"""Seconds; whether a process of another machine lives cannot be seen, so its mark is judged by its age."""
+
+
+def new_token() -> str:
+    """What tells one save from all others."""
+    return secrets.token_hex(6)
+
+
+def files_folder(token: str) -> str:
+    """The folder of the files of one save, below the checkpoint's."""
+    return f"files-{token}"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A save or a removal that is under way.
+
+    Args:
+        directory: of the checkpoint.
+        token: of the save.
+    """
+
+    directory: RemotePath
+    token: str
+
+    @property
+    def _key(self) -> str:
+        return f"{_MARKS}/{_below(self.directory)}.{self.token}.json"
+
+    def write(self) -> None:
+        """Say that it begins, and by whom."""
+        content = {**process_identity(), "began": time.time()}
+        open_store(_base(self.directory)).put(self._key, json.dumps(content).encode())
+
+    def remove(self) -> None:
+        """Say that nothing of it is left to be done."""
+        open_store(_base(self.directory)).delete([self._key])
+
+
+def _base(directory: RemotePath) -> RemotePath:
+    """Where marks of a checkpoint are: beside it, or in it, if it is a whole bucket."""
+    return directory.parent if len(directory.parts) > 2 else directory
+
+
+def _below(directory: RemotePath) -> str:
+    return directory.name if len(directory.parts) > 2 else ""
+
+
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint that a store is the root of.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: it is damaged.
+        CheckpointVersionError: it was written by a newer version.
+    """
+    return open_manifest(store)[0]
+
+
+def open_manifest(store: Store) -> tuple[Manifest, bytes]:
+    """The same, and its text."""
+    try:
+        raw = store.read(MANIFEST_NAME)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{store.uri()} holds no {MANIFEST_NAME}: there is no checkpoint, or not a complete one. {error}"
+        ) from error
+    manifest = Manifest.decode(raw, store.uri(MANIFEST_NAME))
+    for name, record in manifest.files.items():
+        inside(Path("/checkpoint"), name)
+        count = -(-record.size // BLOCK_HASHED) if type(record.size) is int else -1
+        if count < 0 or not isinstance(record.xxh3, str):
+            raise CorruptCheckpointError(
+                f"{store.uri(MANIFEST_NAME)} gives {name!r} the size {record.size!r} and the checksum {record.xxh3!r}"
+            )
+        if record.blocks and len(record.blocks) != max(count, 1):
+            raise CorruptCheckpointError(
+                f"{store.uri(MANIFEST_NAME)} lists {len(record.blocks)} blocks of {name!r}, which has "
+                f"{record.size} bytes"
+            )
+    return manifest, raw
+
+
+def check_sizes(store: Store, manifest: Manifest) -> None:
+    """Check that every file is there with its size.
+
+    Raises:
+        CorruptCheckpointError: names the object that is not.
+    """
+    prefix = f"{manifest.folder}/" if manifest.folder else ""
+    found = store.sizes(manifest.folder)
+    for name, record in manifest.files.items():
+        size = found.get(prefix + name)
+        if size != record.size:
+            what = "is missing" if size is None else f"has {size} bytes"
+            raise CorruptCheckpointError(
+                f"{store.uri(prefix + name)} {what}, but the manifest of the checkpoint says {record.size} bytes; load "
+                "another checkpoint"
+            )
+
+
+def _numbered(base: RemotePath, prefix: str) -> Iterator[tuple[int, RemotePath]]:
+    pattern = re.compile(re.escape(prefix) + r"(\d+)")
+    matches = filter(None, map(pattern.fullmatch, open_store(base).children()))
+    yield from sorted((int(match.group(1)), base / match[0]) for match in matches)
+
+
+def _is_complete(directory: RemotePath) -> bool:
+    store = open_store(directory)
+    try:
+        check_sizes(store, read_manifest(store))
+    except ObjectStorageError:
+        raise  # nothing is known then
+    except CheckpointError as error:
+        logger.info("%s is not a complete checkpoint: %s", directory, error)
+        return False
+    return True
+
+
+def _exists(directory: RemotePath) -> bool:
+    """Whether there is a checkpoint, perhaps one that is damaged."""
+    try:
+        open_store(directory).read(MANIFEST_NAME)
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def complete_checkpoints(base: RemotePath, prefix: str) -> list[Path]:
+    """The complete checkpoints ``<prefix><number>``, oldest first."""
+    found = [path for _, path in _numbered(base, prefix)]
+    return [path for path, complete in zip(found, in_parallel(_is_complete, found), strict=True) if complete]
+
+
+def checkpoints_from(base: RemotePath, number: int, prefix: str) -> list[Path]:
+    """The checkpoints ``<prefix><n>`` with n of at least ``number``; what has no manifest is none."""
+    found = [path for n, path in _numbered(base, prefix) if n >= number]
+    return [path for path, exists in zip(found, in_parallel(_exists, found), strict=True) if exists]
+
+
+def prune_checkpoints(base: RemotePath, keep: int, prefix: str) -> list[Path]:
+    """Remove the oldest complete checkpoints until ``keep`` are left: of each the manifest first, then its files.
+
+    One rank does it, and the others do not wait for it: so what cannot be removed is a warning, and the next save
+    tries again.
+    """
+    try:
+        doomed = complete_checkpoints(base, prefix)[:-keep]
+    except CheckpointError as error:
+        warnings.warn(
+            f"whether there are older checkpoints to remove in {base} is not known: {error}", stacklevel=3
+        )
+        return []
+    return [path for path in doomed if _prune(path)]
+
+
+def _prune(path: Path) -> bool:
+    assert isinstance(path, RemotePath), "below a URI"
+    mark = Mark(path, new_token())
+    try:
+        mark.write()
+        open_store(path).delete([MANIFEST_NAME])
+        remove_unlisted(path, set())
+        mark.remove()
+    except CheckpointError as error:
+        # From one place and with one text for each checkpoint, so that Python says it once.
+        warnings.warn(
+            f"the older checkpoint {path} could not be removed, and stays, whole or in part: {error}. Every save tries "
+            "again",
+            stacklevel=1,
+        )
+        return False
+    return True
+
+
+def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:
+    """Remove what saves of a checkpoint wrote, except what its manifest lists and what belongs to living saves.
+
+    Args:
+        directory: of the checkpoint.
+        alive: tokens.
+
+    Returns:
+        The names of the objects, and those of unfinished uploads.
+
+    Raises:
+        CorruptCheckpointError: the manifest cannot be read, so it is not known what it lists.
+    """
+    store = open_store(directory)
+    try:
+        manifest = read_manifest(store)
+        kept = {manifest.folder, *map(files_folder, alive)}
+        plain = set(manifest.files) if not manifest.folder else set()
+    except CheckpointNotFoundError:
+        kept, plain = {*map(files_folder, alive)}, set()
+
+    def is_left(name: str) -> bool:
+        match = _FILES.fullmatch(name)
+        return match is not None and match[1] not in kept and name not in plain
+
+    doomed = [name for name in store.sizes() if is_left(name)]
+    store.delete(doomed)
+
+    def is_dead(
+        name: str,
+    ) -> bool:  # the files that a manifest lists are complete, so no upload belongs to them
+        match = _FILES.fullmatch(name)
+        return match is not None and match[2] not in alive
+
+    return doomed + store.abandon_uploads("files-", is_dead)
+
+
+def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
+    """Remove what dead saves and removals left in the folder that holds a checkpoint, with a warning that names each.
+
+    A save whose process lives stays. Whether one of another machine lives cannot be known; what it wrote stays for a
+    day.
+
+    Returns:
+        The checkpoints about which something was left.
+    """
+    base = _base(directory)
+    store = open_store(base)
+    marks = {
+        name: match
+        for name in store.sizes(_MARKS)
+        if (match := _MARK.fullmatch(name.removeprefix(f"{_MARKS}/")))
+    }
+    if not marks:
+        return []
+    over = in_parallel(lambda name: _is_over(store, name), list(marks))
+    dead = {name for name, is_over in zip(marks, over, strict=True) if is_over}
+    alive = {match["token"] for name, match in marks.items() if name not in dead}
+    cleaned = []
+    for about in sorted({marks[name]["name"] for name in dead}):
+        target = base / about if about else base
+        try:
+            if not remove_unlisted(target, alive):
+                store.delete(name for name in dead if marks[name]["name"] == about)
+                continue
+            # The marks stay for another look: a request of the dead process may still be on its way.
+            warnings.warn(
+                f"a save that did not finish left objects in {target}; they are removed", stacklevel=2
+            )
+            cleaned.append(target)
+        except CheckpointError as error:
+            warnings.warn(f"what a dead save or a removal left in {target} stays: {error}", stacklevel=1)
+    return cleaned
+
+
+def _is_over(store: Store, name: str) -> bool:
+    """Whether the process of a mark has ended, as far as can be known."""
+    try:
+        content = json.loads(store.read(name))
+        owner = {"machine": content["machine"], "pid": int(content["pid"]), "born": content["born"]}
+        return has_ended(owner) or time.time() - float(content["began"]) > _FOREIGN_AGE
+    except CheckpointNotFoundError:
+        return False  # its save has just ended
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
+        logger.info("%s is no mark of a save: %r", store.uri(name), error)
+        return False
+    except CheckpointError as error:
+        logger.info("%s cannot be read: %s", store.uri(name), error)
+        return False

@@ -1,0 +1,290 @@
+"""The commit protocol where there are no renames: a checkpoint exists when its manifest does.
+
+mark → every rank uploads its files, to a folder of this save → all ranks report → the leading rank looks whether all
+are there → manifest, in one request → what it replaces is removed → the mark is removed. Pruning comes after.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accel_ckpt.coordination import Coordinator
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CorruptCheckpointError,
+    ObjectStorageError,
+)
+from accel_ckpt.folders.local import Contribution, Transaction
+from accel_ckpt.folders.objects.listing import (
+    Mark,
+    clean_leftovers,
+    files_folder,
+    new_token,
+    read_manifest,
+    remove_unlisted,
+)
+from accel_ckpt.folders.objects.scratch import Scratch
+from accel_ckpt.folders.objects.stores import open_store
+from accel_ckpt.folders.objects.uploads import UploadDisk
+from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.format.writer import FileRecord, FileWriter
+from accel_ckpt.locations import RemotePath
+
+__all__ = ["RemoteTransaction"]
+
+
+class RemoteTransaction(Transaction):
+    """One rank's part in a commit to object storage.
+
+    ``temporary`` is a folder of this rank on this machine. What save hooks write there is uploaded; the files of the
+    checkpoint are never in it, because ``disk`` uploads them while they are written.
+    """
+
+    def __init__(self, directory: RemotePath, leader: bool, coordinator: Coordinator) -> None:
+        super().__init__(directory, directory, leader, coordinator, LOCAL)
+        self._remote = directory
+        self._token = new_token()
+        self._scratch: Scratch | None = None
+        self._uploads: UploadDisk | None = None
+        self._mine = Contribution({})
+        self._marked = False
+        self._complete = False
+        self._uncertain = False
+
+    @classmethod
+    def begin(
+        cls,
+        directory: Path,
+        *,
+        coordinator: Coordinator,
+        each_node: bool = False,
+        disk: Disk = LOCAL,
+        prepare: Callable[[], Any] = lambda: None,
+    ) -> RemoteTransaction:
+        """Look at the destination, clean up after dead saves, mark this one. As ``Transaction.begin``.
+
+        Raises:
+            CheckpointSaveError: ``each_node``, which is for file systems that nodes do not share.
+        """
+        assert isinstance(directory, RemotePath), "local folders have a Transaction"
+        if each_node:
+            raise CheckpointSaveError(
+                f"{directory} is seen by all nodes, and save_on_each_node is for folders that are not; leave it out"
+            )
+        transaction = cls(directory, coordinator.rank == 0, coordinator)
+
+        def open_and_prepare() -> tuple[
+            str, str, Any
+        ]:  # as of local folders, which another rank may have been given
+            transaction._prepare_destination()
+            return str(directory), transaction.token, prepare()
+
+        answers = transaction.together(open_and_prepare)
+        names = sorted({name for name, _, _ in answers})
+        if len(names) > 1:
+            transaction.abort()
+            raise CheckpointSaveError(
+                f"ranks save to different folders: {names}; give the same one on all ranks"
+            )
+        transaction._use(answers[0][1])
+        transaction.prepared = [prepared for _, _, prepared in answers]
+        return transaction
+
+    @property
+    def token(self) -> str:
+        """What tells this save from all others; the same on all ranks."""
+        return self._token
+
+    def complete(self, write: Callable[[Path], Contribution]) -> Path:
+        """Upload this rank's files; when all ranks have, write the manifest."""
+        try:
+            answers = self.together(lambda: self._upload(write).to_plain())
+            self.together(lambda: self._conclude([Contribution.from_plain(answer) for answer in answers]))
+            self._complete = True
+        finally:
+            self.abort()  # after a success it only releases what this rank holds
+        return self.directory
+
+    def abort(self) -> None:
+        """Remove what this rank uploaded, unless the checkpoint is complete. Not collective."""
+        uploads, self._uploads = self._uploads, None
+        scratch, self._scratch = self._scratch, None
+        try:
+            if uploads is not None:
+                if self._complete or self._uncertain:
+                    uploads.release()
+                else:
+                    uploads.discard()
+            if (
+                self._marked
+                and not self._complete
+                and not self._uncertain
+                and self.coordinator.world_size == 1
+            ):
+                self._mark.remove()  # the files of other ranks may still be there: then the next save removes it
+                self._marked = False
+        except CheckpointError as error:
+            warnings.warn(
+                f"what was uploaded of {self.directory} could not be removed, a later save will: {error}",
+                stacklevel=2,
+            )
+        if scratch is not None:
+            scratch.remove()
+
+    @property
+    def _mark(self) -> Mark:
+        return Mark(self._remote, self._token)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{files_folder(self._token)}/"
+
+    def _use(self, token: str) -> None:
+        """Upload to the folder of this save, which the leading rank has named."""
+        assert self._scratch is not None, "opened before"
+        self._token = token
+        self._uploads = UploadDisk(self._store, self._scratch.folder, self._prefix)
+        self.disk = self._uploads
+        self.temporary = self._scratch.folder
+
+    def _failing(self, error: CheckpointError) -> CheckpointSaveError:
+        return CheckpointSaveError(
+            f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
+        )
+
+    def _prepare_destination(self) -> None:
+        try:
+            self._store = open_store(self._remote)
+            self._scratch = Scratch()
+            if self.leader:
+                self._check_destination()
+                clean_leftovers(self._remote)
+                self._mark.write()
+                self._marked = True
+        except (ObjectStorageError, CheckpointNotFoundError) as error:
+            raise self._failing(error) from error
+
+    def _check_destination(self) -> None:
+        try:
+            read_manifest(self._store)
+        except CheckpointNotFoundError:
+            return
+        except CorruptCheckpointError as error:
+            raise CheckpointSaveError(
+                f"{self.directory} holds a {MANIFEST_NAME} that cannot be read, so it is unknown what would be "
+                f"replaced; remove it, or choose another name. {error}"
+            ) from error
+
+    def _upload(self, write: Callable[[Path], Contribution]) -> Contribution:
+        uploads = self._uploads
+        assert uploads is not None, "begun, and not aborted"
+        try:
+            written = write(self.temporary)
+            files = {**self._added(written.files, uploads), **written.files}
+            uploads.drain()
+        except (ObjectStorageError, CheckpointNotFoundError) as error:
+            raise self._failing(error) from error
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointSaveError(
+                f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
+            ) from error
+        blocks = uploads.blocks
+        files = {name: replace(record, blocks=blocks[name]) for name, record in files.items()}
+        if not self.leader:
+            return replace(written, files=files)
+        # The others need no index of the leader's tensors, which can be large.
+        self._mine = replace(written, files=files)
+        return replace(written, files={n: replace(r, tensors={}, blocks=()) for n, r in files.items()})
+
+    def _added(self, written: Mapping[str, FileRecord], uploads: UploadDisk) -> dict[str, FileRecord]:
+        """Upload what hooks put into this rank's folder."""
+        records = {}
+        for root, folders, names in os.walk(self.temporary):
+            for name in (*names, *(n for n in folders if Path(root, n).is_symlink())):
+                path = Path(root, name)
+                relative = path.relative_to(self.temporary).as_posix()
+                if path.is_symlink() or not path.is_file():
+                    raise CheckpointSaveError(
+                        f"{path} is not a regular file, and cannot be part of a checkpoint"
+                    )
+                if relative in written or relative == MANIFEST_NAME:
+                    raise CheckpointSaveError(
+                        f"a save hook wrote {relative}, which is a file of the checkpoint; give it another name"
+                    )
+                records[relative] = _copy(path, uploads)
+        return records
+
+    def _conclude(self, parts: list[Contribution]) -> None:
+        if not self.leader:
+            return
+        files: dict[str, FileRecord] = {}
+        for rank, part in enumerate(parts):
+            for name, record in (self._mine if rank == 0 else part).files.items():
+                if files.setdefault(name, record).xxh3 != record.xxh3:
+                    raise CheckpointSaveError(
+                        f"save hooks of several ranks wrote different files {name} for {self.directory}; write on one "
+                        "rank, or put the rank into the name"
+                    )
+        ranks = tuple(rank for rank, part in enumerate(parts) if part.files)
+        manifest = Manifest(
+            self.coordinator.world_size, ranks, self._mine.models, files, files_folder(self._token)
+        )
+        try:
+            self._check_arrived(files)
+            self._write_manifest(manifest.encode())
+        except (ObjectStorageError, CheckpointNotFoundError) as error:
+            raise self._failing(error) from error
+        self._clean()
+
+    def _check_arrived(self, files: Mapping[str, FileRecord]) -> None:
+        found = self._store.sizes(files_folder(self._token))
+        for name, record in files.items():
+            if found.get(self._prefix + name) != record.size:
+                raise ObjectStorageError(
+                    f"{self._store.uri(self._prefix + name)} was uploaded with {record.size} bytes and has "
+                    f"{found.get(self._prefix + name, 'none')}; another process writes there, or the storage lost it"
+                )
+
+    def _write_manifest(self, text: bytes) -> None:
+        """Write the manifest; a request whose answer is lost may still have done it, or do it later."""
+        try:
+            self._uncertain = True
+            self._store.put(MANIFEST_NAME, text)
+        except (ObjectStorageError, CheckpointNotFoundError) as error:
+            if isinstance(error.__cause__, (PermissionError, FileNotFoundError)):
+                self._uncertain = False  # refused
+                raise
+            try:
+                if self._store.read(MANIFEST_NAME) == text:
+                    return
+            except (ObjectStorageError, CheckpointNotFoundError):
+                raise error from None
+            raise
+
+    def _clean(self) -> None:
+        """Remove what the new manifest does not list: the files of the checkpoint that it replaced."""
+        try:
+            remove_unlisted(self._remote, set())
+            self._mark.remove()
+        except CheckpointError as error:
+            warnings.warn(
+                f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}",
+                stacklevel=2,
+            )
+
+
+def _copy(path: Path, disk: Disk) -> FileRecord:
+    with open(path, "rb") as source, FileWriter(path, disk) as target:
+        while chunk := source.read(1 << 22):
+            target.write(chunk)
+        return target.finish()

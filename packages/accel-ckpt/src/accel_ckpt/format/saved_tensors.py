@@ -1,0 +1,283 @@
+"""Tensors in the files of a training state: names, shapes and dtypes from headers; values only where they are wanted.
+
+Every rank knows all headers, so each plans its own reads without talking to the others. Of a tensor that is divided it
+reads the bytes of its own boxes, in whatever division the tensor was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
+from accel_ckpt.format.box_reads import BoxRead, read_boxes
+from accel_ckpt.format.reader import (
+    MappedShard,
+    TensorEntry,
+    check_digest,
+    file_digest,
+    read_header,
+    read_pickled,
+)
+from accel_ckpt.format.sharding import Place, places_of
+from accel_ckpt.geometry import Box, overlap
+from accel_ckpt.modules.names import listed
+from accel_ckpt.modules.versions import versions_of
+from accel_ckpt.parts import Leaf, parts_of, shape_of
+from accel_ckpt.tensor_storage import tied_aliases
+
+__all__ = ["FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
+
+
+class FileChecks:
+    """Compares the content of files with their checksums, each file once.
+
+    Files that are elsewhere are brought here by a subclass, before they are read and no more of them than is read.
+
+    Args:
+        checksum: file name → the xxh3 checksum that the content must have; ``None`` does not check.
+    """
+
+    by_range = False
+    """Whether it must be told which bytes are read; else which files."""
+
+    def __init__(self, checksum: Callable[[str], str | None] = lambda name: None) -> None:
+        self._checksum = checksum
+        self._checked: set[Path] = set()
+
+    def __call__(self, files: Iterable[Path]) -> None:
+        """Check these.
+
+        Raises:
+            CorruptCheckpointError: names the file that has changed.
+        """
+        for path in sorted(set(files) - self._checked):
+            expected = self._checksum(path.name)
+            if expected is not None:
+                check_digest(path, file_digest(path), expected)
+            self._checked.add(path)
+
+    def fetch(self, files: Iterable[Path]) -> None:
+        """Called before files are read by what checks them itself; these are here."""
+
+    def headers(self, files: Iterable[Path]) -> None:
+        """Called before the headers of safetensors files are read; these are here."""
+
+    def reads(self, reads: Iterable[BoxRead]) -> None:
+        """Called, where ``by_range``, before parts of files are read."""
+
+    def mapped(self, shard: MappedShard) -> None:
+        """The same for a file that is mapped, whose views are used next: hashing brings their pages into memory.
+
+        Raises:
+            CorruptCheckpointError: the file has changed.
+        """
+        path = shard.header.file
+        expected = None if path in self._checked else self._checksum(path.name)
+        if expected is not None:
+            shard.verify(expected)
+        self._checked.add(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A box of a tensor in a file."""
+
+    box: Box
+    file: Path
+    content: TensorEntry | torch.Tensor
+    """A tensor is a view of a file of ``torch.save``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.content.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedTensor:
+    """A tensor of a checkpoint, of which nothing but the header has been read."""
+
+    name: str
+    """In the files."""
+    shape: torch.Size
+    dtype: torch.dtype
+    boxes: tuple[_Saved, ...]
+    """That fill it exactly."""
+    check: FileChecks
+
+    @property
+    def pickled(self) -> torch.Tensor | None:
+        """The tensor in a file of ``torch.save``, mapped; it may have a layout of which no boxes are known."""
+        content = self.boxes[0].content
+        return content if isinstance(content, torch.Tensor) else None
+
+    def reads(self, target: Leaf) -> Iterable[BoxRead]:
+        """What this rank must read for a target."""
+        for part in parts_of(target):
+            for saved in self.boxes:
+                common = saved.box.meet(part.box)
+                if common is not None:
+                    into = part.tensor.detach()[common.within(part.offsets).slices]
+                    yield BoxRead(saved.content, common.within(saved.box.offsets), into)
+
+    def files(self, target: Leaf) -> set[Path]:
+        """The files that this rank must read for a target."""
+        wanted = [part.box for part in parts_of(target)]
+        return {saved.file for saved in self.boxes if any(saved.box.meet(box) for box in wanted)}
+
+    def read(self, empty: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+        """The whole tensor, on the CPU, in memory of its own.
+
+        Args:
+            empty: makes the memory for a shape and ``dtype``; by default ``torch.empty``.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        if self.pickled is not None:
+            return self.pickled.clone()
+        make = empty or partial(torch.empty, device="cpu")
+        whole = make(self.shape, dtype=self.dtype)
+        fill_all([(self, whole)])
+        return whole
+
+
+def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
+    """Check the files that this rank reads to fill targets; each once per opened checkpoint.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written.
+    """
+    files: dict[FileChecks, set[Path]] = {}
+    reads: dict[FileChecks, list[BoxRead]] = {}
+    for saved, target in pairs:
+        if saved.check.by_range:
+            reads.setdefault(saved.check, []).extend(saved.reads(target))
+        else:
+            files.setdefault(saved.check, set()).update(saved.files(target))
+    for check, paths in files.items():
+        check(paths)
+    for check, parts in reads.items():
+        check.reads(parts)
+
+
+def fill_all(pairs: Sequence[tuple[SavedTensor, Leaf]]) -> None:
+    """Fill targets in place, of the shape of their saved tensor, with what this rank holds of each.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written. Before anything is changed.
+    """
+    verify_all(pairs)
+    read_boxes(read for saved, target in pairs for read in saved.reads(target))
+
+
+class SavedTensors(Mapping[str, SavedTensor]):
+    """The tensors in files that together hold them, whole or in boxes; tied names included.
+
+    Args:
+        files: of safetensors, or of ``torch.save``.
+        check: checks contents before they are used: of safetensors files when they are read, of others at once.
+
+    Raises:
+        CorruptCheckpointError: boxes of a tensor overlap, leave a gap, or differ in dtype.
+    """
+
+    def __init__(self, files: Iterable[Path], check: FileChecks | None = None) -> None:
+        self._check = check or FileChecks()
+        self._found: dict[str, list[tuple[Place, _Saved]]] = {}
+        self.aliases: dict[str, str] = {}
+        self.versions: dict[str, int] = {}
+        """Of modules, where the files say in which version they saved their state dicts."""
+        self._files = list(files)
+        self._check.headers(path for path in self._files if path.suffix == ".safetensors")
+        for path in self._files:
+            if path.suffix == ".safetensors":
+                self._add_safetensors(path)
+            else:
+                self._add_pickled(path)
+        self._tensors = {name: self._tensor(name) for name in self._found}
+        self._tensors |= {alias: self._tensors[name] for alias, name in self.aliases.items()}
+
+    def _add_safetensors(self, path: Path) -> None:
+        header = read_header(path)
+        for name, place in places_of(header).items():
+            entry = header.entries[name]
+            saved = _Saved(Box(place.offsets, entry.shape), path, entry)
+            self._found.setdefault(name, []).append((place, saved))
+        self.aliases |= header.aliases
+        self.versions |= header.versions
+
+    def _add_pickled(self, path: Path) -> None:
+        self._check([path])
+        read = read_pickled(path)
+        self.versions |= versions_of(read)
+        content = {n: v for n, v in read.items() if isinstance(v, torch.Tensor)}
+        aliases = tied_aliases(content)
+        for name, value in content.items():
+            if name not in aliases:
+                place = Place((0,) * value.dim(), tuple(value.shape))
+                saved = _Saved(Box(place.offsets, tuple(value.shape)), path, value)
+                self._found.setdefault(name, []).append((place, saved))
+        self.aliases |= aliases
+
+    def _tensor(self, name: str) -> SavedTensor:
+        places = [place for place, _ in self._found[name]]
+        boxes = [saved for _, saved in self._found[name]]
+        ends = [saved.box.ends for saved in boxes]
+        shape = places[0].shape or tuple(max(sizes) for sizes in zip(*ends, strict=True))
+        fit = all(place.shape in (None, shape) for place in places) and all(
+            len(end) == len(shape) and all(e <= n for e, n in zip(end, shape, strict=True)) for end in ends
+        )
+        whole = sum(saved.box.volume for saved in boxes) == Box(shape, shape).volume
+        if not fit or not whole or overlap(s.box for s in boxes) or len({s.dtype for s in boxes}) > 1:
+            where = ", ".join(sorted(saved.file.name for saved in boxes))
+            raise CorruptCheckpointError(
+                f"the parts of the tensor {name!r} in {where} do not make up one of shape {list(shape)}: a file is "
+                "missing, or belongs to another save"
+            )
+        return SavedTensor(name, torch.Size(shape), boxes[0].dtype, tuple(boxes), self._check)
+
+    def __getitem__(self, name: str) -> SavedTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def verify(self) -> None:
+        """Check the content of all files.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        self._check(self._files)
+
+    def pairs(self, targets: Mapping[str, Leaf]) -> list[tuple[SavedTensor, Leaf]]:
+        """The saved tensor of every target.
+
+        Raises:
+            StateMismatchError: a name is missing, or has another shape.
+        """
+        problems = (
+            [f"it lacks {listed(missing)}"] if (missing := sorted(targets.keys() - self.keys())) else []
+        )
+        for name, target in sorted(targets.items()):
+            if name in self and (not isinstance(target, list | tuple) or target):
+                shape = shape_of(target)
+                if shape != self[name].shape:
+                    problems.append(f"{name} is {list(self[name].shape)} there and {list(shape)} here")
+                if any(part.tensor.is_meta for part in parts_of(target)):
+                    problems.append(
+                        f"{name} is on the meta device here; give it memory first, as to_empty() does"
+                    )
+        if problems:
+            raise StateMismatchError(
+                f"the checkpoint does not fit: {'; '.join(problems)}. Nothing was changed"
+            )
+        return [(self[name], target) for name, target in targets.items()]

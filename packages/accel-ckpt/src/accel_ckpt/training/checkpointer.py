@@ -1,0 +1,453 @@
+"""Numbered checkpoints of one training in one folder, for training loops of any kind."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from accel_ckpt.folders.numbered import checkpoints_from, complete_checkpoints, prune_checkpoints
+from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
+from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.parts import is_divided, shape_of
+from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
+from accel_ckpt.saving.drift import replica_marks, warn_of_drift
+from accel_ckpt.saving.save_state import StateContent, save_collected
+from accel_ckpt.training.rank_trees import Marks, RankTree, ranks_that_differ
+from accel_ckpt.training.training_objects import (
+    Restore,
+    Stateful,
+    TrainingObjects,
+    averages_gradients,
+    check_parts,
+    replicated_optimizers,
+)
+from accel_ckpt.training.tree_fill import TreeFill
+
+__all__ = ["Checkpointer", "RandomState", "Stateful"]
+
+_PREFIX = "step_"
+_ABOUT = "."  # the part that says what the others are; no path can have this name
+
+
+class RandomState:
+    """The global random number generators of this process: Python's, NumPy's, torch's and the devices'."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Their states."""
+        from accel_state.seeding import get_rng_state
+
+        return get_rng_state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set them."""
+        from accel_state.seeding import set_rng_state
+
+        set_rng_state(state_dict)
+
+
+class Checkpointer:
+    """Saves and loads the state of one training under the number of its step.
+
+    A *state* is a dictionary of named parts: modules, optimizers, other objects with ``state_dict()`` and
+    ``load_state_dict()``, tensors, plain data, and dictionaries of all these. Loading restores objects in place
+    and puts tensors and plain data into the dictionaries. A checkpoint is ``<directory>/step_<number>``: atomic,
+    verified, and a training state like any other (``accel_ckpt.open_training_state``).
+
+    All ranks call the methods alike. Modules and the rest of a state are those of rank 0; what each rank has of
+    its own, such as ``RandomState``, goes into ``per_rank``. A part of the state that differs on another rank is named
+    in a warning when it is saved.
+
+    Args:
+        directory: the folder of the checkpoints; made by the first save. Or a URI of object storage.
+        keep: how many of the newest stay, after a save; ``None`` keeps all.
+        max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
+        coordinator: the ranks; those of the process group by default.
+
+    Raises:
+        ValueError: ``keep`` is less than one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        max_shard_size: int | str = "10GB",
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must stay, or None for all")
+        place = location(directory)
+        self.directory = place if isinstance(place, RemotePath) else Path(os.path.abspath(place))
+        self.keep = keep
+        self.max_shard_size = max_shard_size
+        self._coordinator = coordinator
+        self._saver = BackgroundSaver()
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in rising order."""
+        return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
+
+    @overload
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: Literal[False] = False,
+        when_busy: WhenBusy = "wait",
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: Literal[True],
+        when_busy: WhenBusy = "wait",
+    ) -> SaveHandle: ...
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        when_busy: WhenBusy = "wait",
+    ) -> Path | SaveHandle:
+        """Save a state. Collective; returns when the checkpoint is complete and on the disk, or with a handle.
+
+        Args:
+            step: its number. One that exists, or is below one that exists, is refused: an older run would be mixed
+                into this one.
+            state: see ``Checkpointer``.
+            per_rank: a state of which every rank has its own.
+            asynchronous: copy the state, which may be changed by any means afterwards, and write in the background.
+            when_busy: while an earlier save is running in the background, ``"wait"`` for it or ``"refuse"``.
+
+        Returns:
+            The checkpoint's folder; of an asynchronous save its handle, whose ``result()`` is the folder.
+
+        Raises:
+            CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank; or the
+                earlier save in the background has failed.
+            SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
+            UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step is {step!r}; a checkpoint is numbered by an integer from 0 on")
+        if asynchronous and self._coordinator is not None:
+            raise ValueError("asynchronous saves are those of the process group; leave coordinator out")
+        self._saver.make_room(when_busy)
+        ranks = self._ranks()
+        target = self.directory / f"{_PREFIX}{step}"
+        collector = _Collector(self, step, state, per_rank or {})
+
+        def prune() -> None:
+            if self.keep is not None and ranks.rank == 0:
+                prune_checkpoints(self.directory, self.keep, _PREFIX)
+
+        if asynchronous:
+            return self._saver.save_collected(target, collector, after=prune)
+        saved = save_collected(target, collector, ranks)
+        prune()
+        return saved
+
+    def wait(self) -> None:
+        """Wait for the end of a save in the background, if one is running. Collective.
+
+        Raises:
+            CheckpointSaveError: it has failed.
+        """
+        self._saver.make_room()
+
+    def load(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | Literal["latest"] = "latest",
+        *,
+        per_rank: MutableMapping[str, Any] | None = None,
+        allow_new_ranks: bool = False,
+    ) -> int:
+        """Restore a state. Collective. All of it is read and compared, on all ranks, before anything changes.
+
+        Args:
+            state: like the one that was saved; changed in place.
+            step: which checkpoint; ``"latest"`` is the complete one with the highest number.
+            per_rank: like the one that this rank saved; changed in place.
+            allow_new_ranks: leave ``per_rank`` as it is on ranks that there were not when it was saved.
+
+        Returns:
+            The step that was loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is no such complete checkpoint, or nothing of this rank in it.
+            CorruptCheckpointError: a file is not what was written.
+            StateMismatchError: the state has other parts, names or shapes than the one saved.
+        """
+        self.wait()
+        ranks = self._ranks()
+        found: list[tuple[int, list[Restore]]] = []
+
+        def read() -> int:
+            chosen = self._choose(step)
+            checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
+            leaves = _Leaves.of(state)
+            lazy = [_ABOUT, *leaves.objects.optimizers]
+            changes = leaves.restore(dict(checkpoint.lazy_shared(lazy)), checkpoint)
+            if per_rank is not None:
+                own = checkpoint.per_rank(ranks.rank, allow_missing=allow_new_ranks)
+                if own is not None:
+                    changes += _Leaves.of(per_rank).restore(dict(own), checkpoint)
+            found.append((chosen, changes))
+            return chosen
+
+        read_by = run_together(read, ranks, doing=f"loading from {self.directory}")
+        if len(set(read_by)) > 1:
+            raise StateMismatchError(
+                f"ranks found different newest checkpoints in {self.directory}: {read_by}. Use a folder that all of "
+                "them see, and let no other training write to it"
+            )
+        chosen, changes = found[0]
+        for change in changes:
+            change()
+        return chosen
+
+    def verify(self, step: int | Literal["latest"] = "latest") -> None:
+        """Read every file of a checkpoint and compare its checksum.
+
+        Raises:
+            CheckpointNotFoundError: there is no such complete checkpoint.
+            CorruptCheckpointError: names the file that has changed.
+        """
+        open_training_state(self.directory / f"{_PREFIX}{self._choose(step)}").verify()
+
+    def _choose(self, step: int | Literal["latest"]) -> int:
+        if step != "latest":
+            return step
+        steps = self.steps()
+        if not steps:
+            raise CheckpointNotFoundError(
+                f"there is no complete checkpoint in {self.directory}; save() makes one, and steps() lists them"
+            )
+        return steps[-1]
+
+    @property
+    def has_several_ranks(self) -> bool:
+        """Whether other ranks save with this one."""
+        return self._ranks().world_size > 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank's modules and shared parts are the ones that are saved."""
+        return self._ranks().rank == 0
+
+    def _ranks(self) -> Coordinator:
+        return self._coordinator or default_coordinator()
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+class _Collector:
+    """What one save collects."""
+
+    each_node = False
+
+    def __init__(
+        self, owner: Checkpointer, step: int, state: Mapping[str, Any], per_rank: Mapping[str, Any]
+    ) -> None:
+        self._owner, self._step = owner, step
+        self._state, self._per_rank = state, per_rank
+        self._content: StateContent | None = None
+        self._replicas: dict[str, nn.Module] = {}
+
+    def collect(self) -> tuple[dict[str, str], Marks]:
+        """Take the state, if this step can be saved; returns what tells that of one rank from another's: marks of the
+        replicas of modules, and of the shared parts.
+        """
+        taken = checkpoints_from(self._owner.directory, self._step, _PREFIX)
+        if taken:
+            raise CheckpointSaveError(
+                f"{taken[-1]} exists, so step {self._step} cannot be the newest. Continue with the step after load(), "
+                "remove the folder, or use another one"
+            )
+        leaves, own = _Leaves.of(self._state), _Leaves.of(self._per_rank)
+        if own.objects.modules:
+            raise UnsupportedValueError(
+                f"{', '.join(own.objects.modules)}: a module is no part of per_rank; its weights belong to the state"
+            )
+        modules = leaves.objects.modules.items()
+        self._replicas = {path: module for path, module in modules if averages_gradients(module)}
+        self._content = StateContent(
+            models=leaves.objects.weights(),
+            shared=leaves.dump(),
+            per_rank=own.dump(),
+            replicated=replicated_optimizers(leaves.objects.optimizers, [*self._replicas.values()]),
+            max_shard_size=self._owner.max_shard_size,
+            canonical=True,
+        )
+        replicas = {path: replica_marks([*module.parameters()]) for path, module in self._replicas.items()}
+        several = self._owner.has_several_ranks
+        shared = leaves.compared(self._content.shared) if several else {}
+        return replicas, {path: RankTree.of(path, tree).marks for path, tree in shared.items()}
+
+    def content(self, collected: Sequence[Any]) -> StateContent:
+        """What was taken."""
+        assert self._content is not None, "collected before"
+        if self._owner.is_leader:
+            for path, module in self._replicas.items():
+                names = [name for name, _ in module.named_parameters()]
+                warn_of_drift(
+                    f"{path} ({type(module).__name__})",
+                    names,
+                    [marks.get(path, "") for marks, _ in collected],
+                )
+            for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
+                warnings.warn(
+                    f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose is saved for "
+                    "all. Give what every rank has of its own in save(…, per_rank=…), and in load()",
+                    stacklevel=2,
+                )
+        return self._content
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaves:
+    """The leaves of a state, by their dotted path."""
+
+    objects: TrainingObjects
+    values: Mapping[str, tuple[Any, Any]]
+    """Tensors and plain data: the dictionary that holds each, and its key there."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Leaves:
+        if not isinstance(state, Mapping):
+            raise UnsupportedValueError(
+                f"a state is a dictionary of named parts, got {type(state).__name__}; give {{'model': model, …}}"
+            )
+        modules: dict[str, nn.Module] = {}
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        objects: dict[str, Stateful] = {}
+        values: dict[str, tuple[Any, Any]] = {}
+        for path, holder, key in _walk(state, ""):
+            leaf = holder[key]
+            if isinstance(leaf, nn.Module):
+                modules[path] = leaf
+            elif isinstance(leaf, torch.optim.Optimizer):
+                optimizers[path] = leaf
+            elif _has_state(leaf):
+                objects[path] = leaf
+            else:
+                values[path] = holder, key
+        return cls(TrainingObjects(modules, optimizers, objects), values)
+
+    def dump(self) -> dict[str, Any]:
+        """The parts to be saved by name."""
+        values = {path: holder[key] for path, (holder, key) in self.values.items()}
+        return {_ABOUT: {"modules": list(self.objects.modules), "values": values}, **self.objects.trees()}
+
+    def compared(self, dumped: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the dumped parts those that are to be the same on all ranks: data, and objects but optimizers."""
+        objects = {path: dumped[path] for path in self.objects.objects}
+        return {**dumped[_ABOUT]["values"], **objects}
+
+    def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Restore]:
+        """What to call to go back to the saved state; everything is compared here."""
+        about = parts.pop(_ABOUT, None)
+        if about is None:
+            raise StateMismatchError(
+                f"{checkpoint.directory} is a training state that no Checkpointer saved; open it with "
+                "open_training_state()"
+            )
+        here = {
+            "objects": [*self.objects.optimizers, *self.objects.objects],
+            "modules": self.objects.modules,
+            "values": self.values,
+        }
+        check_parts(here, {"objects": parts, **about}, checkpoint.directory)
+        for path, (holder, key) in self.values.items():
+            _check_value(path, holder[key], about["values"][path])
+        live = {path: holder[key] for path, (holder, key) in self.values.items()}
+        values = TreeFill(about["values"], live, lambda saved, here, path: here if is_divided(here) else None)
+        values.check()
+        weights = {path: checkpoint.weights(about["modules"].index(path)) for path in self.objects.modules}
+        return [*self.objects.restores(weights, parts), partial(self._put_back, values)]
+
+    def _put_back(self, values: TreeFill) -> None:
+        saved = values.run()
+        for path, (holder, key) in self.values.items():
+            _put(holder, key, saved[path])
+
+
+def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or "." in key or "/" in key:
+            raise UnsupportedValueError(
+                f"the key {key!r} at {prefix or 'the top'} cannot name a part of a state; use a non-empty string "
+                "without '.' and '/'"
+            )
+        if _holds_objects(value):
+            yield from _walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", state, key
+
+
+def _holds_objects(value: Any) -> bool:
+    """Whether a dictionary has objects below it; one of nothing but data is data."""
+    return isinstance(value, dict) and any(_has_state(v) or _holds_objects(v) for v in value.values())
+
+
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _check_value(path: str, here: Any, saved: Any) -> None:
+    """A value that is divided among ranks can only be filled by a tensor of its shape."""
+    if isinstance(here, Mapping) and isinstance(saved, Mapping):
+        for name, item in here.items():
+            _check_value(f"{path}.{name}", item, saved.get(name, item))
+    elif is_divided(here) and shape_of(here) != tuple(getattr(saved, "shape", ())):
+        raise StateMismatchError(
+            f"{path} is divided among ranks here, of shape {list(shape_of(here))}, and was saved as "
+            f"{list(saved.shape) if hasattr(saved, 'shape') else type(saved).__name__}"
+        )
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    """Replace a value; a dictionary keeps its identity, a tensor its device, a divided tensor is filled."""
+    before = holder[key]
+    if isinstance(before, dict) and isinstance(value, dict):
+        placed = {name: _like(before.get(name), item) for name, item in value.items()}
+        before.clear()
+        before.update(placed)
+    else:
+        holder[key] = _like(before, value)
+
+
+def _like(before: Any, value: Any) -> Any:
+    if value is before:  # divided, and filled
+        return before
+    if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(before.device)
+    return value

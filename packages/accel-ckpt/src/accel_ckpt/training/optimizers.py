@@ -1,0 +1,347 @@
+"""Optimizer states keyed by the names of parameters, so that they do not depend on the order of parameters.
+
+A parameter is called ``model_<i>.<canonical name>`` after the model that it belongs to. A parameter of no
+given model is called ``unnamed.<group>.<position>`` after its place in the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.format.forms import OTHERS, check_form
+from accel_ckpt.format.saved_tensors import SavedTensor
+from accel_ckpt.modules.named_model import NamedModel, named_models
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import Leaf, is_sharded
+from accel_ckpt.tensor_storage import why_not_plain
+from accel_ckpt.training.low_bit_states import pack_low_bit, unpack_low_bit
+from accel_ckpt.training.tree_fill import Like, TreeFill
+
+__all__ = [
+    "check_optimizer_state",
+    "load_optimizer_state",
+    "name_positions",
+    "optimizer_state_by_name",
+    "steps_only",
+]
+
+
+# States of torch's own optimizers that have the shape of their parameter. Fused kernels count the elements of the
+# parameter and write to that number of elements of its states, without asking whether these have them.
+_LIKE_PARAMETER = frozenset({
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_avg_sqs", "exp_inf", "grad_avg", "max_exp_avg_sq",
+    "momentum_buffer", "prev", "square_avg", "step_size", "sum",
+})  # fmt: skip
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
+def _names(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
+"""Of the state of an optimizer by names."""
+
+
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+) -> dict[str, Any]:
+    """The state of an optimizer as a tree that names its parameters.
+
+    Args:
+        optimizer: any optimizer with torch's ``state_dict()``.
+        models: in the order of their saving, as modules or ``NamedModel``; the first one that has a parameter names
+            it, by its first name there.
+
+    Returns:
+        ``{"state": {name: …}, "param_groups": [{"params": [name, …], …}], …}``, sharing tensors with the
+        optimizer. What else its ``state_dict()`` holds is kept under its own key; state under keys that are
+        not parameters is under ``"global_state"``.
+    """
+    return name_positions(optimizer.state_dict(), _groups(optimizer), models)
+
+
+def name_positions(
+    packed: Mapping[str, Any],
+    parameters: Sequence[Sequence[Tensor]],
+    models: Sequence[nn.Module | NamedModel],
+) -> dict[str, Any]:
+    """Name the parameters in a state dict that numbers them, as torch's optimizers write it.
+
+    Args:
+        packed: written by an optimizer with the same groups of parameters in the same order.
+        parameters: those of each group.
+        models: name them.
+
+    Raises:
+        StateMismatchError: it has other groups, or groups of other sizes.
+    """
+    names = _parameter_names(parameters, models)
+    packed = dict(packed)
+    state = packed.pop("state")
+    groups = packed.pop("param_groups")
+    here, there = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if here != there:
+        raise StateMismatchError(
+            f"the saved optimizer has groups of {there} parameters, and this one of {here}. Build the optimizer as it "
+            "was when the checkpoint was saved"
+        )
+    by_position = {position: name for name, position in _positions(names, groups).items()}
+    tree: dict[str, Any] = {
+        "state": {
+            by_position[key]: pack_low_bit(value) if isinstance(value, Mapping) else value
+            for key, value in state.items()
+            if key in by_position
+        },
+        "param_groups": [
+            {**group, "params": [by_position[position] for position in group["params"]]} for group in groups
+        ],
+        **packed,
+    }
+    if rest := {key: value for key, value in state.items() if key not in by_position}:
+        tree["global_state"] = rest
+    return tree
+
+
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+) -> None:
+    """Check that ``load_optimizer_state`` can load a state; changes nothing.
+
+    Raises:
+        CorruptCheckpointError: a file that this rank reads is not what was written.
+        StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
+            class.
+    """
+    check_form(tree, FORM, "the saved optimizer")
+    names = _parameter_names(_groups(optimizer), models)
+    _check_parameters(names, tree["param_groups"])
+    # Versions of torch add switches, but not numbers, to the options of an optimizer.
+    defaults = getattr(optimizer, "defaults", {})
+    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
+    if lacking := sorted({name for group in tree["param_groups"] for name in numbers - set(group)}):
+        raise StateMismatchError(
+            f"the saved optimizer has no {', '.join(lacking)}, which {type(optimizer).__name__} needs: it was of "
+            "another class. Build the optimizer as it was when the checkpoint was saved"
+        )
+    known = {name for group in names for name in group}
+    if unknown := sorted(set(tree["state"]) - known):
+        raise StateMismatchError(
+            f"the saved optimizer holds state for {listed(unknown)}, which are in none of its groups"
+        )
+    if _is_torchs(optimizer):
+        _check_options(defaults, tree["param_groups"])
+        _check_shapes(optimizer, names, tree["state"])
+    _state_fill(optimizer, tree, names, optimizer.state_dict()).check()
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+) -> None:
+    """Give an optimizer the state that ``optimizer_state_by_name`` returned.
+
+    Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
+    go to the device and dtype of their parameter as torch's ``load_state_dict`` decides. States of a parameter that is
+    divided among ranks (`DTensor`) are divided like it.
+
+    Args:
+        optimizer: changed in place; so are its states, where they have the saved shape and dtype.
+        tree: the state, with tensors or, as ``TrainingCheckpoint.lazy_shared`` gives it, with what is known of them:
+            then this rank reads what it holds. Its tensors are copied.
+        models: as when it was saved.
+
+    Raises:
+        StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
+        CorruptCheckpointError: a file is not what was written; nothing was changed.
+    """
+    check_optimizer_state(optimizer, tree, models)
+    names = _parameter_names(_groups(optimizer), models)
+    saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
+    for group in tree["param_groups"]:
+        saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
+    current = optimizer.state_dict()
+    groups = [
+        {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
+        for group_names, group in zip(names, current["param_groups"], strict=True)
+    ]
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
+    with torch.no_grad():
+        parts = {"state": _state_fill(optimizer, tree, names, current).run()}
+        parts |= TreeFill({**rest, "param_groups": groups}, {}, lambda saved, here, path: None).run()
+    parts["state"] = {number: unpack_low_bit(value) for number, value in parts["state"].items()}
+    optimizer.load_state_dict(parts)
+
+
+def _state_fill(
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    names: Sequence[Sequence[str]],
+    current: Mapping[str, Any],
+) -> TreeFill:
+    """Where the tensors of a saved state go: to those of the optimizer, or to new ones that are like the parameter."""
+    positions = _positions(names, current["param_groups"])
+    state = {positions[name]: value for name, value in tree["state"].items()} | tree.get("global_state", {})
+    parameters = {
+        number: parameter
+        for group, numbered in zip(optimizer.param_groups, current["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], numbered["params"], strict=True)
+    }
+
+    def choose(saved: SavedTensor | torch.Tensor, here: Any, path: tuple[Any, ...]) -> Leaf | Like | None:
+        if isinstance(saved, torch.Tensor) and why_not_plain(saved) is not None:
+            return None
+        if _can_take(here, saved):
+            return here  # type: ignore[no-any-return]
+        parameter = parameters.get(path[0])
+        if (
+            parameter is None
+            or parameter.shape != saved.shape
+            or not (is_sharded(parameter) or not parameter.is_cpu)
+        ):
+            return None
+        return Like(parameter, saved.dtype)
+
+    # An engine may have one step for all parameters; torch's optimizers count each parameter's in place.
+    return TreeFill(state, current["state"], choose, apart=True)
+
+
+def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
+    return (
+        (type(here) is torch.Tensor or is_sharded(here))
+        and (here.shape, here.dtype) == (saved.shape, saved.dtype)
+        and (is_sharded(here) or here.is_contiguous())
+        and not here.is_inference()
+        and not here.requires_grad
+    )
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's own code steps: it relies on states and options that torch made."""
+    return any(
+        kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Optimizer
+        for kind in type(optimizer).__mro__
+    )
+
+
+def _check_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for name, default in defaults.items():
+            if name in group and not _is_like(group[name], default):
+                raise StateMismatchError(
+                    f"the saved optimizer has {name} = {str(group[name])[:80]} in group {number}, which cannot take "
+                    f"the place of {default!r}. Build the optimizer as it was when the checkpoint was saved"
+                )
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if isinstance(default, bool):
+        return value is None or isinstance(value, bool)
+    if isinstance(default, (tuple, list)):
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(default)
+            and all(map(_is_like, value, default))
+        )
+    if isinstance(default, (int, float, Tensor)):
+        scalar = isinstance(value, Tensor | SavedTensor) and value.shape.numel() == 1
+        return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return True
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> None:
+    for group, group_names in zip(_groups(optimizer), names, strict=True):
+        for parameter, name in zip(group, group_names, strict=True):
+            if name not in state:
+                continue
+            check_form(state[name], {}, f"the saved optimizer's state of {name}")
+            for key, value in state[name].items():
+                shape = (
+                    parameter.shape if key in _LIKE_PARAMETER else torch.Size() if key in _SCALARS else None
+                )
+                if shape is not None and (misfit := _misfit(key, value, shape)):
+                    raise StateMismatchError(
+                        f"the saved optimizer has {misfit} as {key} of {name}, where shape {list(shape)} was expected. "
+                        "Build the optimizer and the models as they were when the checkpoint was saved"
+                    )
+
+
+def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
+    """What a state is that should have a shape; None: it has."""
+    if key == "momentum_buffer" and value is None:  # before the first step
+        return None
+    if isinstance(value, SavedTensor) and shape:
+        return None  # of a divided parameter, which may show its part's shape here
+    if isinstance(value, Tensor | SavedTensor):
+        if isinstance(value, Tensor) and why_not_plain(value) is not None and not is_sharded(value):
+            return None if value.is_sparse and value.shape == shape else f"one {value.layout} tensor"
+        fits = value.shape == shape or (not shape and value.shape.numel() == 1)
+        return None if fits else f"shape {list(value.shape)[:20]}"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if number and not shape else f"one {type(value).__qualname__}"
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def _parameter_names(
+    groups: Sequence[Sequence[Tensor]], models: Sequence[nn.Module | NamedModel]
+) -> list[list[str]]:
+    known: dict[int, str] = {}
+    for index, model in enumerate(named_models(models)):
+        for name, parameter in model.parameters().items():
+            known.setdefault(id(parameter), f"model_{index}.{name}")
+    return [
+        [known.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group)] for g, group in enumerate(groups)
+    ]
+
+
+def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Name → the number that the optimizer's own state dict gives the parameter."""
+    return {
+        name: number
+        for group_names, group in zip(names, groups, strict=True)
+        for name, number in zip(group_names, group["params"], strict=True)
+    }
+
+
+def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> None:
+    saved = Counter(frozenset(group["params"]) for group in groups)
+    here = {name for group in names for name in group}
+    there = {name for group in saved for name in group}
+    problems = []
+    if missing := sorted(here - there):
+        problems.append(f"not in the checkpoint: {listed(missing)}")
+    if unexpected := sorted(there - here):
+        problems.append(f"not in the optimizer: {listed(unexpected)}")
+    if not problems:
+        problems = [
+            f"parameters that form a group here, but not in the checkpoint: {listed(group)}"
+            for group in names
+            if frozenset(group) not in saved
+        ]
+    without = sum(not group for group in names)
+    if not problems and saved[frozenset()] != without:
+        problems = [f"groups without parameters: {saved[frozenset()]} in the checkpoint, {without} here"]
+    if problems:
+        raise StateMismatchError(
+            f"the saved optimizer does not fit; {'; '.join(problems)}. Build the optimizer and the models as "
+            "they were when the checkpoint was saved"
+        )
+
+
+def steps_only(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Whether every parameter of an optimizer belongs to one of the models."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return all(id(p) in known for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,206 @@
+"""Putting saved trees back: tensors are filled where they are, instead of being assembled and copied."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.format.memory import Arena
+from accel_ckpt.format.saved_tensors import SavedTensor, fill_all, verify_all
+from accel_ckpt.format.tagged_json import Tree, show_path
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import Leaf, fill_part, is_leaf, parts_of, shape_of
+from accel_ckpt.tensor_storage import why_not_plain
+
+__all__ = ["Like", "TreeFill", "check_tree", "fill_tree"]
+
+Saved: TypeAlias = SavedTensor | torch.Tensor
+Path: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A new tensor, of the shape, device and division of another one."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    def make(self) -> torch.Tensor:
+        """Its memory, of any values."""
+        return torch.empty_like(self.tensor, dtype=self.dtype, requires_grad=False)
+
+
+class TreeFill:
+    """A saved tree beside the live one: which tensor goes where. Nothing is changed before :meth:`run`.
+
+    Args:
+        saved: plain data, and tensors as :class:`SavedTensor` or whole.
+        live: of like structure; its tensors are what ``choose`` is given.
+        choose: saved tensor, live counterpart (``None`` if there is none), path → the leaf to fill, what the new one is
+            like, or ``None`` for a whole new one on the CPU.
+        apart: what several entries at the top of the saved tree hold becomes a tensor for each, instead of one again.
+    """
+
+    def __init__(
+        self,
+        saved: Tree,
+        live: Tree,
+        choose: Callable[[Saved, Any, Path], Leaf | Like | None],
+        *,
+        apart: bool = False,
+    ) -> None:
+        self._choose = choose
+        self._apart = apart
+        self._arena = Arena()
+        self._saved = saved
+        # What goes where, and for what it is one new tensor if the saved tree holds it several times.
+        self._plan: list[tuple[Saved, Leaf | Like | None, Path]] = []
+        self._collect(saved, live, ())
+
+    @property
+    def filled(self) -> set[int]:
+        """Identities of the leaves that are filled."""
+        return {id(leaf) for _, leaf, _ in self._plan if leaf is not None}
+
+    def check(self) -> None:
+        """Check the content of the files that this rank reads.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        verify_all(
+            (saved, torch.empty(saved.shape, device="meta") if target is None else _model_of(target))
+            for saved, target, _ in self._plan
+            if isinstance(saved, SavedTensor)
+        )
+
+    def run(self) -> Tree:
+        """Fill the chosen leaves; returns the saved tree with them in the place of the saved tensors.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written. Before anything is changed.
+        """
+        made: dict[tuple[int, Path], Leaf] = {}
+        pairs = [(saved, self._leaf(saved, target, owner, made)) for saved, target, owner in self._plan]
+        fill_all([(saved, leaf) for saved, leaf in pairs if isinstance(saved, SavedTensor)])
+        for saved, leaf in pairs:
+            if isinstance(saved, torch.Tensor) and saved is not leaf:
+                fill_part(leaf, saved)
+        return _rebuilt(self._saved, (leaf for _, leaf in pairs))
+
+    def _leaf(
+        self, saved: Saved, target: Leaf | Like | None, owner: Path, made: dict[tuple[int, Path], Leaf]
+    ) -> Leaf:
+        if isinstance(target, Like):
+            return target.make()
+        if target is not None:
+            return target
+        if (id(saved), owner) not in made:
+            made[id(saved), owner] = self._new(saved)
+        return made[id(saved), owner]
+
+    def _new(self, saved: Saved) -> Leaf:
+        if isinstance(saved, torch.Tensor) and why_not_plain(saved) is not None:
+            return saved
+        if isinstance(saved, torch.Tensor) and saved.device.type != "cpu":
+            return torch.empty_like(saved)
+        return self._arena.empty(saved.shape, saved.dtype)
+
+    def _collect(self, saved: Any, live: Any, path: Path) -> None:
+        if isinstance(saved, SavedTensor | torch.Tensor):
+            self._plan.append((saved, self._choose(saved, live, path), path[:1] if self._apart else ()))
+            return
+        for key, value, counterpart in _children(saved, live):
+            self._collect(value, counterpart, (*path, key))
+
+
+def _model_of(target: Leaf | Like) -> Leaf:
+    return target.tensor if isinstance(target, Like) else target
+
+
+def _rebuilt(saved: Any, leaves: Iterator[Leaf]) -> Any:
+    """The tree with leaves in the place of its saved tensors; containers that hold none stay what they are."""
+    if isinstance(saved, SavedTensor | torch.Tensor):
+        return next(leaves)
+    if isinstance(saved, Mapping):
+        mapping = {key: _rebuilt(value, leaves) for key, value in saved.items()}
+        return saved if all(mapping[key] is value for key, value in saved.items()) else mapping
+    if type(saved) in (list, tuple):
+        items = [_rebuilt(value, leaves) for value in saved]
+        return saved if all(new is old for new, old in zip(items, saved, strict=True)) else type(saved)(items)
+    return saved
+
+
+def _children(saved: Any, live: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Keys and members of a container, with their live counterparts."""
+    if isinstance(saved, Mapping):
+        named = live if isinstance(live, Mapping) else {}
+        yield from ((key, value, named.get(key)) for key, value in saved.items())
+    elif type(saved) in (list, tuple):
+        known = live[: len(saved)] if isinstance(live, list | tuple) else ()
+        pairs = itertools.zip_longest(saved, known)
+        yield from ((index, value, counterpart) for index, (value, counterpart) in enumerate(pairs))
+
+
+def _match(saved: Tree, targets: Tree) -> TreeFill:
+    problems: list[str] = []
+
+    def choose(tensor: Saved, target: Any, path: Path) -> Leaf | None:
+        if not is_leaf(target):
+            return None
+        if shape_of(target) != tuple(tensor.shape):
+            problems.append(
+                f"{show_path(path)} is {list(tensor.shape)} there and {list(shape_of(target))} here"
+            )
+        elif any(part.tensor.is_meta for part in parts_of(target)):
+            problems.append(f"{show_path(path)} is on the meta device here; give it memory first")
+        return target
+
+    fill = TreeFill(saved, targets, choose)
+    missing = [show_path(path) for path, leaf in _leaves(targets, ()) if id(leaf) not in fill.filled]
+    if missing:
+        problems.append(f"it lacks {listed(missing)}")
+    if problems:
+        raise StateMismatchError(f"the saved tree does not fit: {'; '.join(problems)}. Nothing was changed")
+    return fill
+
+
+def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if is_leaf(tree):
+        yield path, tree
+        return
+    for key, value, _ in _children(tree, None):
+        yield from _leaves(value, (*path, key))
+
+
+def check_tree(saved: Tree, targets: Tree) -> None:
+    """Check that :func:`fill_tree` can fill these; reads and checks files, and changes nothing.
+
+    Raises:
+        StateMismatchError: a tensor is missing, or has another shape.
+        CorruptCheckpointError: a file is not what was written.
+    """
+    _match(saved, targets).check()
+
+
+def fill_tree(saved: Tree, targets: Tree) -> Tree:
+    """Fill the tensors of a live tree in place from a saved one; of a divided tensor what this rank holds is read.
+
+    Args:
+        saved: as ``TrainingCheckpoint.lazy_shared`` gives it, or with whole tensors.
+        targets: of the same structure: tensors, DTensors, :class:`accel_ckpt.Part` and lists of parts, such as the
+            tree that was given to the save. What else it holds does not matter.
+
+    Returns:
+        The saved tree, with the filled leaves in place of its tensors. One that has no counterpart is read whole.
+
+    Raises:
+        StateMismatchError: a tensor is missing, or has another shape. Nothing was changed.
+        CorruptCheckpointError: a file is not what was written. Nothing was changed.
+    """
+    return _match(saved, targets).run()
