@@ -218,6 +218,20 @@ def test_xla_loads_what_single_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(resumed, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averaged_weights(tmp_path: Path, ranks: int) -> None:
+    """torch_xla lets a copy share memory with the weights, which an update in place frees."""
+    run("average", tmp_path, ranks=ranks)
+    for rank in range(ranks):
+        seen = torch.load(tmp_path / f"averaged_{rank}.pt", weights_only=True)
+        expected = seen["weights"][0]
+        for weights, found in zip(seen["weights"], seen["averages"], strict=True):
+            expected = {name: (expected[name] + value) / 2 for name, value in weights.items()}
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(seen["weights"][0]["head.weight"], seen["weights"][-1]["head.weight"])
+        assert len(seen["weights"]) > 2
+
+
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "another strategy": (
         1,
@@ -256,10 +270,11 @@ def test_ranks_of_torch_xla_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_conformance() -> None:
-    """Every property of a strategy, on one process and on two, in this environment's torch."""
+@pytest.mark.parametrize("tests", ["conformance", "test_saved_runs.py"])
+def test_conformance(tests: str) -> None:
+    """Every property of a strategy, on one process and on two, and kept checkpoints, in this environment's torch."""
     done = python(
-        "-m", "pytest", "tests-integration/conformance", "-k", "xla", "-q", "-p", "no:cacheprovider",
+        "-m", "pytest", f"tests-integration/{tests}", "-k", "xla", "-q", "-p", "no:cacheprovider",
         timeout=1400, ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     print(done.stdout[-300:])

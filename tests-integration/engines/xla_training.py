@@ -206,6 +206,25 @@ def resume(folder: Path, options: dict[str, Any]) -> None:
     torch.save(on_host(accelerator.get_state_dict(model)), folder / "resumed.pt")
 
 
+def average(folder: Path, options: dict[str, Any]) -> None:
+    """An epoch with an average of the weights, applied in its middle, with the weights after each step."""
+    from accel_train import AveragedWeights
+
+    accelerator, model, optimizer, loader = _resumable(options, seed=0)
+    averaged = AveragedWeights(accelerator, model, decay=0.5)
+    seen: dict[str, list[Any]] = {"weights": [], "averages": []}
+    for _, x, y, items in loader:
+        accelerator.backward(losses_of(model(x), y, items, False))
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update()
+        seen["weights"].append(on_host(accelerator.get_state_dict(model)))
+        with averaged.applied():
+            model(x).sum().item()
+            seen["averages"].append(on_host(accelerator.get_state_dict(model)))
+    torch.save(seen, folder / f"averaged_{accelerator.process_index}.pt")
+
+
 def _resumable(options: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
     from accel_state import set_seed
 

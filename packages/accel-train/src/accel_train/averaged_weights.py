@@ -75,7 +75,9 @@ class AveragedWeights:
         named = NamedModel(self._plain).parameters()  # its tied parameters by every name
         distinct = {id(parameter): name for name, parameter in reversed(named.items())}
         self._parameters = {name: p for name, p in named.items() if distinct[id(p)] == name}
-        self._averages = {name: _copy(parameter) for name, parameter in self._parameters.items()}
+        self._averages = {
+            name: _copy(parameter, _wide(parameter.dtype)) for name, parameter in self._parameters.items()
+        }
         self._applied = False
         accelerator.register_for_checkpointing(self)
 
@@ -108,7 +110,7 @@ class AveragedWeights:
         """
         self._refuse_applied("applied()")
         self._refuse_others()
-        kept = {name: local_part(p.detach()).clone() for name, p in self._parameters.items()}
+        kept = {name: _copy(local_part(p)) for name, p in self._parameters.items()}
         self._put({name: local_part(average) for name, average in self._averages.items()})
         self._applied = True
         try:
@@ -121,7 +123,7 @@ class AveragedWeights:
     def _put(self, values: Mapping[str, Tensor]) -> None:
         reshard(self._plain)  # else what is gathered would be used once more
         for name, parameter in self._parameters.items():
-            local_part(parameter.detach()).copy_(values[name])
+            local_part(parameter.detach()).copy_(_copy(values[name]))
         self._strategy.precision.values_changed(self._plain)
 
     def _refuse_applied(self, what: str) -> None:
@@ -175,5 +177,13 @@ class AveragedWeights:
 
 
 @torch.no_grad()
-def _copy(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().to(torch.float32 if parameter.dtype in _LOW else parameter.dtype, copy=True)
+def _copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The values in memory of their own.
+
+    They are computed: what torch_xla copies shares the memory of the original, which the next update in place frees.
+    """
+    return tensor.detach().to(dtype or tensor.dtype) * 1
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _LOW else dtype
