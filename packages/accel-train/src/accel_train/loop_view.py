@@ -7,7 +7,7 @@ from typing import Literal
 
 from accel_train.errors import OptionError
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
-from accel_train.loop.guard import StepGuard, StepGuardOptions
+from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
 from accel_train.loop.lomo import check_guarded
 from accel_train.setup.prepared import Prepared
 
@@ -65,6 +65,7 @@ class LoopView:
         for optimizer in here.inner_optimizers:
             check_guarded(optimizer)
         here.accumulator.guard = guard
+        here.parts.append(GuardState(guard, here.optimizers))
         return guard
 
     def collect_garbage(

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from accel_state import PartialState
 from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_train.checkpoints import collecting
+from accel_train.checkpoints.parts import named_models, parts_of
 from testkit import worlds
 from testkit.small_run import build, snapshot
 
@@ -25,6 +26,12 @@ class Held:
         self.state = state
 
 
+def collect(accelerator):
+    prepared = accelerator._prepared
+    named = named_models(prepared)
+    return collecting.collect(prepared, parts_of(prepared, named), named)
+
+
 def test_collecting_changes_nothing_and_separates_what_ranks_share():
     accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
     model, optimizer, scheduler, _ = build(accelerator)
@@ -33,7 +40,8 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(2, 4)).sum())
     before = snapshot(model, optimizer, scheduler), model.weight.grad.clone()
-    shared, own = collecting.collect(accelerator._prepared)
+    trees = collect(accelerator)
+    shared, own = trees.shared, trees.own
     assert sorted(shared) == ["custom_0", "optimizer_0", "progress", "scaler", "scheduler_0", "step"]
     assert sorted(own) == ["buffers", "loader_0", "replicas", "rng", "windows"]
     assert (shared["step"], shared["custom_0"]) == (3, {"a": 1})
@@ -63,7 +71,7 @@ def collected_with_a_failure():
     accelerator = Accelerator()
     accelerator.register_for_checkpointing(Failing())
     try:
-        collecting.collect(accelerator._prepared)
+        collect(accelerator)
     except Exception as error:
         return type(error).__name__, str(error)
 

@@ -168,6 +168,6 @@ def test_what_no_save_writes_of_frozen_parameters_is_refused(tmp_path, frozen):
     accelerator, *_ = build("single")
     accelerator.save_state(tmp_path / "state", trainable_only=True)
     saved = training_state.read(accelerator._prepared, tmp_path / "state", False, False)
-    saved.shared["progress"]["frozen"] = frozen
+    saved.trees.shared["progress"]["frozen"] = frozen
     with pytest.raises(CorruptCheckpointError, match="frozen parameters"):
         training_state.fit(accelerator._prepared, saved, accelerator._prepared.models, strict=True)

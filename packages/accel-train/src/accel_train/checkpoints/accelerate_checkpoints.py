@@ -64,7 +64,7 @@ def read(
         directory: the folder.
         allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
         trusted: unpickle custom objects and schedulers, which can run code.
-        parts: what is read; `here` has only what it is for.
+        parts: what is read.
 
     Returns:
         State dicts of the models, the shared parts by the names that states of ours give them (loaders only
@@ -80,18 +80,18 @@ def read(
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
     _check_parts(here, checkpoint, parts)
     shared: dict[str, Any] = {}
-    for index, optimizer in enumerate(here.optimizers):
+    for index, optimizer in enumerate(here.optimizers if "optimizers" in parts else ()):
         shared[f"optimizer_{index}"] = checkpoint.optimizer(
             index, here.plan.strategy.parameter_groups(optimizer.optimizer), here.models
         )
-    for index in range(len(here.schedulers)):
+    for index in range(len(here.schedulers) if "schedulers" in parts else 0):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
     if here.plan.precision.scaler is not None and "optimizers" in parts:
         shared["scaler"] = checkpoint.scaler()
-    for index in range(len(here.registered)):
+    for index in range(len(here.registered) if "registered" in parts else 0):
         shared[f"custom_{index}"] = checkpoint.custom(index)
     notes = []
-    for index, loader in enumerate(here.loaders):
+    for index, loader in enumerate(here.loaders if "loaders" in parts else ()):
         if getattr(loader, "use_stateful_dataloader", False) and index in checkpoint.loaders:
             state, note = _loader_state(checkpoint.loader(index), loader, len(checkpoint.ranks))
             shared[f"loader_{index}"] = state

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
-from accel_ckpt.parts import is_divided, is_leaf, is_sharded
+from accel_ckpt.parts import is_sharded
 from accel_ckpt.training.optimizers import steps_only
 from accel_state.trees import recursively_apply
-from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.chosen_parts import ALL, choose
-from accel_train.checkpoints.collecting import collect, named_models
+from accel_train.checkpoints.collecting import collect
 from accel_train.checkpoints.frozen_weights import leave_out_frozen
+from accel_train.checkpoints.parts import named_models, parts_of
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, fit, read
 from accel_train.errors import DividedTensorError, OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.rehearsal import NotSaved, leaves_out
 from accel_train.setup.prepared import Prepared, Registered
+from accel_train.state_part import StatePart, Trees
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
@@ -268,15 +270,16 @@ def _save_state(
         lambda: _target(here, output_dir), ranks, here.project.project_dir or output_dir
     )
     named = named_models(here)
-    shared, own = collect(here, ranks, named)
+    known = parts_of(here, named)
+    trees = collect(here, known, named, ranks)
     if isinstance(ranks, MainProcess):
-        _check_complete(here, shared, own)
+        _check_complete(here, known, trees)
     strategy = here.plan.strategy
     weights = [
         strategy.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
     ]
     if trainable_only:
-        shared["progress"]["frozen"] = leave_out_frozen(weights, named)
+        trees.progress["frozen"] = leave_out_frozen(weights, named)
 
     def run_hooks(folder: Path) -> None:
         for hook in here.hooks.save.values():
@@ -288,8 +291,8 @@ def _save_state(
 
     parts: dict[str, Any] = {
         "models": weights,
-        "shared": shared,
-        "per_rank": own,
+        "shared": trees.shared,
+        "per_rank": trees.own,
         "replicated": _replicated(here),
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
@@ -334,62 +337,27 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
     if divided:
         name = type(strategy.plain(divided[0])).__name__
         _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
-    if strategy.optimizers_differ(here.inner_optimizers):
-        _refuse_alone(
-            here,
-            accel_ckpt.CheckpointSaveError(
-                "save_state() was called on the main process only, and ranks have optimizer states of their own since "
-                "they trained inside LocalSGD. Call save_state() on all processes."
-            ),
-        )
     here.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
 
-def _check_complete(here: Prepared, shared: dict[str, Any], own: dict[str, Any]) -> None:
+def _check_complete(here: Prepared, parts: Sequence[StatePart], trees: Trees) -> None:
     """Check that the main process holds everything that a save of all ranks would have.
 
     Raises:
-        CheckpointSaveError: other ranks hold parts, or gradients of an unfinished accumulation window.
+        CheckpointSaveError: other ranks hold parts, or state of their own.
     """
-    for index in range(len(here.optimizers)):
-        if any(is_divided(leaf) for leaf in _leaves(shared[f"optimizer_{index}"])):
-            problem = _PARTS.format(f"the state of optimizer {index}", here.plan.strategy.name)
-            _refuse_alone(here, accel_ckpt.CheckpointSaveError(problem))
-    if any(isinstance(leaf, Tensor) for leaf in _leaves(own["replicas"])):
-        _refuse_alone(
-            here,
-            accel_ckpt.CheckpointSaveError(
-                "save_state() was called on the main process only, and every process has errors of compressed "
-                "gradients (comm_hook) of its own. Call save_state() on all processes."
-            ),
-        )
-    if window_state.holds_gradients(own["windows"]):
-        _refuse_alone(
-            here,
-            accel_ckpt.CheckpointSaveError(
-                "save_state() was called on the main process only, inside an accumulation window: the gradients that "
-                "the other processes have accumulated would be lost. Save after optimizer.step(), where "
-                "`accelerator.sync_gradients` is true, or call save_state() on all processes."
-            ),
-        )
+    for part in parts:
+        problem = part.needs_all_ranks(trees)
+        if problem is not None:
+            text = f"save_state() was called on the main process only, {problem}"
+            _refuse_alone(here, accel_ckpt.CheckpointSaveError(text))
 
 
 def _refuse_alone(here: Prepared, error: Exception, operation: str = _SAVE) -> NoReturn:
     """Raise here, and on the ranks that wait for this one where they can be reached."""
     assert here.process.participation is not None, "a process alone in its world has no others"
     here.process.participation.refuse(operation, error)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, (list, tuple)) and not is_leaf(tree):
-        for value in tree:
-            yield from _leaves(value)
-    else:
-        yield tree
 
 
 def refuse_used_folder(here: Prepared) -> None:

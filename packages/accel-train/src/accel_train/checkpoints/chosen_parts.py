@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import TypeAlias
 
 from accel_train.errors import OptionError
 from accel_train.setup.prepared import Prepared
 
-__all__ = ["ALL", "MODELS", "Parts", "choose", "left_out", "limit", "part_of", "trains"]
+__all__ = ["ALL", "MODELS", "Parts", "choose", "left_out", "part_of", "trains"]
 
 Parts: TypeAlias = frozenset[str]
 
@@ -47,19 +46,6 @@ def choose(only: Collection[str] | str | None) -> Parts:
 def part_of(tree: str) -> str | None:
     """The part that a saved tree belongs to; None for what only a whole state restores."""
     return _TREES.get(tree.partition("_")[0])
-
-
-def limit(here: Prepared, parts: Parts) -> Prepared:
-    """What was prepared, with nothing of the parts that stay as they are; models always belong to it."""
-    if parts == ALL:
-        return here
-    return replace(
-        here,
-        optimizers=here.optimizers if "optimizers" in parts else [],
-        schedulers=here.schedulers if "schedulers" in parts else [],
-        registered=here.registered if "registered" in parts else [],
-        loaders=here.loaders if "loaders" in parts else [],
-    )
 
 
 def trains(here: Prepared) -> bool:

@@ -23,10 +23,21 @@ from accel_state.messages import first_line
 from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.state_part import SavedTrees, StatePart, Trees
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import any_divided, local_part
 
-__all__ = ["FORM", "Trained", "check", "dump", "for_other_ranks", "holds_gradients", "is_open", "load"]
+__all__ = [
+    "FORM",
+    "Trained",
+    "WindowStates",
+    "check",
+    "dump",
+    "for_other_ranks",
+    "holds_gradients",
+    "is_open",
+    "load",
+]
 
 
 _NAME = re.compile(r"(?P<kind>prepared|model)_(?P<number>\d{1,9})(\.(?P<path>.*))?", re.DOTALL)
@@ -104,6 +115,61 @@ class Trained:
         """Which loader it is, or was made of by skipping."""
         state = getattr(loader, "epoch_state", None)
         return next((i for i, known in enumerate(self.loaders) if known.epoch_state is state), None)
+
+
+class WindowStates(StatePart):
+    """The unfinished accumulation windows of each rank.
+
+    Args:
+        accumulator: has the windows.
+        trained: what they and their gradients are named after.
+        strategy: makes the gradients.
+    """
+
+    def __init__(self, accumulator: Accumulator, trained: Trained, strategy: Strategy) -> None:
+        self._accumulator, self._trained, self._strategy = accumulator, trained, strategy
+
+    def dump(self, trees: Trees) -> None:
+        """A tree of this rank."""
+        trees.own["windows"] = dump(self._accumulator, self._trained, self._strategy)
+
+    def needs_all_ranks(self, trees: Trees) -> str | None:
+        """Every rank has gradients of its own."""
+        if not holds_gradients(trees.own["windows"]):
+            return None
+        return (
+            "inside an accumulation window: the gradients that the other processes have accumulated would be lost. "
+            "Save after optimizer.step(), where `accelerator.sync_gradients` is true, or call save_state() on all "
+            "processes."
+        )
+
+    def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
+        """This rank's windows, or its part of those of other ranks; None: another program saved."""
+        if "windows" not in saved.known:
+            return None
+        windows: Mapping[str, Any] = saved.known["windows"]
+        if saved.own is None and (windows["windows"] or windows["gradients"]):
+            raise accel_ckpt.StateMismatchError(
+                f"{saved.directory} was saved inside an accumulation window and holds no state of rank {saved.rank}, "
+                "whose gradients it would need. Load a checkpoint that is complete, or one that was saved between two "
+                "steps."
+            )
+        # The main process saves alone only where no window is unfinished, so what it saved holds for any rank.
+        same = saved.ranks == saved.world_size or saved.saved_by < saved.world_size
+        check(self._trained, windows, self._strategy, same_ranks=same)
+        if same:
+            return windows
+        trees = [saved.of_rank(rank)["windows"] for rank in range(saved.world_size)]
+        for tree in trees:
+            check(self._trained, tree, self._strategy, same_ranks=False)
+        windows = for_other_ranks(trees, saved.ranks, saved.rank)
+        check(self._trained, windows, self._strategy, same_ranks=False)
+        return windows
+
+    def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
+        """Open them again."""
+        if taken is not None:
+            load(self._accumulator, self._trained, taken)
 
 
 # Saving

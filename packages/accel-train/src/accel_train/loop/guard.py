@@ -20,10 +20,11 @@ from accel_state.log import get_logger
 from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
 from accel_train.optimizer_parameters import parameters_of
+from accel_train.state_part import SavedTrees, StatePart, Trees, taken_up
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import local_part
 
-__all__ = ["StepGuard", "StepGuardOptions"]
+__all__ = ["GuardState", "StepGuard", "StepGuardOptions"]
 
 _logger = get_logger(__name__)
 Reason = Literal["gradients", "loss"]
@@ -342,3 +343,42 @@ class StepGuard:
         self._backwards = int(waiting["backwards"])
         self._loss.fill_(waiting["loss"])
         self._weight.fill_(waiting["weight"])
+
+
+class GuardState(StatePart):
+    """A guard's counts and histories, and what it has noted of an open window.
+
+    Args:
+        guard: decides about the updates.
+        optimizers: the prepared optimizers, as they are when a state is saved or loaded.
+    """
+
+    def __init__(self, guard: StepGuard, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._guard, self._optimizers = guard, optimizers
+
+    def dump(self, trees: Trees) -> None:
+        """What all ranks know is progress, what this rank has noted a tree of its own."""
+        trees.progress["guard"] = self._guard.state_dict(self._optimizers)
+        trees.own["guard"] = self._guard.waiting()
+
+    def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
+        """What this rank has noted; of another number of ranks the first takes all, since theirs are summed."""
+        if "guard" not in saved.progress:
+            return None
+        if saved.own is not None and len(saved.saved_ranks) == saved.ranks:
+            waiting: Mapping[str, Any] = saved.own["guard"]
+            return waiting
+        trees = [saved.of_rank(rank)["guard"] for rank in saved.saved_ranks]
+        backwards = max(
+            tree["backwards"] for tree in trees
+        )  # also where nothing is taken: ranks judge together
+        names = ("loss", "weight")
+        return {name: sum(tree[name] for tree in trees) if saved.rank == 0 else 0.0 for name in names} | {
+            "backwards": backwards
+        }
+
+    def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
+        """Go back to both."""
+        if taken is not None:
+            with taken_up("the state of the guard of steps", saved.directory):
+                self._guard.load_state_dict(saved.progress["guard"], taken, self._optimizers)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from accel_train.loop.scheduler import AcceleratedScheduler
     from accel_train.plugins import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
     from accel_train.setup.resolve import Plan
+    from accel_train.state_part import StatePart
 
 __all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook", "mark_prepared"]
 
@@ -107,6 +108,7 @@ class Prepared:
         schedulers: as `prepare()` returned them.
         loaders: as `prepare()` returned them.
         registered: other objects of the state.
+        parts: other kinds of state, of features that the script has switched on.
         hooks: what runs before a state is saved or loaded.
         replaced: parameters that preparation replaced.
         preemption: listens for signals, if asked to.
@@ -127,6 +129,7 @@ class Prepared:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     registered: list[Registered] = field(default_factory=list)
+    parts: list[StatePart] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     replaced: Replaced = field(default_factory=Replaced)
     preemption: Preemption | None = None

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import accel_ckpt
+from accel_ckpt.modules.named_model import NamedModel
+from accel_state.log import get_logger
 from accel_state.operations.collectives import broadcast, broadcast_object_list, reduce
 from accel_state.trees import send_to_device
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
+from accel_train.state_part import Groups, SavedTrees, StatePart, Trees
 from accel_train.strategies.gradients import buckets
 from accel_train.strategies.transparent_ddp import set_takes_buffers
 
-__all__ = ["LocalCopies", "LocalCopy"]
+if TYPE_CHECKING:
+    from accel_train.strategies.base import Strategy
+
+__all__ = ["LocalCopies", "LocalCopy", "LocalOptimizerStates"]
+
+_logger = get_logger(__name__)
 
 
 class LocalCopy:
@@ -176,3 +185,68 @@ def _refuse_training(module: nn.Module, inputs: Any) -> None:
             "training on would mix their gradients. Load a checkpoint with load_state(), or enter LocalSGD again, "
             "which averages them."
         )
+
+
+class LocalOptimizerStates(StatePart):
+    """States of optimizers that each rank has of its own, since ranks trained copies of a model.
+
+    Args:
+        strategy: knows whether ranks have trained so.
+        optimizers: the prepared optimizers.
+        named: the models with their canonical names; for a save.
+    """
+
+    def __init__(self, strategy: Strategy, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> None:
+        self._strategy, self._optimizers, self._named = strategy, optimizers, named
+
+    def is_wanted(self, groups: Groups, everything: Groups) -> bool:
+        """Models are copies no more once one of them is loaded."""
+        return "models" in groups or "optimizers" in groups
+
+    def dump(self, trees: Trees) -> None:
+        """A tree of this rank, where ranks have their own."""
+        unaveraged = self._strategy.unaveraged()
+        if unaveraged:
+            raise accel_ckpt.CheckpointSaveError(
+                f"ranks train copies of {type(self._strategy.plain(unaveraged[0])).__name__} inside LocalSGD, and have "
+                "stepped since these were averaged. Save after LocalSGD.average(), or after the context"
+            )
+        if self._differ():
+            trees.own["optimizers"] = [
+                self._strategy.optimizer_state(optimizer.optimizer, self._named)["state"]
+                for optimizer in self._optimizers
+            ]
+
+    def _differ(self) -> bool:
+        return self._strategy.optimizers_differ([optimizer.optimizer for optimizer in self._optimizers])
+
+    def needs_all_ranks(self, trees: Trees) -> str | None:
+        """Every rank has states of its own."""
+        if "optimizers" not in trees.own:
+            return None
+        return (
+            "and ranks have optimizer states of their own since they trained inside LocalSGD. Call save_state() on all "
+            "processes."
+        )
+
+    def read(self, saved: SavedTrees) -> bool:
+        """Whether this rank continues with states of its own, which it puts in the place of the shared ones."""
+        states = saved.known.get("optimizers")
+        if states is None or "optimizers" not in saved.groups:
+            return False
+        if not saved.same_ranks:
+            _logger.warning(
+                f"{saved.directory} holds optimizer states of each of {saved.saved_by} ranks, which LocalSGD trained "
+                f"for themselves; {saved.ranks} ranks continue with those of rank 0."
+            )
+            return False
+        for index, state in enumerate(states):
+            name = f"optimizer_{index}"
+            saved.shared[name] = {**saved.shared[name], "state": state}
+        return True
+
+    def load(self, taken: bool, saved: SavedTrees) -> None:
+        """Tell the strategy what ranks have of their own from here on."""
+        if "models" in saved.groups:
+            kept = "optimizers" not in saved.groups and self._differ()
+            self._strategy.state_loaded(optimizers_differ=kept or taken)

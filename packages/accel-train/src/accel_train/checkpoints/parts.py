@@ -1,0 +1,58 @@
+"""The parts that the state of an `Accelerator` consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accel_ckpt.modules.named_model import NamedModel
+from accel_train.checkpoints.counters import Counters
+from accel_train.checkpoints.random_state import RandomStates
+from accel_train.checkpoints.registered_state import RegisteredStates
+from accel_train.checkpoints.replica_state import ReplicaStates
+from accel_train.checkpoints.window_state import Trained, WindowStates
+from accel_train.data.loader_state import LoaderStates
+from accel_train.loop.optimizer_state import OptimizerStates
+from accel_train.loop.scheduler_state import SchedulerStates
+from accel_train.precision.scaler_state import ScalerState
+from accel_train.setup.prepared import Prepared
+from accel_train.state_part import StatePart
+from accel_train.strategies.local_training import LocalOptimizerStates
+
+__all__ = ["named_models", "parts_of"]
+
+
+def parts_of(here: Prepared, named: Sequence[NamedModel], trusted: bool = False) -> list[StatePart]:
+    """All parts, in the order in which they are restored, after the weights.
+
+    Args:
+        here: what is prepared and registered.
+        named: its models with their canonical names.
+        trusted: pickles of registered objects may be loaded.
+    """
+    strategy, several = here.plan.strategy, here.process.num_processes > 1
+    trained = Trained(
+        here.models,
+        here.prepared_models,
+        here.optimizers,
+        here.loaders,
+        named,
+        engine_optimizers=strategy.capabilities.hides_gradients,
+    )
+    return [
+        ReplicaStates(strategy, here.prepared_models, named, several),
+        LocalOptimizerStates(strategy, here.optimizers, named),
+        OptimizerStates(strategy, here.optimizers, here.models, named),
+        SchedulerStates(here.schedulers),
+        ScalerState(here.plan.precision, here.optimizers),
+        RegisteredStates(here.registered, trusted),
+        LoaderStates(here.loaders),
+        WindowStates(here.accumulator, trained, strategy),
+        *here.parts,
+        Counters(here),
+        RandomStates(strategy.draws),
+    ]
+
+
+def named_models(here: Prepared) -> list[NamedModel]:
+    """The prepared models; their canonical names are worked out once for all that uses this list."""
+    return [NamedModel(here.plan.strategy.plain(model)) for model in here.prepared_models]

@@ -1,0 +1,94 @@
+"""What ranks have of their own of models that all of them hold: buffers, errors of compressed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accel_ckpt
+from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.parts import is_divided
+from accel_state.log import get_logger
+from accel_train.state_part import SavedTrees, StatePart, Trees, leaves, taken_up
+from accel_train.strategies.base import Strategy
+
+__all__ = ["ReplicaStates", "replicated_buffers"]
+
+_logger = get_logger(__name__)
+
+
+class ReplicaStates(StatePart):
+    """State of each prepared model that is this rank's own, as the strategy gives it, and buffers that differ.
+
+    Buffers are found by comparing ranks, so the save adds them (`checkpoints.collecting`).
+
+    Args:
+        strategy: knows what its wrappers hold.
+        prepared: the prepared models.
+        named: the models with their canonical names.
+        several: there are other ranks.
+    """
+
+    def __init__(
+        self, strategy: Strategy, prepared: Sequence[nn.Module], named: Sequence[NamedModel], several: bool
+    ) -> None:
+        self._strategy, self._prepared, self._named, self._several = strategy, prepared, named, several
+
+    def dump(self, trees: Trees) -> None:
+        """A tree of this rank."""
+        trees.own["replicas"] = [self._strategy.window_state(model) for model in self._prepared]
+
+    def needs_all_ranks(self, trees: Trees) -> str | None:
+        """Every rank has errors of its own."""
+        if any(isinstance(leaf, Tensor) for leaf in leaves(trees.own["replicas"])):
+            return (
+                "and every process has errors of compressed gradients (comm_hook) of its own. Call save_state() on all "
+                "processes."
+            )
+        return None
+
+    def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
+        """This rank's; None where other ranks continue, or another program saved."""
+        if "replicas" not in saved.known:
+            return None
+        states = saved.known["replicas"]
+        if not saved.same_ranks:
+            if any("power_sgd" in state for state in states):
+                _logger.warning(
+                    f"{saved.directory} holds what PowerSGD has approximated on another number of ranks: it starts "
+                    "again."
+                )
+            return None
+        for model, state in zip(self._prepared, states, strict=False):
+            misfit = self._strategy.window_state_misfit(model, state)
+            if misfit is not None:
+                raise accel_ckpt.StateMismatchError(
+                    f"{saved.directory} does not fit {type(self._strategy.plain(model)).__name__} here: {misfit}. Use "
+                    "the same DistributedDataParallelKwargs as the script that saved it"
+                )
+        return saved.known
+
+    def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
+        """Hand each model its state, and fill the buffers."""
+        if taken is None:
+            return
+        with taken_up("what a rank has of its own", saved.directory):
+            for model, state in zip(self._prepared, taken["replicas"], strict=False):
+                self._strategy.load_window_state(model, state)
+            buffers = replicated_buffers(self._named) if self._several else {}
+            for name, values in taken["buffers"].items():
+                buffers[name].copy_(values)
+
+
+def replicated_buffers(named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:
+    """Buffers of which every rank has a copy, by name: strategies that divide parameters leave them whole."""
+    found: dict[str, torch.Tensor] = {}
+    for index, model in enumerate(named):
+        saved = model.state_dict()
+        for name, buffer in model.buffers().items():
+            if name in saved and not is_divided(buffer):
+                found[f"model_{index}.{name}"] = buffer
+    return found

@@ -1,0 +1,74 @@
+"""Learning-rate schedulers as part of a training state."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+import accel_ckpt
+from accel_ckpt.format.forms import check_form
+from accel_train.state_part import SavedTrees, StatePart, Trees, taken_up
+
+__all__ = ["SchedulerStates"]
+
+
+class SchedulerStates(StatePart):
+    """States of schedulers.
+
+    Args:
+        schedulers: the prepared schedulers.
+    """
+
+    group: ClassVar[str | None] = "schedulers"
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedulers = schedulers
+
+    def dump(self, trees: Trees) -> None:
+        """One shared tree for each."""
+        for index, scheduler in enumerate(self._schedulers):
+            trees.shared[f"scheduler_{index}"] = scheduler.state_dict()
+
+    def expected(self) -> Iterator[str]:
+        """A tree for each."""
+        yield from (f"scheduler_{index}" for index in range(len(self._schedulers)))
+
+    def check(self, taken: Any, saved: SavedTrees) -> None:
+        """A state may replace nothing but what is state."""
+        for index, scheduler in enumerate(self._schedulers):
+            _check(scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}")
+
+    def load(self, taken: Any, saved: SavedTrees) -> None:
+        """Hand each its state."""
+        for index, scheduler in enumerate(self._schedulers):
+            with taken_up(f"the state of scheduler {index}", saved.directory):
+                scheduler.load_state_dict(saved.shared[f"scheduler_{index}"])
+
+
+def _check(scheduler: Any, state: Any, where: str) -> None:
+    """A scheduler of torch takes every entry as an attribute of its own, also one that is a method."""
+    check_form(state, {}, where)
+    inner = getattr(scheduler, "scheduler", scheduler)
+    known = inner.state_dict()
+    taken = [key for key in state if not isinstance(key, str) or (key not in known and hasattr(inner, key))]
+    if taken:
+        raise accel_ckpt.StateMismatchError(
+            f"{where} has the entries {', '.join(str(key)[:80] for key in taken[:5])}, which would replace parts of "
+            f"{type(inner).__name__} that are no state. Prepare the same scheduler as the script that saved it"
+        )
+    counts = [key for key, value in known.items() if type(value) in (int, float) and key in state]
+    check_form(state, dict.fromkeys(counts, _number), where)
+    for nested, its_state in zip(
+        getattr(inner, "_schedulers", ()), state.get("_schedulers", ()), strict=False
+    ):
+        _check(nested, its_state, where)
+
+
+def _number(value: Any) -> bool:
+    """A number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
