@@ -132,7 +132,7 @@ def dcps(folder: Path) -> Callable[[Path], None]:
 
 def deepspeeds(folder: Path) -> Callable[[Path], None]:
     """The layout of DeepSpeed, stage 2."""
-    _module("crafted_deepspeed", PACKAGE / "convert" / "test_deepspeed.py").write(folder, 2, 2)
+    _module("crafted_deepspeed", PACKAGE / "foreign" / "test_deepspeed.py").write(folder, 2, 2)
 
     def load(changed: Path) -> None:
         content = DeepSpeedFolder(changed / "tag")

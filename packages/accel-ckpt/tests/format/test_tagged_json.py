@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.format.tagged_json import decode, encode
+from accel_ckpt.parts import Part
 
 
 def round_trip(value):
@@ -224,3 +225,13 @@ def test_cycles_are_refused_but_repeats_are_not():
 def test_damaged_tags_are_errors(data):
     with pytest.raises(CorruptCheckpointError):
         decode(data)
+
+
+@pytest.mark.parametrize("collection", [list, tuple])
+def test_parts_of_one_tensor_are_one_leaf(collection):
+    parts = collection(Part.of_flat(torch.arange(5.0), 2, (3, 4)))
+    stored = []
+    tree = encode({"state": parts, "empty": collection()}, lambda path, leaf: stored.append(leaf) or "name")
+    assert len(parts) > 1
+    assert [leaf is parts for leaf in stored] == [True]
+    assert tree["state"] == {"!": "tensor", "v": "name"}

@@ -276,7 +276,7 @@ def python_state_tree(state: tuple[Any, ...]) -> dict[str, Any]:
 
 def python_state(tree: Mapping[str, Any]) -> tuple[Any, ...]:
     """The inverse of ``python_state_tree``."""
-    internal = tuple(int(word) for word in tree["internal"].tolist())
+    internal = tuple(map(int, tree["internal"].tolist()))
     return int(tree["version"]), internal, tree["gauss"]
 
 

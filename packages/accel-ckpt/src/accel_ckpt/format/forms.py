@@ -7,6 +7,7 @@ boolean is no number.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ Form: TypeAlias = Any
 OTHERS = "*"
 """The key of a dictionary's form that stands for all keys that it does not name."""
 
+_CHECKSUM = re.compile("[0-9a-f]{16}")
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -52,7 +54,7 @@ def positive(value: Any) -> bool:
 
 def checksum(value: Any) -> bool:
     """An xxh3 checksum, as 16 hexadecimal digits."""
-    return isinstance(value, str) and len(value) == 16 and all(digit in "0123456789abcdef" for digit in value)
+    return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None
 
 
 def _misfit(value: Any, form: Form) -> str | None:

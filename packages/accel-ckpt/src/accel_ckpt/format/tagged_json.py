@@ -150,7 +150,7 @@ class Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        handler = Encoder.tensor if is_divided(value) else _ENCODERS.get(kind)
+        handler = Encoder.tensor if kind not in _NEVER_DIVIDED and is_divided(value) else _ENCODERS.get(kind)
         if handler is None and isinstance(value, np.generic):
             handler = Encoder.numpy_scalar
         if handler is None and isinstance(value, np.dtype):
@@ -364,6 +364,7 @@ _CONTAINERS = frozenset({
     collections.deque, slice,
 })  # fmt: skip
 
+_NEVER_DIVIDED = frozenset({int, float, str, dict})
 _ENCODERS: dict[type, Callable[[Encoder, Any, tuple[Any, ...]], Json]] = {
     int: Encoder.integer,
     float: Encoder.float,
