@@ -32,7 +32,7 @@ if [[ ! -f $folder/complete ]]; then
   "$folder/bin/python" -m pip install --quiet \
     numpy typing_extensions filelock sympy networkx jinja2 fsspec absl-py pyyaml requests setuptools \
     "safetensors>=0.8" psutil xxhash tqdm rich "huggingface-hub>=0.34" packaging \
-    "typer>=0.19" "questionary>=2.0" cloudpickle "pytest>=8" pytest-timeout hypothesis
+    "typer>=0.29" "questionary>=2.0" cloudpickle "pytest>=8" pytest-timeout hypothesis
   # After them, because their own requirements, which name CUDA packages, would count as missing.
   "$folder/bin/python" -m pip install --quiet --no-deps torch==2.9.0 torch_xla==2.9.0 torchdata==0.11.0
   stubs

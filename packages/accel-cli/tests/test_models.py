@@ -37,6 +37,7 @@ def test_a_folder_and_its_configuration_are_the_same_model(tmp_path):
 
 @pytest.mark.parametrize("with_type", [True, False])
 def test_the_file_that_is_named_is_read_and_not_the_one_beside_it(tmp_path, with_type):
+    transformers = pytest.importorskip("transformers")
     folder = write(tmp_path / "m", LLAMA)
     other = {**LLAMA, "hidden_size": 2 * LLAMA["hidden_size"], "tie_word_embeddings": False}
     if not with_type:
@@ -47,7 +48,6 @@ def test_the_file_that_is_named_is_read_and_not_the_one_beside_it(tmp_path, with
         with pytest.raises(EstimateError, match="model_type"):
             build_model(found)
         return
-    transformers = pytest.importorskip("transformers")
     right = transformers.LlamaForCausalLM(transformers.LlamaConfig(**other))
     assert sum(p.numel() for p in build_model(found).parameters()) == sum(
         p.numel() for p in right.parameters()

@@ -64,10 +64,9 @@ def test_labels_of_samples_are_kept():
 
 
 def test_a_llama_computes_of_packs_what_it_computes_of_samples():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=90,
         hidden_size=32,
         intermediate_size=64,
@@ -76,7 +75,7 @@ def test_a_llama_computes_of_packs_what_it_computes_of_samples():
         num_key_value_heads=2,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).double().eval()
+    model = transformers.LlamaForCausalLM(config).double().eval()
     samples, dataset = packed(count=20)
     batch = PackingCollator(MAX)([dataset[pack] for pack in range(len(dataset))])
     same = batch["sequence_ids"][:, :, None] == batch["sequence_ids"][:, None, :]

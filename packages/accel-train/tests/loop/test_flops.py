@@ -8,10 +8,9 @@ from accel_train import OptionError, flops_per_token, measured_flops
 
 
 def llama(tied):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=32,
         intermediate_size=88,
@@ -22,7 +21,7 @@ def llama(tied):
         tie_word_embeddings=tied,
         attn_implementation="eager",
     )
-    return LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -188,6 +188,7 @@ def language_model(kind, degrees, again):
     ids=str,
 )
 def test_losses_and_gradients_of_language_models(kind, degrees, again):
+    pytest.importorskip("transformers")
     ranks = worlds.run(language_model, 2, kind, degrees, again)
     for padded in (False, True):
         # Models of transformers compute their loss in float32, whatever they are in.
@@ -273,6 +274,7 @@ def transformers_refusals(degrees):
 
 
 def test_transformers_models_that_need_a_mask_are_refused():
+    pytest.importorskip("transformers")
     for told in worlds.run(transformers_refusals, 2, {"cp": 2}):
         assert "attends by 'eager'; cp_size 2 divides 'sdpa' alone" in told[0]
         assert "sliding_attention" in told[1]
