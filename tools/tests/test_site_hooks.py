@@ -79,7 +79,7 @@ def test_the_navigation_names_the_modules_of_a_package(hooks):
     index, *modules = packages["accel_ckpt"]
     assert other == {"Other": "other.md"}
     assert index == "reference/accel_ckpt/index.md"
-    assert {"checkpointer": "reference/accel_ckpt/checkpointer.md"} in modules
+    assert {"training.checkpointer": "reference/accel_ckpt/training.checkpointer.md"} in modules
     named = {path for entry in modules for path in entry.values()}
     assert named == set(hooks.reference("accel-ckpt")) - {index}
 

@@ -33,8 +33,7 @@ def main(args):
     data = TensorDataset(torch.randn(1800, 64), torch.randint(10, (1800,)))
     model = nn.Linear(64, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    loader = DataLoader(data, batch_size=64, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 64, shuffle=True))
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     if args.resume:

@@ -26,7 +26,8 @@ from accel_bigmodel.paging import reading
 from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.paging.pages import extents_of
 from accel_bigmodel.streaming.groups import Group, plan_groups
-from accel_ckpt import load_state_dict, memory
+from accel_ckpt import load_state_dict
+from accel_ckpt.format import memory
 from accel_ckpt.format.writer import write_safetensors
 from testkit import limits
 

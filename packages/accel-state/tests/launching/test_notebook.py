@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from accel_state.errors import ConfigError, LaunchError
+from accel_state.launching import notebook
 from accel_state.launching.notebook import debug_launcher, notebook_launcher
 from testkit import worlds
 
@@ -420,5 +421,6 @@ def test_platforms_without_fork_start_new_processes(tmp_path):
 
 def test_without_cloudpickle_its_installation_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    monkeypatch.setattr(notebook, "_process_state", lambda: None)  # other tests may have left one
     with pytest.raises(LaunchError, match="pip install cloudpickle"):
         notebook_launcher(print, num_processes=2, start_method="spawn")
