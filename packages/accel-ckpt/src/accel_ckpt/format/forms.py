@@ -58,54 +58,58 @@ def checksum(value: Any) -> bool:
 
 
 def _misfit(value: Any, form: Form) -> str | None:
-    if form is object:
-        return None
-    if isinstance(form, list):
-        if not isinstance(value, (list, tuple)):
-            return f" is {_shown(value)}, where a list was expected"
-        return _first((f"[{i}]", item, form[0]) for i, item in enumerate(value))
-    if isinstance(form, Mapping):
+    """Where a value is not what its form says, and what it is there; None: it fits."""
+    if isinstance(form, type):
+        fits = _is_of(value, form)
+    elif isinstance(form, list):
+        return _list_misfit(value, form[0])
+    elif isinstance(form, Mapping):
         return _mapping_misfit(value, form)
-    if not any(_fits(value, one) for one in (form if isinstance(form, tuple) else (form,))):
-        return f" is {_shown(value)}, where {_described(form)} was expected"
+    elif isinstance(form, tuple):
+        fits = any(_misfit(value, one) is None for one in form)
+    elif form is None:
+        fits = value is None
+    else:
+        test: Callable[[Any], bool] = form
+        fits = test(value)
+    return None if fits else f" is {_shown(value)}, where {_described(form)} was expected"
+
+
+def _is_of(value: Any, form: type) -> bool:
+    if form is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if form is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, form)
+
+
+def _list_misfit(value: Any, form: Form) -> str | None:
+    if not isinstance(value, (list, tuple)):
+        return f" is {_shown(value)}, where a list was expected"
+    for index, item in enumerate(value):
+        misfit = _misfit(item, form)
+        if misfit is not None:
+            return f"[{index}]{misfit}"
     return None
 
 
 def _mapping_misfit(value: Any, form: Mapping[str, Form]) -> str | None:
     if not isinstance(value, Mapping):
         return f" is {_shown(value)}, where a dictionary was expected"
-    named = {key: inner for key, inner in form.items() if key != OTHERS}
-    if lacking := [key for key in named if key not in value]:
+    lacking = [key for key in form if key not in value and key != OTHERS]
+    if lacking:
         return f" lacks {', '.join(map(repr, lacking))}"
-    if (found := _first((f"[{key!r}]", value[key], inner) for key, inner in named.items())) is not None:
-        return found
+    for key, inner in form.items():
+        if key != OTHERS and (misfit := _misfit(value[key], inner)) is not None:
+            return f"[{key!r}]{misfit}"
     if OTHERS not in form:
         return None
-    return _first((f"[{_shown(key)}]", value[key], form[OTHERS]) for key in value if key not in named)
-
-
-def _first(parts: Any) -> str | None:
-    """The first misfit among parts (step, value, form)."""
-    for step, value, form in parts:
-        misfit = _misfit(value, form)
-        if misfit is not None:
-            return f"{step}{misfit}"
+    for key in value:
+        if key == OTHERS or key not in form:
+            misfit = _misfit(value[key], form[OTHERS])
+            if misfit is not None:
+                return f"[{_shown(key)}]{misfit}"
     return None
-
-
-def _fits(value: Any, form: Form) -> bool:
-    if form is None:
-        return value is None
-    if form is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if form is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(form, type):
-        return isinstance(value, form)
-    if isinstance(form, (list, Mapping)):
-        return _misfit(value, form) is None
-    test: Callable[[Any], bool] = form
-    return test(value)
 
 
 def _described(form: Form) -> str:

@@ -16,7 +16,7 @@ import datetime
 import math
 import pathlib
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -199,7 +199,7 @@ class Encoder:
         return value if _is_unicode(value) else _tag("str", _base64(value.encode("utf-8", "surrogatepass")))
 
     def dictionary(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Json:
-        if all(type(key) is str and key != TAG and _is_unicode(key) for key in value):
+        if _are_names(value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return _tag("dict", self.pairs(value, path))
 
@@ -289,6 +289,13 @@ def _unbase64(value: Any) -> bytes:
 def _is_unicode(value: str) -> bool:
     # Two lone surrogates in a row would come back from JSON as one character.
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _are_names(keys: Collection[Any]) -> bool:
+    """Whether JSON keeps these keys of a dictionary as they are."""
+    if not set(map(type, keys)) <= {str} or TAG in keys:
+        return False
+    return all(map(str.isascii, keys)) or all(map(_is_unicode, keys))
 
 
 def _as_tensor(value: bytes | bytearray | np.ndarray[Any, Any]) -> torch.Tensor:

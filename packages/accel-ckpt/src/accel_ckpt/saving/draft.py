@@ -355,7 +355,7 @@ def encode_trees(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
     tensors: dict[str, Leaf] = {}
 
     def sink(path: tuple[Any, ...], tensor: Leaf) -> str:
-        joined = ".".join(str(part) for part in path)
+        joined = ".".join(map(str, path))
         name = base = joined.encode(errors="backslashreplace").decode()  # keys may hold lone surrogates
         number = 1
         while name in tensors or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}
