@@ -104,11 +104,13 @@ def decode(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> An
 
 def decode_layer(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> dict[str, Any]:
     """Paths and values of the options that ``environ`` sets. Empty variables count as unset."""
+    schema = schema_of(root)
+    set_here = {schema.by_variable[name].path for name in schema.by_variable.keys() & environ.keys()}
     found = {}
-    for bound in schema_of(root).options:
-        value = _decode_option(bound, environ)
+    for path, bound in schema.by_path.items() if set_here else ():
+        value = _decode_option(bound, environ) if path in set_here else None
         if value is not None:
-            found[bound.path] = value
+            found[path] = value
     return found
 
 

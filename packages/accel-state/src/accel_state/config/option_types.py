@@ -6,6 +6,7 @@ The option type follows from the annotation of a field, so a field declares its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -249,6 +250,7 @@ OPTION_TYPES: Mapping[str, OptionType] = {
 _COMMA_LIST = CommaList()
 
 
+@functools.cache
 def option_type_of(annotation: str, *, comma_list: bool = False) -> OptionType:
     """The option type for the annotation of a field, with or without ``| None``.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from accel_state.config.option import Carrier, Option, Section
@@ -134,10 +135,8 @@ class Schema:
     Attributes:
         root: the root's class.
         options: every option, in order of declaration.
-        by_path, by_flag, by_variable: name to option; flags as ``plain_flag`` spells them.
-        by_key: key of the mapping in a file (None: top level) and key to option.
+        by_path, by_variable: name to option.
         sections: attribute of the root to section class.
-        switches: plain flag to the option and the value that it sets.
     """
 
     def __init__(self, root: type[Section]) -> None:
@@ -145,10 +144,28 @@ class Schema:
         self.sections: dict[str, type[Section]] = {}
         self.options: tuple[BoundOption, ...] = tuple(self._bind(root))
         self.by_path = {bound.path: bound for bound in self.options}
-        self.by_flag = {plain_flag(flag): bound for bound in self.options for flag in bound.flags}
-        self.by_variable = {name: bound for bound in self.options for name in variables_of(bound)}
-        self.by_key = {(bound.file_key, key): bound for bound in self.options for key in bound.keys}
-        self.switches = {
+        self.by_variable = {name: bound for bound in self.options for name in bound.variables}
+        for bound in self.options:
+            for _, variable in bound.about.switches.values():
+                if variable:
+                    self.by_variable[variable] = bound
+
+    # Launchers need these, ranks only the variables.
+
+    @cached_property
+    def by_flag(self) -> dict[str, BoundOption]:
+        """Plain flag to option."""
+        return {plain_flag(flag): bound for bound in self.options for flag in bound.flags}
+
+    @cached_property
+    def by_key(self) -> dict[tuple[str | None, str], BoundOption]:
+        """Key of the mapping in a file, None at the top, and key in it, to option."""
+        return {(bound.file_key, key): bound for bound in self.options for key in bound.keys}
+
+    @cached_property
+    def switches(self) -> dict[str, tuple[BoundOption, Any]]:
+        """Plain flag to the option and the value that it sets."""
+        return {
             plain_flag(flag): (bound, value)
             for bound in self.options
             for flag, (value, _) in bound.about.switches.items()
@@ -159,15 +176,16 @@ class Schema:
         """Keys of section mappings in a file to section names."""
         return {cls.file_key: name for name, cls in self.sections.items() if cls.file_key is not None}
 
-    def _bind(self, root: type[Section]) -> Iterator[BoundOption]:
+    def _bind(self, root: type[Section]) -> list[BoundOption]:
+        options = []
         for field in dataclasses.fields(root):
             section: Any = field.default_factory
             if isinstance(section, type) and issubclass(section, Section):
                 self.sections[field.name] = section
-                for inner in dataclasses.fields(section):
-                    yield _bound(inner, field.name, section)
+                options += [_bound(inner, field.name, section) for inner in dataclasses.fields(section)]
             else:
-                yield _bound(field, "", root)
+                options.append(_bound(field, "", root))
+        return options
 
 
 def schema_of(root: type[Section]) -> Schema:
@@ -240,7 +258,7 @@ def _bound(field: dataclasses.Field[Any], section: str, cls: type[Section]) -> B
     forms = [key, *about.keys]
     if cls.prefix:
         bare = [form.removeprefix(cls.prefix) for form in forms]
-        forms += [*bare, *(cls.prefix + form for form in bare)]
+        forms += [*bare, *[cls.prefix + form for form in bare]]
     if about.env is not None:
         variables = about.env
     else:
