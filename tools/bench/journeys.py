@@ -2,7 +2,7 @@
 
 Rank 0 of two gloo ranks is followed through each journey by `sys.setprofile`; only functions of the five packages are
 counted, and not what runs while modules are imported. "First" is the first journey of a process, "later" the same once
-more, with new objects. The numbers depend on neither load nor machine.
+more, with new objects. The numbers vary by a few calls with which rank waits for the other.
 
     hatch run bench:journeys
 """
