@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
+from accel_train.state_part import SavedTrees
+from accel_train.strategies.local_training import LocalOptimizerStates
 from testkit import worlds
 
 RANKS = 2
@@ -344,6 +346,38 @@ def alone(folder):
 def test_the_main_process_alone_has_not_the_states_of_the_others(tmp_path):
     with pytest.raises(worlds.RankError, match=r"optimizer states of their own.*on all processes"):
         worlds.run(alone, RANKS, str(tmp_path / "state"))
+
+
+def alone_inside(folder):
+    accelerator = Accelerator()
+    model = accelerator.prepare(make())
+    optimizer = accelerator.prepare(optimizer_of(model))
+    with LocalSGD(accelerator, model, 2):
+        accelerator.backward(loss_of(model, rows(8)[:4]))
+        optimizer.step()
+        try:
+            if accelerator.is_main_process:
+                accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+        except Exception as error:
+            return str(error)
+
+
+def test_a_save_of_the_main_process_alone_inside_is_refused_on_all_ranks(tmp_path):
+    first, other = worlds.run(alone_inside, RANKS, str(tmp_path / "state"))
+    assert "on the main process only, and ranks have optimizer states of their own" in first
+    assert "on the main process only, and ranks have optimizer states of their own" in other
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_optimizer_states_of_another_number_are_damage(tmp_path, count):
+    optimizers = [object()]
+    saved = SavedTrees(
+        tmp_path, {"optimizer_0": {"state": {}}}, {}, {"optimizers": [{}] * count}, rank=0, ranks=2, saved_by=2,
+        saved_ranks=(0, 1), world_size=2, groups=frozenset({"optimizers"}), of_rank=lambda rank: {},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="zip"):  # which the load names with the checkpoint
+        LocalOptimizerStates(Accelerator().strategy, optimizers, []).read(saved)
 
 
 def own_buffers():

@@ -60,7 +60,6 @@ class SavedTrees:
         ranks: how many continue.
         saved_by: how many saved.
         saved_ranks: those of which there are trees.
-        same_ranks: the ranks that continue are those that saved.
         world_size: of the ranks that trained; more than `saved_by` if the main process saved alone.
         groups: what is restored, in the words of `load_state(only=…)`.
         of_rank: gives the trees of any rank that saved.

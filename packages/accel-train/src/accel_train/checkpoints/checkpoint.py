@@ -337,6 +337,16 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
     if divided:
         name = type(strategy.plain(divided[0])).__name__
         _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
+    if strategy.optimizers_differ(
+        here.inner_optimizers
+    ):  # before collecting, which copies that differ refuse
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, and ranks have optimizer states of their own since "
+                "they trained inside LocalSGD. Call save_state() on all processes."
+            ),
+        )
     here.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 

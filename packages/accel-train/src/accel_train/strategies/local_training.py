@@ -220,15 +220,6 @@ class LocalOptimizerStates(StatePart):
     def _differ(self) -> bool:
         return self._strategy.optimizers_differ([optimizer.optimizer for optimizer in self._optimizers])
 
-    def needs_all_ranks(self, trees: Trees) -> str | None:
-        """Every rank has states of its own."""
-        if "optimizers" not in trees.own:
-            return None
-        return (
-            "and ranks have optimizer states of their own since they trained inside LocalSGD. Call save_state() on all "
-            "processes."
-        )
-
     def read(self, saved: SavedTrees) -> bool:
         """Whether this rank continues with states of its own, which it puts in the place of the shared ones."""
         states = saved.known.get("optimizers")
@@ -240,7 +231,7 @@ class LocalOptimizerStates(StatePart):
                 f"for themselves; {saved.ranks} ranks continue with those of rank 0."
             )
             return False
-        for index, state in enumerate(states):
+        for index, state in zip(range(len(self._optimizers)), states, strict=True):
             name = f"optimizer_{index}"
             saved.shared[name] = {**saved.shared[name], "state": state}
         return True
