@@ -22,26 +22,7 @@ from accel_ckpt.folders.local import Contribution
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.writer import FileRecord
 from testkit.disks import FailingDisk, PlainDisk, StubbornDisk
-
-
-def save(path, step, disk=None, **options):
-    return save_training_state(
-        path,
-        models=[{"w": torch.full((50,), float(step))}],
-        shared={"step": step, "t": torch.tensor([step])},
-        per_rank={"rng": torch.tensor([step])},
-        **({"disk": disk} if disk else {}),
-        **options,
-    )
-
-
-def step_of(path):
-    checkpoint = open_training_state(path)
-    checkpoint.verify()
-    step = checkpoint.shared["step"]
-    assert torch.equal(checkpoint.models[0]["w"], torch.full((50,), float(step)))
-    assert checkpoint.per_rank(0)["rng"].item() == step
-    return step
+from testkit.stepped_states import save, step_of
 
 
 def attempt(target, disk):

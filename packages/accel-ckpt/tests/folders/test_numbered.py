@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from accel_ckpt import (
     CheckpointNotFoundError,
@@ -14,30 +13,10 @@ from accel_ckpt import (
     complete_checkpoints,
     open_training_state,
     prune_checkpoints,
-    save_training_state,
 )
 from accel_ckpt.disk import Disk
 from testkit.disks import FailingDisk, StubbornDisk
-
-
-def save(path, step, disk=None, **options):
-    return save_training_state(
-        path,
-        models=[{"w": torch.full((50,), float(step))}],
-        shared={"step": step, "t": torch.tensor([step])},
-        per_rank={"rng": torch.tensor([step])},
-        **({"disk": disk} if disk else {}),
-        **options,
-    )
-
-
-def step_of(path):
-    checkpoint = open_training_state(path)
-    checkpoint.verify()
-    step = checkpoint.shared["step"]
-    assert torch.equal(checkpoint.models[0]["w"], torch.full((50,), float(step)))
-    assert checkpoint.per_rank(0)["rng"].item() == step
-    return step
+from testkit.stepped_states import save, step_of
 
 
 def test_t6_only_complete_checkpoints_are_seen_in_the_order_of_their_numbers(tmp_path):

@@ -78,9 +78,8 @@ def main(arguments: Sequence[str]) -> int:
             f"accel test takes flags only, and {flags.rest[0]!r} is none; to start a script: accel launch "
             f"{flags.rest[0]}"
         )
-    resolve(
-        flags.others.get("config_file"), snapshot(), flags
-    )  # a wrong flag or file is this command's error
+    # A wrong flag or file is this command's error, and not that of the launcher below.
+    resolve(flags.others.get("config_file"), snapshot(), flags)
     words = [word for word in arguments if word != "--json"]
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # A process of its own: a launch of one process takes the place of the launcher.

@@ -106,12 +106,10 @@ def decode_layer(environ: Mapping[str, str], root: type[Section] = LaunchConfig)
     """Paths and values of the options that ``environ`` sets. Empty variables count as unset."""
     schema = schema_of(root)
     set_here = {schema.by_variable[name].path for name in schema.by_variable.keys() & environ.keys()}
-    found = {}
-    for path, bound in schema.by_path.items() if set_here else ():
-        value = _decode_option(bound, environ) if path in set_here else None
-        if value is not None:
-            found[path] = value
-    return found
+    decoded = {
+        path: _decode_option(bound, environ) for path, bound in schema.by_path.items() if path in set_here
+    }
+    return {path: value for path, value in decoded.items() if value is not None}
 
 
 def variables(root: type[Section] = LaunchConfig) -> frozenset[str]:
