@@ -172,8 +172,11 @@ def reference(package: str) -> dict[str, str]:
 def modules(package: str) -> dict[str, list[str]]:
     """Modules of a package that define public names, with these; re-exports are on the pages of their own package."""
     name = package.replace("-", "_")
-    homes = _tool("gen_stubs").read_table(_file(f"{name}.__init__"))
-    return {home: list(homes[home]) for home in sorted(homes) if home.split(".")[0] == name}
+    found: dict[str, list[str]] = {}
+    for home, public in _tool("import_table").read_stub(_file(name).with_suffix(".pyi")):
+        if home.split(".")[0] == name:
+            found.setdefault(home, []).append(public)
+    return dict(sorted(found.items()))
 
 
 def summary(module: str, name: str) -> str:

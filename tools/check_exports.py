@@ -1,8 +1,8 @@
 """Prove that what a package lists as public can be imported, is documented, and is all that it shows.
 
-For each package every name in the table of ``__init__.py`` can be imported, is in ``__all__`` of the module
-that the table names, and has a docstring; the package shows no other public attribute. ``gen_stubs.py`` compares
-the stubs. Run where the packages can be imported: ``python tools/check_exports.py``.
+For each package every name in its stub, ``__init__.pyi``, can be imported, is in ``__all__`` of the module that the
+stub names, and has a docstring; the stub is sorted and has each name once; the package shows no other public attribute.
+Run where the packages can be imported: ``python tools/check_exports.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import gen_stubs
+import import_table
 
 PACKAGES = ("accel_state", "accel_state.config", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli")
 
@@ -23,14 +23,21 @@ PACKAGES = ("accel_state", "accel_state.config", "accel_ckpt", "accel_bigmodel",
 def check_package(name: str) -> list[str]:
     """What is wrong with the exports of one importable package."""
     package = importlib.import_module(name)
-    declared = gen_stubs.read_table(Path(str(package.__file__)))
-    table = {key: home for home, names in declared.items() for key in names}
-    problems = []
+    listed = import_table.read_stub(Path(str(package.__file__)).with_suffix(".pyi"))
+    table = {key: home for home, key in listed}
+    problems = [f"{name}: {key} is listed more than once" for key in table if _count(listed, key) > 1]
+    if listed != sorted(listed):
+        first = next(one for one, other in zip(listed, sorted(listed), strict=True) if one != other)
+        problems.append(f"{name}: the lines of the stub are not sorted from {' '.join(first)} on")
     if sorted(table) != sorted(package.__all__):
-        problems.append(f"{name}: __all__ is not the table: {sorted(set(table) ^ set(package.__all__))}")
+        problems.append(f"{name}: __all__ is not the stub: {sorted(set(table) ^ set(package.__all__))}")
     for key in sorted(table):
         problems += _check_name(name, key, package, table[key])
     return problems + _stray_attributes(package, table)
+
+
+def _count(listed: list[tuple[str, str]], key: str) -> int:
+    return sum(name == key for _, name in listed)
 
 
 def _check_name(name: str, key: str, package: ModuleType, home: str) -> list[str]:

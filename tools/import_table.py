@@ -1,9 +1,10 @@
 """Generate the page that lists for each public name of Accelerate where to import it from here.
 
 ``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's
-home. What a package really exports is read from the table in its ``__init__.py``; nothing is imported, so the
+home. What a package really exports is read from its stub, ``__init__.pyi``; nothing is imported, so the
 documentation can be built without torch. Run from the repository root: ``python tools/import_table.py``
-prints the page, and ``--check`` tells whether names and packages agree.
+prints the page, ``--check`` tells whether names and packages agree, and ``--missing`` lists the names of Accelerate's
+modules (``tools/data/accelerate_modules.tsv``) that the answered ``accelerate`` does not have.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-import gen_stubs
-
 DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
+MODULES = Path("tools/data/accelerate_modules.tsv")
+ALIAS = Path("packages/accel-cli/src/accel_cli/as_accelerate/path")
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 # A script imports from one place where it can: training names are re-exported by accel-train, inference by
 # bigmodel.
@@ -57,16 +58,32 @@ def load_rows(path: Path = DATA) -> list[Row]:
         return [Row(**row) for row in csv.DictReader(file, delimiter="\t")]
 
 
+def read_stub(path: Path) -> list[tuple[str, str]]:
+    """Home module and name of each public name in a stub, as they stand there; without ``__version__``."""
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    named = [(words[1], words[3]) for words in lines if words[:1] == ["from"]]
+    return [(home, name) for home, name in named if name != "__version__"]
+
+
 def exports(root: Path) -> dict[str, frozenset[str]]:
-    """Package to the public names that the table in its ``__init__.py`` declares."""
-    tops = {
-        package: root / "packages" / package / "src" / package.replace("-", "_") / "__init__.py"
+    """Package to the public names that its stub lists."""
+    stubs = {
+        package: root / "packages" / package / "src" / package.replace("-", "_") / "__init__.pyi"
         for package in PACKAGES
     }
-    return {
-        package: frozenset(name for names in gen_stubs.read_table(top).values() for name in names)
-        for package, top in tops.items()
-    }
+    return {package: frozenset(name for _, name in read_stub(stub)) for package, stub in stubs.items()}
+
+
+def missing(root: Path) -> list[str]:
+    """The names of Accelerate's modules that no stub of the answered package has."""
+    found = []
+    with (root / MODULES).open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            place = root / ALIAS / row["module"].replace(".", "/")
+            stub = place / "__init__.pyi" if place.is_dir() else place.with_suffix(".pyi")
+            if not stub.exists() or row["name"] not in {name for _, name in read_stub(stub)}:
+                found.append(f"{row['module']}.{row['name']}")
+    return found
 
 
 def import_line(row: Row, exported: Mapping[str, frozenset[str]]) -> str:
@@ -118,9 +135,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="print what disagrees instead of the page")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--check", action="store_true", help="print what disagrees instead of the page")
+    instead.add_argument("--missing", action="store_true", help="print names without a counterpart instead")
     parser.add_argument("--root", type=Path, default=Path(), help="repository root")
     options = parser.parse_args(arguments)
+    if options.missing:
+        print("\n".join(missing(options.root)))
+        return 0
     rows, exported = load_rows(), exports(options.root)
     if not options.check:
         print(render(rows, exported), end="")

@@ -1,4 +1,4 @@
-"""check_exports sees every way in which a table and the importable names can disagree."""
+"""check_exports sees every way in which a stub and the importable names can disagree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import check_exports
 
 TOP = """
 from accel_state._lazy import attach
-__getattr__, __dir__, __all__ = attach(__name__, {"%(package)s.home": %(names)r})
+__getattr__, __dir__, __all__ = attach(__name__)
 """
 HOME = '''
 __all__ = ["bare", "good"]
@@ -25,7 +25,7 @@ def bare() -> None:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch, request):
-    """Write a package with a table and one home module; returns its name."""
+    """Write a package with a stub and one home module; returns its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     counter = iter(range(100))
 
@@ -33,7 +33,9 @@ def package(tmp_path, monkeypatch, request):
         name = f"sample_{request.node.name.split('[')[0]}_{next(counter)}"
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "__init__.py").write_text(TOP % {"package": name, "names": names} + extra)
+        (folder / "__init__.py").write_text(TOP + extra)
+        lines = [f"from {name}.home import {one} as {one}\n" for one in names]
+        (folder / "__init__.pyi").write_text("".join(lines))
         (folder / "home.py").write_text(home)
         return name
 
@@ -78,6 +80,18 @@ def test_absent_from_the_home_modules_all(package, listed):
 def test_a_stray_public_attribute(package):
     name = package(["good"], extra="\nimport json\n")
     assert check_exports.check_package(name) == [f"{name}: json is a public attribute but not exported"]
+
+
+def test_a_name_that_is_listed_twice(package):
+    name = package(["good", "good"])
+    assert check_exports.check_package(name) == [f"{name}: good is listed more than once"]
+
+
+def test_lines_that_are_not_sorted(package):
+    name = package(["good", "bare"], HOME.replace("    ...", '    """Is it."""'))
+    assert check_exports.check_package(name) == [
+        f"{name}: the lines of the stub are not sorted from {name}.home good on"
+    ]
 
 
 def test_main_checks_the_packages_it_is_given(package, capsys):

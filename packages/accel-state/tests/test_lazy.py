@@ -4,10 +4,16 @@ import gc
 import subprocess
 import sys
 import textwrap
+import zipfile
 
 import pytest
 
+from accel_state._lazy import names_of_stub
+
+TOP = """
 from accel_state._lazy import attach
+__getattr__, __dir__, __all__ = attach(__name__)
+"""
 
 
 @pytest.fixture
@@ -15,10 +21,12 @@ def package(tmp_path, monkeypatch):
     """A lazy package whose modules are not imported yet."""
     folder = tmp_path / "lazy_package"
     folder.mkdir()
-    (folder / "__init__.py").write_text(
-        "from accel_state._lazy import attach\n"
-        "__getattr__, __dir__, __all__ = attach(__name__, {\n"
-        "    'lazy_package.good': ('first', 'second'), 'lazy_package.bad': ('third',)})\n"
+    (folder / "__init__.py").write_text(TOP)
+    (folder / "__init__.pyi").write_text(
+        "from lazy_package.about import __version__ as __version__\n"
+        "from lazy_package.bad import third as third\n"
+        "from lazy_package.good import first as first\n"
+        "from lazy_package.good import second as second\n"
     )
     (folder / "good.py").write_text("import gc\nfirst, second = gc.isenabled(), object()\n")
     (folder / "bad.py").write_text("raise RuntimeError('no luck')\n")
@@ -38,10 +46,30 @@ def test_a_name_is_imported_when_it_is_asked_for(package):
     assert {"first", "second", "third", "__all__"} <= set(dir(package))
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    getter, _, _ = attach("some.package", {})
-    with pytest.raises(AttributeError, match=r"module 'some\.package' has no attribute 'nothing'"):
-        getter("nothing")
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match=r"module 'lazy_package' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_a_package_in_an_archive_reads_its_stub(package, tmp_path, monkeypatch):
+    archive = tmp_path / "archive.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in (tmp_path / "lazy_package").glob("*.py"):
+            file.write(path, f"zipped/{path.name}")
+        file.writestr("zipped/__init__.pyi", "from zipped.good import second as second\n")
+    monkeypatch.syspath_prepend(str(archive))
+    import zipped
+
+    assert zipped.__all__ == ["second"]
+    assert zipped.second is sys.modules["zipped.good"].second
+
+
+@pytest.mark.parametrize(
+    "line", ["from a import b", "from a import b as c", "from a import b as b, c as c", "from a import ("]
+)
+def test_a_line_that_names_something_else_is_refused(line):
+    with pytest.raises(ValueError, match="is to read 'from home import name as name'"):
+        names_of_stub(f"from a import x as x\n{line}\n")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -76,10 +104,13 @@ def test_an_import_after_torch_sets_off_no_search_for_garbage(statement):
 
 
 def test_a_name_that_another_package_has_says_where(tmp_path, monkeypatch):
-    (tmp_path / "lazy_pointing.py").write_text(
+    folder = tmp_path / "lazy_pointing"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
         "from accel_state._lazy import attach\n"
-        "__getattr__, __dir__, __all__ = attach(__name__, {}, elsewhere={'other': ('wanted',)})\n"
+        "__getattr__, __dir__, __all__ = attach(__name__, elsewhere={'other': ('wanted',)})\n"
     )
+    (folder / "__init__.pyi").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ImportError, match="lazy_pointing has no wanted, other does: from other import wanted"

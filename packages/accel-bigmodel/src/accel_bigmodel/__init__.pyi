@@ -1,4 +1,4 @@
-# Generated from __init__.py by tools/gen_stubs.py; do not edit.
+# The public names of this package, one a line; the package reads them from here, and so do type checkers.
 from accel_bigmodel.__about__ import __version__ as __version__
 from accel_bigmodel.device_maps.balance import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.device_maps.budget import available_host_memory as available_host_memory

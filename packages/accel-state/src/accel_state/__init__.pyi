@@ -1,4 +1,4 @@
-# Generated from __init__.py by tools/gen_stubs.py; do not edit.
+# The public names of this package, one a line; the package reads them from here, and so do type checkers.
 from accel_state.__about__ import __version__ as __version__
 from accel_state.clusters.topology import Topology as Topology
 from accel_state.compat import convert_bytes as convert_bytes

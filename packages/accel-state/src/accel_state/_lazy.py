@@ -1,7 +1,7 @@
 """Lazy package namespaces: a name is imported from its defining module on first use.
 
-A package top lists its public names once, as a table ``home module → names``. ``tools/gen_stubs.py`` generates
-from it the stub ``__init__.pyi`` that type checkers read.
+The stub beside a package's ``__init__.py`` is the one list of its public names: type checkers read it, and so does
+``attach``. A stub has one line ``from home import name as name`` for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["attach", "missing_name"]
+__all__ = ["attach", "load", "missing_name", "names_of_stub"]
 
 
 @contextmanager
@@ -50,20 +50,43 @@ def missing_name(text: str, module: str, name: str, frame: FrameType) -> ImportE
     return AttributeError(text, name=name)
 
 
+def names_of_stub(text: str) -> dict[str, str]:
+    """The public names that a stub lists, to the modules that define them.
+
+    Raises:
+        ValueError: a line imports more than one name, or gives it another one.
+    """
+    homes = {}
+    for line in text.splitlines():
+        if line.startswith("from "):
+            # Not `ast`: every start of a process reads some hundred of these lines, and they all look alike.
+            match line.split():
+                case ["from", home, "import", name, "as", alias] if name == alias:
+                    homes[name] = home
+                case _:
+                    raise ValueError(
+                        f"a line of a stub is to read 'from home import name as name', not {line!r}"
+                    )
+    homes.pop("__version__", None)  # the package imports it
+    return homes
+
+
 def attach(
-    package: str, exports: Mapping[str, Sequence[str]], elsewhere: Mapping[str, Sequence[str]] | None = None
+    package: str, elsewhere: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Create the three module-level hooks of a lazy package.
+    """Create the three module-level hooks of a lazy package from the stub beside its ``__init__.py``.
 
     Args:
         package: the package's ``__name__``.
-        exports: defining module (absolute name) to the public names that it provides.
         elsewhere: package to names that users look for here and that it has; the error says so.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be assigned in the package's ``__init__.py``.
     """
-    homes = {name: home for home, names in exports.items() for name in names}
+    module = sys.modules[package]
+    # The loader reads it, so that a package in a zip archive is read like one in a folder.
+    loader: Any = module.__loader__
+    homes = names_of_stub(loader.get_data(f"{module.__path__[0]}/__init__.pyi").decode())
     others = {name: other for other, names in (elsewhere or {}).items() for name in names}
     public = sorted(homes)
 
@@ -76,12 +99,17 @@ def attach(
                 text = f"{package} has no {name}, {other} does: from {other} import {name}"
                 raise missing_name(text, package, name, sys._getframe(1))
             raise AttributeError(text)
-        with _collector_paused():
-            value = getattr(importlib.import_module(home), name)
-        setattr(sys.modules[package], name, value)  # later lookups bypass this function
+        value = load(home, name)
+        setattr(module, name, value)  # later lookups bypass this function
         return value
 
     def __dir__() -> list[str]:  # noqa: N807
-        return sorted({*public, *vars(sys.modules[package])})
+        return sorted({*public, *vars(module)})
 
     return __getattr__, __dir__, public
+
+
+def load(home: str, name: str) -> Any:
+    """What a module calls by a name, imported without searches for garbage."""
+    with _collector_paused():
+        return getattr(importlib.import_module(home), name)

@@ -1,4 +1,4 @@
-# Generated from __init__.py by tools/gen_stubs.py; do not edit.
+# The public names of this package, one a line; the package reads them from here, and so do type checkers.
 from accel_ckpt import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt import compute_module_sizes as compute_module_sizes
 from accel_ckpt import compute_module_total_buffer_size as compute_module_total_buffer_size

@@ -1,4 +1,4 @@
-# Generated from __init__.py by tools/gen_stubs.py; do not edit.
+# The public names of this package, one a line; the package reads them from here, and so do type checkers.
 from accel_state.config.codec import PUBLISHED as PUBLISHED
 from accel_state.config.codec import decode as decode
 from accel_state.config.codec import encode as encode
