@@ -55,7 +55,19 @@ def _accelerator() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason printed, what this machine cannot run or this run did not ask for."""
     for item in items:
-        if item.get_closest_marker("gpu") and not _accelerator():
+        needs = item.get_closest_marker("gpu")
+        if needs and not needs.kwargs.get("small_on_cpu") and not _accelerator():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; none found by torch.accelerator"))
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="long; runs with --full"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """List the figures that tests have recorded, where a run is of tests for an accelerator."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    rows = [value for report in reports for name, value in report.user_properties if name == "figure"]
+    if rows and config.getoption("markexpr") == "gpu":
+        from gpu.figures import table
+
+        terminalreporter.section("figures")
+        terminalreporter.write_line(table(rows))

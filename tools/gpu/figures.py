@@ -1,11 +1,11 @@
-"""What a check gets, and what it yields."""
+"""What a check gets, what it yields, and how the figures are listed."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -152,3 +152,23 @@ class Run:
         why = "not judged at this size" if not self.full else "not judged on the CPU"
         note = f"{why}; {figure.note}" if figure.note else why
         return Figure(figure.name, figure.value, figure.unit, figure.goal, None, note)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Figures as lines of aligned columns.
+
+    Args:
+        rows: the fields of each `Figure`, and `check`, the name of its check.
+    """
+    lines = [("check", "figure", "value", "unit", "goal", "status", "note")]
+    for row in rows:
+        value = f"{row['value']:.4g}" if abs(row["value"]) < 1e6 else f"{row['value']:.3e}"
+        status = {True: "ok", False: "FAILED", None: "measured"}[row["passed"]]
+        lines.append((row["check"], row["name"], value, row["unit"], row["goal"], status, row["note"]))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
+    return "\n".join(
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]
+        ).rstrip()
+        for line in lines
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +77,21 @@ def test_names_of_pytorch_and_python_do_not_count_even_if_a_class_of_ours_has_on
 def test_an_access_tells_where_it_is_and_whose_the_name_is():
     trees = {"b.py": ast.parse("\nx._a"), "a.py": ast.parse("_a = 1"), "c.py": ast.parse("_a = 1")}
     assert [str(one) for one in private_access.find(trees)] == ["b.py:2: x._a is private to a.py, c.py"]
+
+
+def test_the_command_names_the_places(tmp_path, capsys):
+    folder = tmp_path / "packages" / "accel-x" / "src" / "accel_x"
+    folder.mkdir(parents=True)
+    (folder / "owner.py").write_text(OWNER)
+    assert private_access.main(tmp_path) == 0
+    (folder / "user.py").write_text("print(x._state)\n")
+    assert private_access.main(tmp_path) == 1
+    assert "accel_x/user.py:1: x._state is private to" in capsys.readouterr().out
+
+
+def test_no_method_of_the_packages_is_a_stub():
+    """An ability that some lack is a protocol; a method that raises NotImplementedError is found at run time."""
+    root = Path(__file__).parents[2]
+    files = sorted(root.glob("packages/*/src/**/*.py"))
+    assert len(files) > 400
+    assert [path for path in files if "raise NotImplementedError" in path.read_text(encoding="utf-8")] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -140,10 +141,8 @@ def measure_disk(folder: Path, nbytes: int = _PROBE) -> tuple[float, float]:
 def _versions() -> dict[str, str]:
     found = {}
     for name in _LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

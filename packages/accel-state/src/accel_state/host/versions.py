@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 from packaging.version import Version, parse
@@ -33,10 +34,8 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Version, Version], bool]] = {
 def installed_version(*distributions: str) -> Version | None:
     """The version of the first of ``distributions`` that is installed, or None."""
     for name in distributions:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return parse(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
