@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
-from accel_ckpt import NamedModel, Part
-from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
+from accel_ckpt import NamedModel, Part, SavedTensor
+from accel_train import Capabilities, StateAdapter, Strategy, StrategyOptions, StrategyPlugin
 from accel_train.mesh import Mesh
-from accel_train.plugins import StrategyPlugin
-from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.base import ModelSteps
 
 __all__ = ["FakeEngine", "FakePlugin"]
 
@@ -85,6 +84,90 @@ class Engine(nn.Module):
             rows.grad = mine.clone() if rows.grad is None else rows.grad + mine
 
 
+class FakeStates(StateAdapter):
+    """Rows as parts, and the gradients of open windows."""
+
+    strategy: FakeEngine
+
+    def _engine(self, model: nn.Module) -> Engine | None:
+        return next(
+            (engine for engine in self.strategy.engines if engine.module is self.strategy.plain(model)), None
+        )
+
+    def _part(self, engine: Engine, name: str, rows: Tensor) -> Part:
+        shape = engine.whole[name].shape
+        return Part(rows, (engine.span(shape).start, *(0 for _ in shape[1:])), tuple(shape))
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """Rows as parts; buffers as they are."""
+        engine = self._engine(model)
+        if engine is None:
+            return super().model_state(model, named)
+        names = {id(rows): name for name, rows in engine.rows.items()}
+        state = engine.module.state_dict(keep_vars=True)
+        named = accel_ckpt.canonical_state_dict(state, engine.module)
+        return {
+            key: self._part(engine, names[id(value)], value.detach()) if id(value) in names else value
+            for key, value in named.items()
+        }
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """States of rows as parts, like the rows."""
+
+        def part(engine: Engine, name: str, value: Any) -> Any:
+            rows = engine.rows[name]
+            divided = isinstance(value, Tensor) and value.dim() > 0 and value.shape == rows.shape
+            return self._part(engine, name, value) if divided else value
+
+        return self._mapped(super().optimizer_state(optimizer, models), models, part)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Take this rank's rows of every state."""
+
+        def rows(engine: Engine, name: str, value: Any) -> Any:
+            whole = engine.whole[name]
+            if not isinstance(value, Tensor | SavedTensor) or value.shape != whole.shape or not whole.dim():
+                return value.read() if isinstance(value, SavedTensor) else value
+            mine = torch.empty_like(engine.rows[name], requires_grad=False)
+            if isinstance(value, SavedTensor):
+                value.fill(self._part(engine, name, mine))
+            else:
+                mine.copy_(value[engine.span(whole.shape)])
+            return mine
+
+        super().load_optimizer_state(optimizer, self._mapped(tree, models, rows), models)
+
+    def _mapped(self, tree: Any, models: Sequence[nn.Module | NamedModel], change: Callable[..., Any]) -> Any:
+        """An optimizer's tree with the states of parameters of engines changed."""
+        state = dict(tree["state"])
+        for number, model in enumerate(models):
+            engine = self._engine(model.module if isinstance(model, NamedModel) else model)
+            for name in () if engine is None else engine.rows:
+                key = f"model_{number}.{name}"
+                if key in state:
+                    state[key] = {k: change(engine, name, value) for k, value in state[key].items()}
+        return {**tree, "state": state}
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """The gradients of an open window."""
+        engine = self._engine(model)
+        whole = {} if engine is None else engine.whole
+        return {"hidden": {name: tensor.grad for name, tensor in whole.items() if tensor.grad is not None}}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take the gradients of an open window up again."""
+        engine = self._engine(model)
+        for name, whole in (engine.whole if engine is not None else {}).items():
+            gradient = state.get("hidden", {}).get(name)
+            whole.grad = None if gradient is None else gradient.clone()
+        if engine is not None:
+            engine.stale = True
+
+
 class FakeEngine(Strategy):
     """Pairs of ranks that hold a half of each parameter."""
 
@@ -92,6 +175,7 @@ class FakeEngine(Strategy):
     capabilities: ClassVar[Capabilities] = Capabilities(
         precisions=frozenset({"no", "bf16"}), needs_process_group=True, num_items=False, hides_gradients=True
     )
+    adapter: ClassVar[type[StateAdapter]] = FakeStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
@@ -172,81 +256,3 @@ class FakeEngine(Strategy):
         norm = self.gradient_norm(parameters, norm_type)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    # State
-
-    def _engine(self, model: nn.Module) -> Engine | None:
-        return next((engine for engine in self.engines if engine.module is self.plain(model)), None)
-
-    def _part(self, engine: Engine, name: str, rows: Tensor) -> Part:
-        shape = engine.whole[name].shape
-        return Part(rows, (engine.span(shape).start, *(0 for _ in shape[1:])), tuple(shape))
-
-    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """Rows as parts; buffers as they are."""
-        engine = self._engine(model)
-        if engine is None:
-            return super().model_state(model, named)
-        names = {id(rows): name for name, rows in engine.rows.items()}
-        state = engine.module.state_dict(keep_vars=True)
-        named = accel_ckpt.canonical_state_dict(state, engine.module)
-        return {
-            key: self._part(engine, names[id(value)], value.detach()) if id(value) in names else value
-            for key, value in named.items()
-        }
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
-    ) -> Any:
-        """States of rows as parts, like the rows."""
-
-        def part(engine: Engine, name: str, value: Any) -> Any:
-            rows = engine.rows[name]
-            divided = isinstance(value, Tensor) and value.dim() > 0 and value.shape == rows.shape
-            return self._part(engine, name, value) if divided else value
-
-        return self._mapped(super().optimizer_state(optimizer, models), models, part)
-
-    def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Take this rank's rows of every state."""
-
-        def rows(engine: Engine, name: str, value: Any) -> Any:
-            whole = engine.whole[name]
-            if not isinstance(value, Tensor | SavedTensor) or value.shape != whole.shape or not whole.dim():
-                return value.read() if isinstance(value, SavedTensor) else value
-            mine = torch.empty_like(engine.rows[name], requires_grad=False)
-            if isinstance(value, SavedTensor):
-                fill_all([(value, self._part(engine, name, mine))])
-            else:
-                mine.copy_(value[engine.span(whole.shape)])
-            return mine
-
-        super().load_optimizer_state(optimizer, self._mapped(tree, models, rows), models)
-
-    def _mapped(self, tree: Any, models: Sequence[nn.Module | NamedModel], change: Callable[..., Any]) -> Any:
-        """An optimizer's tree with the states of parameters of engines changed."""
-        state = dict(tree["state"])
-        for number, model in enumerate(models):
-            engine = self._engine(model.module if isinstance(model, NamedModel) else model)
-            for name in () if engine is None else engine.rows:
-                key = f"model_{number}.{name}"
-                if key in state:
-                    state[key] = {k: change(engine, name, value) for k, value in state[key].items()}
-        return {**tree, "state": state}
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """The gradients of an open window."""
-        engine = self._engine(model)
-        whole = {} if engine is None else engine.whole
-        return {"hidden": {name: tensor.grad for name, tensor in whole.items() if tensor.grad is not None}}
-
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take the gradients of an open window up again."""
-        engine = self._engine(model)
-        for name, whole in (engine.whole if engine is not None else {}).items():
-            gradient = state.get("hidden", {}).get(name)
-            whole.grad = None if gradient is None else gradient.clone()
-        if engine is not None:
-            engine.stale = True

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -137,12 +138,16 @@ def test_every_identifier_occurs_in_the_sources():
 
 def test_every_verb_and_capability_has_a_row():
     from accel_train.strategies.base import Capabilities, Strategy
+    from accel_train.strategies.state_adapter import StateAdapter
 
-    verbs = [row[0].strip("`") for row in rows("verb")]
-    methods = [
-        name for name in vars(Strategy) if not name.startswith("_") and callable(getattr(Strategy, name))
-    ]
-    assert sorted(verbs) == sorted(methods)
+    for kind in (Strategy, StateAdapter):
+        verbs = [row[0].strip("`") for row in rows(f"verb of `{kind.__name__}`")]
+        methods = [
+            name
+            for name, value in vars(kind).items()
+            if not name.startswith("_") and isinstance(value, FunctionType | classmethod | property)
+        ]
+        assert sorted(verbs) == sorted(methods)
     assert [row[0].strip("`") for row in rows("capability")] == [
         field.name for field in dataclasses.fields(Capabilities)
     ]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
 from accel_train.state_part import SavedTrees
-from accel_train.strategies.local_training import LocalOptimizerStates
+from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
 from testkit import worlds
 
 RANKS = 2
@@ -377,7 +377,7 @@ def test_optimizer_states_of_another_number_are_damage(tmp_path, count):
         saved_ranks=(0, 1), world_size=2, groups=frozenset({"optimizers"}), of_rank=lambda rank: {},
     )  # fmt: skip
     with pytest.raises(ValueError, match="zip"):  # which the load names with the checkpoint
-        LocalOptimizerStates(Accelerator().strategy, optimizers, []).read(saved)
+        LocalOptimizerStates(Accelerator().strategy.states, LocalCopies(), optimizers, []).read(saved)
 
 
 def own_buffers():

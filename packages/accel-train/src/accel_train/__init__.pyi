@@ -280,6 +280,7 @@ from accel_train.strategies.megatron.families import add_model_config_to_megatro
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accel_train.strategies.megatron.placeholders import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from accel_train.strategies.state_adapter import StateAdapter as StateAdapter
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.tracking.aim import AimTracker as AimTracker
 from accel_train.tracking.base import GeneralTracker as GeneralTracker

@@ -22,6 +22,7 @@ from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
+from accel_state.monitoring.answers import training_heartbeat
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
@@ -33,6 +34,7 @@ from accel_train.loader_view import LoaderView
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.first_windows import explain_no_gradient
+from accel_train.loop.observers import Progress
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
@@ -237,7 +239,11 @@ class Accelerator(
             all_optimizers=optimizers,
             num_steps=plugin.num_steps or 1,
             sync_with_dataloader=plugin.sync_with_dataloader,
+            rehearsed=rehearsal is not None,
         )
+        ledger.pulse = training_heartbeat()
+        if ledger.pulse is not None:  # the launcher wants to see the progress of ranks
+            self._accumulator.observers.append(Progress(ledger.pulse))
         self._plan.precision.on_scale_change(self._accumulator.rescale_pending)
         self._prepared = Prepared(
             process=self._process,
@@ -252,7 +258,7 @@ class Accelerator(
             optimizers=optimizers,
         )
         if rehearsal is not None:
-            self._accumulator.rehearsal = rehearsal
+            self._accumulator.observers.append(rehearsal)
             rehearsal.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
@@ -575,13 +581,8 @@ class Accelerator(
         """
         if not self._has_begun:
             self._begin_training()
-        if learning_rate is not None or self._prepared.steps_in_backward:
-            if num_items is not None or kwargs:
-                given = [*kwargs] if num_items is None else ["num_items", *kwargs]
-                raise IncompatibleOptionsError(
-                    "backward() with an optimizer of lomo-optim takes a loss and a learning rate, got "
-                    f"{', '.join(given)}. Leave the others out."
-                )
+        if learning_rate is not None:
+            lomo.check_arguments(num_items, kwargs)
             self.lomo_backward(loss, learning_rate)
             return
         try:
@@ -614,7 +615,7 @@ class Accelerator(
     @property
     def has_lomo_optimizer(self) -> bool:
         """Whether an optimizer of lomo-optim is prepared."""
-        return self._prepared.steps_in_backward
+        return any(optimizer.steps_in_backward for optimizer in self._prepared.optimizers)
 
     def _begin_training(self) -> None:
         """Find out before the first backward what would show only hours later."""
@@ -655,7 +656,7 @@ class Accelerator(
             max_norm,
             norm_type,
             complete=self._accumulator.sync_gradients,
-            guard=self._accumulator.guard,
+            observers=self._accumulator.observers,
         )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -850,7 +851,7 @@ class Accelerator(
             PrepareError: on all ranks, a parameter was replaced by one of another shape; or the engine has no whole
                 parameters.
         """
-        return self._plan.strategy.whole_parameters(model, write_back=write_back)
+        return self._plan.strategy.states.whole_parameters(model, write_back=write_back)
 
     def register_for_checkpointing(self, *objects: Any, trusted: bool = False) -> None:
         """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`.

@@ -62,7 +62,8 @@ class AveragedWeights:
         self._strategy = accelerator.strategy
         self._plain = self._strategy.plain(model)
         if any(
-            is_divided(v) and not isinstance(v, Tensor) for v in self._strategy.model_state(model).values()
+            is_divided(v) and not isinstance(v, Tensor)
+            for v in self._strategy.states.model_state(model).values()
         ):
             raise PrepareError(
                 f"The engine of the strategy {self._strategy.name!r} holds the parameters of "

@@ -8,7 +8,6 @@ from typing import Literal
 from accel_train.errors import OptionError
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
-from accel_train.loop.lomo import check_guarded
 from accel_train.setup.prepared import Prepared
 
 __all__ = ["LoopView"]
@@ -22,7 +21,8 @@ class LoopView:
     @property
     def step_guard(self) -> StepGuard | None:
         """Skips harmful updates, and counts them; None unless `guard_steps` was called."""
-        return self._prepared.accumulator.guard
+        observers = self._prepared.accumulator.observers
+        return next((item for item in observers if isinstance(item, StepGuard)), None)
 
     def guard_steps(
         self,
@@ -59,12 +59,12 @@ class LoopView:
             nonfinite_gradients, loss_spike, reference, history, warmup, max_consecutive
         )
         here = self._prepared
-        if here.accumulator.guard is not None:
+        if self.step_guard is not None:
             raise OptionError("guard_steps() was called twice; one guard decides about all updates.")
         guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models)
         for optimizer in here.inner_optimizers:
-            check_guarded(optimizer)
-        here.accumulator.guard = guard
+            guard.check_optimizer(optimizer)
+        here.accumulator.observers.append(guard)
         here.parts.append(GuardState(guard, here.optimizers))
         return guard
 
@@ -83,4 +83,4 @@ class LoopView:
         Raises:
             OptionError: a number below 1, or an unknown generation.
         """
-        return collect_garbage(self._prepared.accumulator, GarbageCollector(every, generation))
+        return collect_garbage(self._prepared.accumulator.observers, GarbageCollector(every, generation))

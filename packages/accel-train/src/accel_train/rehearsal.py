@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accel_state.world.rehearsal import Rehearsal
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.sampling.batches import ShardedBatchSampler, length_of, plan_of
+from accel_train.loop.observers import StepObserver
 
 if TYPE_CHECKING:
     from accel_train.setup.prepared import Prepared
@@ -31,7 +32,7 @@ class RehearsalEnd(SystemExit):
     """The rehearsal has seen what it was to see; ends the script like `sys.exit()`."""
 
 
-class TrainingRehearsal:
+class TrainingRehearsal(StepObserver):
     """Observes one `Accelerator`.
 
     Args:

@@ -145,7 +145,7 @@ def test_off_by_default():
     assert signal.getsignal(signal.SIGTERM) is before
     _, optimizer, _ = prepared(accelerator)
     optimizer.step()
-    assert accelerator._accumulator.boundaries is None
+    assert accelerator._accumulator.observers == []
     with pytest.raises(SystemExit) as ending:
         accelerator.exit_preempted()  # for reasons of the script's own
     assert ending.value.code == 75

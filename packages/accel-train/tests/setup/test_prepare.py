@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_train import Accelerator, GradScalerKwargs, PrepareError
 from accel_train.data import PreparedLoader
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Capabilities, Parts, Strategy
 from testkit import worlds
 
@@ -338,6 +340,47 @@ def test_a_scheduler_follows_its_own_optimizer_or_all():
     schedulers.append(torch.optim.lr_scheduler.StepLR(stray, 1))
     first, second, *schedulers = accelerator.prepare(*optimizers, *schedulers)
     assert [scheduler.optimizers for scheduler in schedulers] == [[first], [second], [first, second]]
+
+
+class Regrouping(Strategy):
+    """Gives optimizers of its own, with groups of their own."""
+
+    name = "regrouping"
+
+    def prepare(self, parts, steps):
+        own = [torch.optim.SGD([*parameters_of(given)], lr=0.1) for given in parts.optimizers]
+        return Parts(super().prepare(parts, steps).models, own, parts.schedulers, parts.loaders)
+
+
+@pytest.mark.parametrize("separately", [False, True])
+def test_schedulers_follow_an_optimizer_that_is_returned_for_the_given_one(register, separately):
+    register(Regrouping)
+    kinds = torch.optim.lr_scheduler
+    accelerator = Accelerator(strategy="regrouping", scale_scheduler=False)
+    model, given = make()
+    warm = kinds.LinearLR(given, 0.5, total_iters=2)
+    scheduler = kinds.SequentialLR(given, [warm, kinds.StepLR(given, 1, 0.1)], milestones=[2])
+    if separately:
+        model, optimizer = accelerator.prepare(model, given)
+        scheduler = accelerator.prepare(scheduler)
+    else:
+        model, optimizer, scheduler = accelerator.prepare(model, given, scheduler)
+    assert optimizer.optimizer is not given
+    assert scheduler.optimizers == [optimizer]
+    assert accelerator.prepare(given) is optimizer
+    reference = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    warm = kinds.LinearLR(reference, 0.5, total_iters=2)
+    expected = kinds.SequentialLR(reference, [warm, kinds.StepLR(reference, 1, 0.1)], milestones=[2])
+    for _ in range(4):
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        accelerator.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of schedulers whose optimizer has not stepped
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        reference.step()
+        expected.step()
 
 
 def test_a_prepared_scheduler_is_known_and_anothers_is_wrapped_once():

@@ -20,6 +20,7 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
+from accel_train.strategies.state_adapter import StateAdapter, full_state_dict
 from testkit import worlds
 from testkit.nets import Tied
 
@@ -103,13 +104,13 @@ def test_a_model_is_its_own_wrapper():
     assert strategy.unwrap(model) is model
     assert strategy.plain(model) is model
     assert strategy.plain(torch.compile(model, backend="eager")) is model
-    assert not strategy.keeps_replicas(model)
+    assert not strategy.states.keeps_replicas(model)
     assert not strategy.is_outdated(model)
     model.added = nn.Linear(2, 2, device="meta")
     assert strategy.is_outdated(model), "a part of it is on another device"
     model.hf_device_map = {"": 0, "added": "cpu"}
     assert not strategy.is_outdated(model), "as the map says"
-    assert not strategy.is_divided(model)
+    assert not strategy.states.is_divided(model)
     assert not isinstance(strategy, DefersSync | JoinsUneven)
     strategy.release()
 
@@ -216,7 +217,7 @@ def test_a_step_is_torchs():
 def test_states_have_the_models_own_names(compiled):
     model, strategy = make(), strategy_of()
     prepared = torch.compile(model, backend="eager") if compiled else model
-    for state in (strategy.model_state(prepared), strategy.full_state_dict(prepared)):
+    for state in (strategy.states.model_state(prepared), full_state_dict(strategy.states, prepared)):
         assert list(state) == list(model.state_dict())
         assert state["0.weight"].data_ptr() == model[0].weight.data_ptr(), "not a copy"
 
@@ -237,12 +238,12 @@ def test_what_does_not_fit_is_named_and_what_fits_is_loaded(change, strict, prob
     strategy, model, weights = strategy_of(), make(), dict(make(1).state_dict())
     change(weights)
     before = copy.deepcopy(model.state_dict())
-    found = strategy.misfits(model, WholeModel(weights), strict)
+    found = strategy.states.misfits(model, WholeModel(weights), strict)
     assert [name for name in problems if name not in " ".join(found)] == []
     assert bool(found) == bool(problems)
     assert same(model.state_dict().values(), before.values()), "comparing changes nothing"
     if not found:
-        strategy.load_model_state(model, WholeModel(weights), strict)
+        strategy.states.load_model_state(model, WholeModel(weights), strict)
         for name, value in model.state_dict().items():
             assert torch.equal(value, weights.get(name, before[name]))
 
@@ -250,13 +251,13 @@ def test_what_does_not_fit_is_named_and_what_fits_is_loaded(change, strict, prob
 def test_tied_weights_load():
     model, strategy = Tied(), strategy_of()
     weights = {name: torch.full_like(value, 3.0) for name, value in model.state_dict().items()}
-    assert strategy.misfits(model, WholeModel(weights), True) == []
-    strategy.load_model_state(model, WholeModel(weights), True)
+    assert strategy.states.misfits(model, WholeModel(weights), True) == []
+    strategy.states.load_model_state(model, WholeModel(weights), True)
     assert model.head.weight is model.embed.weight
     assert torch.equal(model.head.weight, torch.full((6, 4), 3.0))
 
 
-class Rows(Strategy):
+class HalfStates(StateAdapter):
     """Holds the second half of the rows of every matrix."""
 
     def model_state(self, model):
@@ -269,12 +270,16 @@ class Rows(Strategy):
         }
 
 
+class Rows(Strategy):
+    adapter = HalfStates
+
+
 def test_a_strategy_that_holds_parts_reads_its_own_part():
     strategy, model, other = strategy_of(Rows), make(), make(1)
-    assert strategy.is_divided(model)
+    assert strategy.states.is_divided(model)
     before, weights = copy.deepcopy(model.state_dict()), other.state_dict()
-    assert strategy.misfits(model, WholeModel(dict(weights)), True) == []
-    strategy.load_model_state(model, WholeModel(dict(weights)), True)
+    assert strategy.states.misfits(model, WholeModel(dict(weights)), True) == []
+    strategy.states.load_model_state(model, WholeModel(dict(weights)), True)
     for name, value in model.state_dict().items():
         if value.dim() == 2:
             half = len(value) // 2
@@ -298,7 +303,7 @@ WRONG = "0.weight is [4, 9] there and [4, 3] here"
 def test_a_strategy_that_holds_parts_names_what_does_not_fit(change, strict, problem):
     strategy, model, weights = strategy_of(Rows), make(), dict(make(1).state_dict())
     change(weights)
-    [found] = strategy.misfits(model, WholeModel(weights), strict)
+    [found] = strategy.states.misfits(model, WholeModel(weights), strict)
     assert problem in found
 
 
@@ -306,10 +311,10 @@ def test_an_optimizers_state_is_named_and_comes_back():
     strategy, model, other = strategy_of(), trained(), trained(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     optimizer.step()
-    tree = copy.deepcopy(strategy.optimizer_state(optimizer, [model]))
+    tree = copy.deepcopy(strategy.states.optimizer_state(optimizer, [model]))
     assert sorted(tree["state"]) == sorted(f"model_0.{name}" for name, _ in model.named_parameters())
     fresh = torch.optim.AdamW(other.parameters(), lr=0.7)
-    strategy.load_optimizer_state(fresh, tree, [other])
+    strategy.states.load_optimizer_state(fresh, tree, [other])
     assert fresh.param_groups[0]["lr"] == 0.1
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(fresh.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"])
@@ -318,8 +323,8 @@ def test_an_optimizers_state_is_named_and_comes_back():
 def test_a_window_keeps_nothing_of_its_own():
     strategy, model = strategy_of(), trained()
     before = copy.deepcopy(gradients(model))
-    assert strategy.window_state(model) == {}
-    strategy.load_window_state(model, {})
+    assert strategy.states.window_state(model) == {}
+    strategy.states.load_window_state(model, {})
     assert same(gradients(model), before)
 
 

@@ -85,9 +85,9 @@ def test_one_wrapper_is_taken_off(wrap):
 
 def test_a_model_without_a_wrapper_is_left_alone():
     strategy, model = strategy_of(), nn.Linear(2, 2)
-    assert not strategy.keeps_replicas(model)
-    assert strategy.window_state(model) == {}
-    strategy.load_window_state(model, {"takes_buffers": False})
+    assert not strategy.states.keeps_replicas(model)
+    assert strategy.states.window_state(model) == {}
+    strategy.states.load_window_state(model, {"takes_buffers": False})
     strategy.begin_micro_batch([model], last=False, loss_factor=1.0)
     with strategy.no_sync(model), strategy.trigger_sync_in_backward(model):
         model(torch.ones(1, 2)).sum().backward()
@@ -180,7 +180,7 @@ def windows(sync_each_batch):
         with accelerator.accumulate(model):
             accelerator.backward(model(x))
         found.append(
-            (model.module.count.item(), model.module.weight.grad.item(), strategy.window_state(model))
+            (model.module.count.item(), model.module.weight.grad.item(), strategy.states.window_state(model))
         )
         if accelerator.sync_gradients:
             model.zero_grad()
@@ -212,13 +212,13 @@ def restored():
     found = []
     for takes in (False, True):
         model(x).backward()
-        strategy.load_window_state(model, {"takes_buffers": takes})
-        assert strategy.window_state(model) == {"takes_buffers": takes}
+        strategy.states.load_window_state(model, {"takes_buffers": takes})
+        assert strategy.states.window_state(model) == {"takes_buffers": takes}
         before = model.module.count.item()
         model(x).backward()
         found.append(model.module.count.item() - before)
-    strategy.load_window_state(model, {})
-    return found, strategy.window_state(model)
+    strategy.states.load_window_state(model, {})
+    return found, strategy.states.window_state(model)
 
 
 def test_a_window_state_that_is_loaded_decides_the_next_forward():
@@ -240,14 +240,14 @@ def wrapped():
     again = accelerator.prepare(prepared)
     return (
         strategy.unwrap(prepared) is model,
-        strategy.keeps_replicas(prepared),
+        strategy.states.keeps_replicas(prepared),
         guarded,
         outdated,
         again is prepared,
         strategy.plain(again) is model,
         strategy.is_outdated(again),
         len(again._forward_pre_hooks),
-        list(strategy.model_state(again)) == list(model.state_dict()),
+        list(strategy.states.model_state(again)) == list(model.state_dict()),
     )
 
 

@@ -90,22 +90,22 @@ def test_other_optimizers_step_as_without_an_engine(strategy):
     assert torch.equal(model.weight, before - 1)
     strategy.zero_grad(optimizer)
     assert model.weight.grad is None
-    assert strategy.parameter_groups(optimizer) == [list(model.parameters())]
+    assert strategy.states.parameter_groups(optimizer) == [list(model.parameters())]
 
 
 def test_groups_are_those_of_the_script(strategy):
     model, optimizer = trained()
     groups = [[model.weight], [model.bias]]
     strategy.made.append(Made(model, optimizer, Gradients(), groups))
-    assert strategy.parameter_groups(optimizer) is groups
+    assert strategy.states.parameter_groups(optimizer) is groups
 
 
 def test_gradients_wait_if_those_of_any_engine_do(strategy):
-    assert not strategy.gradients_wait
+    assert not strategy.states.gradients_wait
     strategy.made += [Made(nn.Linear(1, 1)), Made(*trained(), Gradients())]
-    assert not strategy.gradients_wait
+    assert not strategy.states.gradients_wait
     strategy.made[1].gradients.waiting = True
-    assert strategy.gradients_wait
+    assert strategy.states.gradients_wait
 
 
 def saved(*groups):

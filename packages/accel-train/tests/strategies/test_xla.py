@@ -118,9 +118,9 @@ def test_only_trained_parameters_of_prepared_models_are_reduced_each_once(events
     model = strategy.prepare_model(model, Steps())
     strategy.backward([model], model(torch.ones(1, 2)).sum(), pending=False, kwargs={})
     assert events[-1] == "reduce 2"
-    assert strategy.keeps_replicas(model)
+    assert strategy.states.keeps_replicas(model)
     strategy.release()
-    assert not strategy.keeps_replicas(model)
+    assert not strategy.states.keeps_replicas(model)
 
 
 @pytest.mark.usefixtures("events")

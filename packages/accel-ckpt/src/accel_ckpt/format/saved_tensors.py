@@ -99,7 +99,10 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTensor:
-    """A tensor of a checkpoint, of which nothing but the header has been read."""
+    """A tensor of a checkpoint, of which nothing but the header has been read.
+
+    It stands in a saved state in the place of a tensor that ranks divide, so that each reads its part with `fill`.
+    """
 
     name: str
     """In the files."""
@@ -144,6 +147,14 @@ class SavedTensor:
         whole = make(self.shape, dtype=self.dtype)
         fill_all([(self, whole)])
         return whole
+
+    def fill(self, target: Leaf) -> None:
+        """Fill a target of this shape in place with what this rank holds of it: a tensor, a ``DTensor``, or parts.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written. Before anything is changed.
+        """
+        fill_all([(self, target)])
 
 
 def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:

@@ -82,7 +82,7 @@ def read(
     shared: dict[str, Any] = {}
     for index, optimizer in enumerate(here.optimizers if "optimizers" in parts else ()):
         shared[f"optimizer_{index}"] = checkpoint.optimizer(
-            index, here.plan.strategy.parameter_groups(optimizer.optimizer), here.models
+            index, here.plan.strategy.states.parameter_groups(optimizer.optimizer), here.models
         )
     for index in range(len(here.schedulers) if "schedulers" in parts else 0):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)

@@ -14,7 +14,6 @@ import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.parts import is_sharded
-from accel_ckpt.training.optimizers import steps_only
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.chosen_parts import ALL, choose
@@ -27,6 +26,7 @@ from accel_train.plugins import ProjectConfiguration
 from accel_train.rehearsal import NotSaved, leaves_out
 from accel_train.setup.prepared import Prepared, Registered
 from accel_train.state_part import StatePart, Trees
+from accel_train.strategies.state_adapter import full_state_dict
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
@@ -50,10 +50,6 @@ _SAVED_ALONE = (
     "save() was called on the main process only, with {0} tensors that are divided among processes: the file would "
     "hold the main process's parts as if they were whole. Call save() on all processes (the main process writes), or "
     "gather first: `state = accelerator.get_state_dict(model)` on all processes, and save that."
-)
-_PARTS = (
-    "save_state() was called on the main process only, but the strategy {1!r} divides {0} among processes, and each "
-    "saves its part. Call save_state() on all processes: move it out of `if accelerator.is_main_process:`."
 )
 
 
@@ -130,9 +126,9 @@ def save_model(
 def state_dict(here: Prepared, model: nn.Module) -> dict[str, Any]:
     """See `Accelerator.get_state_dict`."""
     strategy = here.plan.strategy
-    if here.process.num_processes > 1 and strategy.is_divided(model):
+    if here.process.num_processes > 1 and strategy.states.is_divided(model):
         _all_hold_parts(here, "get_state_dict", model)
-    return strategy.full_state_dict(model)
+    return full_state_dict(strategy.states, model)
 
 
 def _all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
@@ -151,7 +147,7 @@ def _all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
 
 def _told(here: Prepared) -> AbstractContextManager[None]:
     """Tells the launcher, where it asks, that a save is in progress."""
-    pulse = here.accumulator.pulse
+    pulse = here.ledger.pulse
     return nullcontext() if pulse is None else pulse.saving()
 
 
@@ -165,23 +161,23 @@ def _save_model(
     **upload: Any,
 ) -> None:
     strategy, process = here.plan.strategy, here.process
-    if leaves_out(here, "save_model", save_directory, together=strategy.is_divided(model)):
+    if leaves_out(here, "save_model", save_directory, together=strategy.states.is_divided(model)):
         return
     each_node = here.project.save_on_each_node
     _warn_of_training_weights(here, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
-    if strategy.is_divided(model):
+    if strategy.states.is_divided(model):
         _all_hold_parts(here, "save_model", model)
         if push_to_hub is None:
             accel_ckpt.save_gathered_model(
-                strategy.exported_state(model),
+                strategy.states.exported_state(model),
                 save_directory,
                 max_shard_size,
                 safe_serialization,
                 each_node=each_node,
             )
             return
-        weights = strategy.full_state_dict(model)
+        weights = full_state_dict(strategy.states, model)
     writer = process.process_index - process.local_process_index if each_node else 0
 
     def write(writer: int | None = None) -> None:
@@ -259,7 +255,7 @@ def _save_state(
 ) -> Path | SaveHandle:
     config = here.project
     if here.process.rehearsal is not None:
-        divided = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
+        divided = any(here.plan.strategy.states.is_divided(model) for model in here.prepared_models)
         directory = _target(here, output_dir)
         leaves_out(here, _SAVE, directory, together=divided)
         config.iteration += 1
@@ -274,9 +270,9 @@ def _save_state(
     trees = collect(here, known, named, ranks)
     if isinstance(ranks, MainProcess):
         _check_complete(here, known, trees)
-    strategy = here.plan.strategy
+    states = here.plan.strategy.states
     weights = [
-        strategy.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
+        states.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
     ]
     if trainable_only:
         trees.progress["frozen"] = leave_out_frozen(weights, named)
@@ -313,7 +309,7 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
 
     Raises:
         OptionError: an asynchronous save needs all ranks.
-        CheckpointSaveError: the ranks hold parts, so all must save.
+        CheckpointSaveError: the ranks hold parts, or states of their own, so all must save.
         CollectiveMismatchError: some of the ranks call, the main process not alone.
     """
     process = here.process
@@ -332,21 +328,10 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
                 "all processes: call it on all of them, or leave asynchronous out."
             ),
         )
-    strategy = here.plan.strategy
-    divided = [model for model in here.prepared_models if strategy.is_divided(model)]
-    if divided:
-        name = type(strategy.plain(divided[0])).__name__
-        _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
-    if strategy.optimizers_differ(
-        here.inner_optimizers
-    ):  # before collecting, which copies that differ refuse
-        _refuse_alone(
-            here,
-            accel_ckpt.CheckpointSaveError(
-                "save_state() was called on the main process only, and ranks have optimizer states of their own since "
-                "they trained inside LocalSGD. Call save_state() on all processes."
-            ),
-        )
+    problem = here.plan.strategy.states.needs_all_ranks(here.prepared_models, here.inner_optimizers)
+    if problem is not None:
+        text = f"save_state() was called on the main process only, {problem}"
+        _refuse_alone(here, accel_ckpt.CheckpointSaveError(text))
     here.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
@@ -439,15 +424,9 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
 
 def _replicated(here: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
-    strategy = here.plan.strategy
-    if strategy.optimizers_differ(here.inner_optimizers):
-        return []
-    models = [model for model in here.prepared_models if strategy.keeps_replicas(model)]
-    return [
-        f"optimizer_{index}"
-        for index, optimizer in enumerate(here.optimizers)
-        if steps_only(optimizer.optimizer, models)
-    ]
+    states = here.plan.strategy.states
+    numbers = states.replicated_optimizers(here.inner_optimizers, here.prepared_models)
+    return [f"optimizer_{number}" for number in numbers]
 
 
 def load_state(

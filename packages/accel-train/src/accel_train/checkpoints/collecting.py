@@ -109,7 +109,7 @@ def _replicated_parameters(here: Prepared) -> list[tuple[str, dict[str, nn.Param
     plain = {
         index: strategy.plain(model)
         for index, model in enumerate(here.prepared_models)
-        if strategy.keeps_replicas(model)
+        if strategy.states.keeps_replicas(model)
     }
     return [
         (f"model {index} ({type(model).__name__})", dict(model.named_parameters()))

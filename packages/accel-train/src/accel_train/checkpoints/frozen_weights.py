@@ -17,7 +17,7 @@ from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.draft import fingerprints
 from accel_train.errors import OptionError
-from accel_train.strategies.base import SavedModel
+from accel_train.strategies.state_adapter import SavedModel
 
 __all__ = ["completed", "leave_out_frozen"]
 

@@ -16,7 +16,6 @@ from accel_train.loop.scheduler_state import SchedulerStates
 from accel_train.precision.scaler_state import ScalerState
 from accel_train.setup.prepared import Prepared
 from accel_train.state_part import StatePart
-from accel_train.strategies.local_training import LocalOptimizerStates
 
 __all__ = ["named_models", "parts_of"]
 
@@ -39,9 +38,9 @@ def parts_of(here: Prepared, named: Sequence[NamedModel], trusted: bool = False)
         engine_optimizers=strategy.capabilities.hides_gradients,
     )
     return [
-        ReplicaStates(strategy, here.prepared_models, named, several),
-        LocalOptimizerStates(strategy, here.optimizers, named),
-        OptimizerStates(strategy, here.optimizers, here.models, named),
+        ReplicaStates(strategy.states, here.prepared_models, named, several),
+        *strategy.states.parts(here.optimizers, named),
+        OptimizerStates(strategy.states, here.optimizers, here.models, named),
         SchedulerStates(here.schedulers),
         ScalerState(here.plan.precision, here.optimizers),
         RegisteredStates(here.registered, trusted),

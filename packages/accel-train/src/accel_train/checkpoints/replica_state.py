@@ -1,4 +1,4 @@
-"""What ranks have of their own of models that all of them hold: buffers, errors of compressed gradients."""
+"""What ranks have of their own of models that all of them hold: buffers, and what the strategy keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
 from accel_state.log import get_logger
 from accel_train.state_part import SavedTrees, StatePart, Trees, leaves, taken_up
-from accel_train.strategies.base import Strategy
+from accel_train.strategies.state_adapter import StateAdapter
 
 __all__ = ["ReplicaStates", "replicated_buffers"]
 
@@ -26,28 +26,26 @@ class ReplicaStates(StatePart):
     Buffers are found by comparing ranks, so the save adds them (`checkpoints.collecting`).
 
     Args:
-        strategy: knows what its wrappers hold.
+        states: knows what the strategy's wrappers hold.
         prepared: the prepared models.
         named: the models with their canonical names.
         several: there are other ranks.
     """
 
     def __init__(
-        self, strategy: Strategy, prepared: Sequence[nn.Module], named: Sequence[NamedModel], several: bool
+        self, states: StateAdapter, prepared: Sequence[nn.Module], named: Sequence[NamedModel], several: bool
     ) -> None:
-        self._strategy, self._prepared, self._named, self._several = strategy, prepared, named, several
+        self._states, self._prepared, self._named, self._several = states, prepared, named, several
 
     def dump(self, trees: Trees) -> None:
         """A tree of this rank."""
-        trees.own["replicas"] = [self._strategy.window_state(model) for model in self._prepared]
+        trees.own["replicas"] = [self._states.window_state(model) for model in self._prepared]
 
     def needs_all_ranks(self, trees: Trees) -> str | None:
-        """Every rank has errors of its own."""
-        if any(isinstance(leaf, Tensor) for leaf in leaves(trees.own["replicas"])):
-            return (
-                "and every process has errors of compressed gradients (comm_hook) of its own. Call save_state() on all "
-                "processes."
-            )
+        """Every rank has tensors of its own."""
+        if any(map(_is_tensor, leaves(trees.own["replicas"]))):
+            what = self._states.window_tensors
+            return f"and every process has {what} of its own. Call save_state() on all processes."
         return None
 
     def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
@@ -56,18 +54,18 @@ class ReplicaStates(StatePart):
             return None
         states = saved.known["replicas"]
         if not saved.same_ranks:
-            if any("power_sgd" in state for state in states):
+            kept = {name for state in states for name in state if any(map(_is_tensor, leaves(state[name])))}
+            if kept:
                 _logger.warning(
-                    f"{saved.directory} holds what PowerSGD has approximated on another number of ranks: it starts "
-                    "again."
+                    f"{saved.directory} holds {', '.join(sorted(kept))} of each of {saved.saved_by} ranks, with which "
+                    f"{saved.ranks} ranks cannot continue: it begins anew."
                 )
             return None
         for model, state in zip(self._prepared, states, strict=False):
-            misfit = self._strategy.window_state_misfit(model, state)
+            misfit = self._states.window_state_misfit(model, state)
             if misfit is not None:
                 raise accel_ckpt.StateMismatchError(
-                    f"{saved.directory} does not fit {type(self._strategy.plain(model)).__name__} here: {misfit}. Use "
-                    "the same DistributedDataParallelKwargs as the script that saved it"
+                    f"{saved.directory} does not fit {type(self._states.strategy.plain(model)).__name__} here: {misfit}"
                 )
         return saved.known
 
@@ -77,10 +75,14 @@ class ReplicaStates(StatePart):
             return
         with taken_up("what a rank has of its own", saved.directory):
             for model, state in zip(self._prepared, taken["replicas"], strict=False):
-                self._strategy.load_window_state(model, state)
+                self._states.load_window_state(model, state)
             buffers = replicated_buffers(self._named) if self._several else {}
             for name, values in taken["buffers"].items():
                 buffers[name].copy_(values)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def replicated_buffers(named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:

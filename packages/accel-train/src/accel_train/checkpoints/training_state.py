@@ -25,7 +25,7 @@ from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.checkpoints.parts import named_models, parts_of
 from accel_train.setup.prepared import Prepared
 from accel_train.state_part import SavedTrees, StatePart, taken_up
-from accel_train.strategies.base import SavedModel
+from accel_train.strategies.state_adapter import SavedModel
 
 __all__ = ["Pairs", "Saved", "apply", "fit", "read"]
 
@@ -161,7 +161,7 @@ def _trees(
 
 
 def _is_divided(here: Prepared) -> bool:
-    return any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
+    return any(here.plan.strategy.states.is_divided(model) for model in here.prepared_models)
 
 
 def _take_differing(here: Prepared, trees: SavedTrees) -> None:
@@ -264,7 +264,7 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
     """
     pairs = _pairs(here, saved, models, strict) if "models" in saved.parts else []
     for model, weights in pairs:
-        problems = here.plan.strategy.misfits(model, weights, strict)
+        problems = here.plan.strategy.states.misfits(model, weights, strict)
         if problems:
             raise accel_ckpt.StateMismatchError(
                 f"{saved.directory} does not fit the model {type(here.plan.strategy.plain(model)).__name__}: "
@@ -298,12 +298,12 @@ def _completed(
 ) -> SavedModel:
     strategy = here.plan.strategy
     what = f"the model {type(strategy.plain(model)).__name__}"
-    return completed(weights, frozen, strategy.model_state(model), strict, what, directory)
+    return completed(weights, frozen, strategy.states.model_state(model), strict, what, directory)
 
 
 def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     """Put everything back that is restored."""
     for model, weights in pairs:
-        here.plan.strategy.load_model_state(model, weights, strict)
+        here.plan.strategy.states.load_model_state(model, weights, strict)
     for part, taken in saved.taken:
         part.load(taken, saved.trees)

@@ -187,7 +187,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
     windows = accumulator.unfinished()
     counting = any(window.backwards for window in [*windows, accumulator.manual])
     gradients = _gradients(trained, counting)
-    if (counting or gradients or strategy.gradients_wait) and not strategy.capabilities.saves_windows:
+    if (counting or gradients or strategy.states.gradients_wait) and not strategy.capabilities.saves_windows:
         raise AccumulationError(
             f"The state cannot be saved here: gradients wait for a step, and the strategy {strategy.name!r} cannot "
             "save them. Save after optimizer.step(), outside of an unfinished accumulation window."

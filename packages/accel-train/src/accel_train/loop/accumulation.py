@@ -25,17 +25,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accel_state.monitoring.answers import training_heartbeat
-from accel_state.monitoring.heartbeat import BACKWARD, OTHER
 from accel_state.operations.collectives import gather, reduce
-from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.loop.first_windows import FirstWindows, check_trains
-from accel_train.loop.garbage import GarbageCollector
-from accel_train.loop.guard import StepGuard
+from accel_train.loop.observers import StepObserver
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Strategy
+from accel_train.strategies.base import Strategy, TrainsLocally
 
 __all__ = ["Accumulator", "Window"]
 
@@ -53,16 +49,6 @@ class _Loader(Protocol):
     def ends_on_any_rank(self) -> bool | None: ...
     @property
     def batch_rows(self) -> int | None: ...
-
-
-class ObservesSteps(Protocol):
-    """Observes every step of a prepared optimizer, and may end the script instead."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is about to step."""
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has stepped; its gradients are still there."""
 
 
 @dataclass(slots=True)
@@ -138,6 +124,10 @@ class Accumulator:
         all_optimizers: the prepared optimizers.
         num_steps: planned length of a window.
         sync_with_dataloader: whether a window also ends with its loader.
+        rehearsed: the other ranks are not there.
+
+    Attributes:
+        observers: who is told of backward passes and steps.
     """
 
     def __init__(
@@ -149,20 +139,22 @@ class Accumulator:
         all_optimizers: Sequence[torch.optim.Optimizer],
         num_steps: int = 1,
         sync_with_dataloader: bool = True,
+        rehearsed: bool = False,
     ) -> None:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_gradients = True
-        self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
-        self.rehearsal: ObservesSteps | None = None  # in a rehearsal
-        self.guard: StepGuard | None = None  # decides whether optimizers may step
-        self.collector: GarbageCollector | None = None  # after steps
-        self.pulse = ledger.pulse = training_heartbeat()  # where the launcher asks for the progress of ranks
+        self.observers: list[StepObserver] = []
+        self._rehearsed = rehearsed
         self._strategy = strategy
         # Most strategies need not be told of micro-batches; each call saved is one per micro-batch.
         self._tells_begin = type(strategy).begin_micro_batch is not Strategy.begin_micro_batch
         self._tells_end = type(strategy).end_micro_batch is not Strategy.end_micro_batch
         self._scaled = strategy.precision.scaler is not None  # only a scaler asks which gradients wait
+        # Models of which ranks train copies, without the others; empty but inside LocalSGD.
+        self._alone: Sequence[nn.Module] = (
+            strategy.trained_alone if isinstance(strategy, TrainsLocally) else ()
+        )
         self._ledger = ledger
         self._all_models = all_models
         self._all_optimizers = all_optimizers
@@ -231,8 +223,8 @@ class Accumulator:
         self.sync_gradients = True
         if self._first is not None:
             self._first.forget()
-        if self.guard is not None:
-            self.guard.forget()
+        for observer in self.observers:
+            observer.forget()
 
     def forget_model(self, model: nn.Module) -> None:
         """Drop the windows of a model that is prepared again."""
@@ -373,17 +365,14 @@ class Accumulator:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
-        if self.guard is not None:
-            self.guard.saw_loss(loss, num_items)
+        observers = self.observers
+        for observer in observers:
+            observer.before_backward(loss, num_items, kwargs)
         if self._first is not None:
             self._look_at(loss)
-        pulse = self.pulse
-        if pulse is None:
-            self._backward(loss, num_items, kwargs)
-            return
-        pulse.enter(BACKWARD)
         self._backward(loss, num_items, kwargs)
-        pulse.enter(OTHER)
+        for observer in observers:
+            observer.after_backward()
 
     def _look_at(self, loss: Tensor) -> None:
         """One of the first backward passes begins."""
@@ -391,7 +380,7 @@ class Accumulator:
         first = self._first
         if first is None or first.over:
             self._first = None
-        elif last and self.rehearsal is None and self.steps_together:
+        elif last and not self._rehearsed and self.steps_together:
             first.saw_loss(loss)
 
     def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -445,7 +434,7 @@ class Accumulator:
     @property
     def steps_together(self) -> bool:
         """Whether all ranks take the same number of steps at this time."""
-        return self._may_count and self._strategy.steps_together
+        return self._may_count and not self._alone
 
     def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Check an optimizer that is about to step for the first time; `closure`: its gradients come in the step."""
@@ -456,7 +445,7 @@ class Accumulator:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ranks are about to take the same step, with gradients that are there."""
-        if self._strategy.loss.size > 1 and self.rehearsal is None:
+        if self._strategy.loss.size > 1 and not self._rehearsed:
             if self._first is not None:
                 self._first.about_to_step(optimizer)
             self._strategy.check_step(optimizer, self._all_models)
@@ -497,7 +486,7 @@ class Accumulator:
 
         A metric that is equal on all ranks comes back as it is.
         """
-        if self._strategy.loss.world_size == 1 or self.rehearsal is not None or not self._may_count:
+        if self._strategy.loss.world_size == 1 or self._rehearsed or not self._may_count:
             return metric
         values: list[float] = gather(torch.tensor([float(metric)], dtype=torch.float64)).tolist()
         return metric if len(set(values)) == 1 else sum(values) / len(values)
@@ -602,7 +591,19 @@ class Accumulator:
         return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor), None
 
     def _averaged_over(self, window: Window) -> Ranks:
-        return self._strategy.averaged_over(window.models or self._all_models)
+        """The ranks over which gradients of a window are averaged: all, or this one alone inside LocalSGD."""
+        if not self._alone:
+            return self._strategy.loss
+        plain = self._strategy.plain
+        alone = {id(plain(model)) for model in self._alone}
+        trained = [plain(model) for model in window.models or self._all_models]
+        kinds = {id(model) in alone for model in trained if any(p.requires_grad for p in model.parameters())}
+        if len(kinds) > 1:
+            raise AccumulationError(
+                "A window trains a model inside LocalSGD together with one outside of it, so it is neither of one rank "
+                "nor of all. Name the models of each in an accumulate() of its own."
+            )
+        return Ranks() if kinds == {True} else self._strategy.loss
 
     def _summed(self, counts: Tensor, ranks: Ranks) -> Tensor:
         """The sum over the ranks whose losses are averaged."""

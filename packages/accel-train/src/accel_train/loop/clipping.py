@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from accel_train.errors import ArgumentTypeError, PrepareError
-from accel_train.loop.guard import StepGuard
+from accel_train.loop.observers import StepObserver
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Strategy
@@ -23,7 +23,7 @@ def clip_grad_norm_(
     norm_type: float,
     *,
     complete: bool,
-    guard: StepGuard | None = None,
+    observers: Iterable[StepObserver] = (),
 ) -> Tensor:
     """See `Accelerator.clip_grad_norm_`; `complete` is false while a window is being filled."""
     chosen = _listed(parameters)
@@ -31,8 +31,8 @@ def clip_grad_norm_(
         return strategy.gradient_norm(chosen, norm_type) / strategy.precision.loss_scale
     _unscale_owners(strategy, optimizers, chosen)
     norm = strategy.clip_grad_norm_(chosen, max_norm, norm_type)
-    if guard is not None:
-        guard.saw_norm(chosen, norm)
+    for observer in observers:
+        observer.clipped(chosen, norm)
     return norm
 
 

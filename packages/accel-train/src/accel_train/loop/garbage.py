@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Protocol
+
+import torch
 
 from accel_train.errors import OptionError
+from accel_train.loop.observers import StepObserver
 
 __all__ = ["GarbageCollector", "collect_garbage"]
 
 
-class GarbageCollector:
+class GarbageCollector(StepObserver):
     """Collects after every so many optimizer steps.
 
     Args:
@@ -34,28 +36,25 @@ class GarbageCollector:
         self.steps = 0
         self.collections = 0
 
-    def stepped(self) -> None:
-        """A prepared optimizer has stepped, or skipped its step."""
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collect, if it is time; a skipped step counts as well."""
         self.steps += 1
         if self.steps % self.every == 0:
             gc.collect(self.generation)
             self.collections += 1
 
 
-class _Loop(Protocol):
-    collector: GarbageCollector | None
-
-
 @contextlib.contextmanager
-def collect_garbage(loop: _Loop, collector: GarbageCollector) -> Iterator[GarbageCollector]:
-    """See `Accelerator.collect_garbage`."""
-    before, automatic = loop.collector, gc.isenabled()
+def collect_garbage(observers: list[StepObserver], collector: GarbageCollector) -> Iterator[GarbageCollector]:
+    """See `Accelerator.collect_garbage`; a collector of a context around this one pauses meanwhile."""
+    outer, automatic = [item for item in observers if isinstance(item, GarbageCollector)], gc.isenabled()
     gc.collect()  # what the setup left behind
     gc.disable()
-    loop.collector = collector
+    observers[:] = [*(item for item in observers if item not in outer), collector]
     try:
         yield collector
     finally:
-        loop.collector = before
+        observers.remove(collector)
+        observers += outer
         if automatic:
             gc.enable()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from accel_state.log import get_logger
 from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
+from accel_train.loop.lomo import check_guarded
+from accel_train.loop.observers import StepObserver
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.state_part import SavedTrees, StatePart, Trees, taken_up
 from accel_train.strategies.base import Strategy
@@ -116,7 +118,7 @@ class _Watched:
         self.losses.extend(state["losses"])
 
 
-class StepGuard:
+class StepGuard(StepObserver):
     """Decides about the updates of one `Accelerator`; `accelerator.step_guard`.
 
     Args:
@@ -157,12 +159,17 @@ class StepGuard:
         self._verdict: Reason | None = None  # on those that were judged last
         self._explanation = ""
         self._norm: tuple[set[int], Tensor] | None = None
+        self._refused = False  # the last step
         self._watched: dict[int, _Watched] = {}
 
     # What the loop reports
 
-    def saw_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
-        """A backward of this loss begins."""
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse one that updates during backward."""
+        check_guarded(optimizer)
+
+    def before_backward(self, loss: Any, num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
+        """Note the loss, where losses are judged."""
         self._norm = None
         if self.options.loss_spike is None:
             return
@@ -173,24 +180,32 @@ class StepGuard:
         else:
             self._items += 1 if num_items is None else num_items
 
-    def saw_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        """The norm of the complete gradients of some parameters is known: it is finite only if they are."""
+    def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        """Note the norm, which is finite only if the gradients are."""
         if self._finite:
             self._norm = (set(map(id, parameters)), norm)
 
     # Deciding
 
-    def allows(self, optimizer: torch.optim.Optimizer, may_reduce: bool) -> bool:
-        """Whether an optimizer may step; collective.
-
-        Args:
-            optimizer: the prepared optimizer, whose gradients are complete.
-            may_reduce: whether all ranks take this step.
+    def decide(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, together: bool
+    ) -> bool | None:
+        """False where the update is left out; collective.
 
         Raises:
+            OptionError: there is a closure.
             AccumulationError: ranks may have run out of data, and could not take part.
         """
-        if self._ranks > 1 and not may_reduce:
+        if closure is not None:
+            raise OptionError(
+                "optimizer.step(closure) cannot be combined with guard_steps(): the closure computes the gradients "
+                "inside the step, after the guard has decided. Use an optimizer without a closure."
+            )
+        self._refused = not self._allows(optimizer, together)
+        return False if self._refused else None
+
+    def _allows(self, optimizer: torch.optim.Optimizer, together: bool) -> bool:
+        if self._ranks > 1 and not together:
             raise AccumulationError(
                 "guard_steps() decides on all ranks together, which a rank without data cannot take part in. Outside "
                 "join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank the same "
@@ -255,10 +270,19 @@ class StepGuard:
         )
         return False
 
-    def saw_step(self, optimizer: torch.optim.Optimizer, stepped: bool) -> None:
+    def after_step(self, optimizer: Any) -> None:
+        """Count, and raise if too many updates in a row were skipped; on all ranks alike.
+
+        Raises:
+            StepGuardError: they were.
+        """
+        if not self._refused:
+            self._saw_step(self._watch(optimizer), skipped=optimizer.step_was_skipped)
+        self._check(optimizer)
+
+    def _saw_step(self, watched: _Watched, *, skipped: bool) -> None:
         """An optimizer that may step has stepped, unless the gradient scaler has skipped the update."""
-        watched = self._watch(optimizer)
-        if not stepped:
+        if skipped:
             watched.consecutive += 1
             self.skipped["gradients"] += 1
             self.last_reason = "gradients"
@@ -268,12 +292,7 @@ class StepGuard:
             self.last_reason = None
         self._norm = None
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if too many updates in a row were skipped; on all ranks alike.
-
-        Raises:
-            StepGuardError: they were.
-        """
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
         limit, watched = self.options.max_consecutive, self._watch(optimizer)
         if limit is None or watched.consecutive < limit:
             return

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError
+from accel_train.loop.observers import StepObserver
 
-__all__ = ["check_guarded", "check_lomo", "fused_backward", "is_lomo", "save_moments"]
+__all__ = [
+    "check_arguments",
+    "check_guarded",
+    "check_lomo",
+    "fused_backward",
+    "is_lomo",
+    "observe",
+    "save_moments",
+]
 
 _KEY = "lomo"
 _MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
@@ -59,6 +68,53 @@ def check_lomo(optimizer: torch.optim.Optimizer, *, ranks: int, strategy: str, s
         raise IncompatibleOptionsError(
             f"{name} updates parameters during backward, where the gradient scaler of mixed_precision='fp16' has not "
             "unscaled their gradients. Use mixed_precision='bf16'."
+        )
+
+
+class _LomoSteps(StepObserver):
+    """Leaves out steps of optimizers of lomo-optim, whose backward has stepped, and backward passes that do not."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def before_backward(self, loss: Any, num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a backward without a learning rate, which would update nothing."""
+        if self.optimizers:
+            check_arguments(num_items, kwargs)
+            fused_backward(self.optimizers, loss, None, 1)
+
+    def decide(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, together: bool
+    ) -> bool | None:
+        """Whether backward has stepped."""
+        own = getattr(optimizer, "optimizer", optimizer)
+        return True if any(own is known for known in self.optimizers) else None
+
+    def forget(self) -> None:
+        """Forget the optimizers."""
+        self.optimizers.clear()
+
+
+def observe(observers: list[StepObserver], optimizer: torch.optim.Optimizer) -> None:
+    """Observe the steps of an optimizer of lomo-optim."""
+    steps = next((item for item in observers if isinstance(item, _LomoSteps)), None)
+    if steps is None:
+        steps = _LomoSteps()
+        observers.append(steps)
+    steps.optimizers.append(optimizer)
+
+
+def check_arguments(num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of `Accelerator.backward` that a backward which updates parameters cannot take.
+
+    Raises:
+        IncompatibleOptionsError: there are some.
+    """
+    if num_items is not None or kwargs:
+        given = [*kwargs] if num_items is None else ["num_items", *kwargs]
+        raise IncompatibleOptionsError(
+            "backward() with an optimizer of lomo-optim takes a loss and a learning rate, got "
+            f"{', '.join(given)}. Leave the others out."
         )
 
 

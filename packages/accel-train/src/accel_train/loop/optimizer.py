@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.monitoring.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
-from accel_train.errors import OptionError
-from accel_train.loop.lomo import is_lomo, save_moments
+from accel_train.loop import lomo
+from accel_train.loop.observers import StepObserver
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
-    from accel_train.loop.guard import StepGuard
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
@@ -30,13 +28,11 @@ class _AlwaysSync:
     """Stands in for an accumulator when the wrapper is built by hand."""
 
     sync_gradients = True
-    boundaries = None
-    rehearsal = None
-    guard = None
-    collector = None
     may_reduce = True
     steps_together = True
-    pulse: Heartbeat | None = None
+
+    def __init__(self) -> None:
+        self.observers: list[StepObserver] = []
 
     def may_drop_gradients(self) -> bool:
         return True
@@ -73,8 +69,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         accumulator: Accumulator | None = None,
         strategy: Strategy | None = None,
+        given: torch.optim.Optimizer | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.given = (
+            optimizer if given is None else given
+        )  # what the script gave; schedulers that are prepared later may be of it
         self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
         self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False
@@ -82,18 +82,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._check_again()
         self._spent = False  # stepped, and its gradients not yet dropped
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
-        self._fused = is_lomo(optimizer)
-        if self._fused:
-            save_moments(optimizer)
+        if lomo.is_lomo(optimizer):
+            lomo.save_moments(optimizer)
+            lomo.observe(self._accumulator.observers, optimizer)
         if device_placement:
             move_state_to_parameters(optimizer)
 
     def follow(self, optimizer: torch.optim.Optimizer, accumulator: Accumulator, strategy: Strategy) -> None:
         """Belong to the accelerator that prepared this optimizer last, and wrap what its strategy returned for it."""
-        self.optimizer = optimizer
+        self.given, self.optimizer = self.optimizer, optimizer
         self._accumulator = accumulator
         self._strategy = strategy
         self._check_again()
+        if lomo.is_lomo(optimizer):
+            lomo.observe(accumulator.observers, optimizer)
 
     def _check_again(self) -> None:
         """Count steps from zero, so that the next ones are checked."""
@@ -177,34 +179,26 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._steps += 1
             if self._steps >= self._next_check:
                 self._check(closure is not None)
-        rehearsal = self._accumulator.rehearsal
-        if rehearsal is not None:
-            rehearsal.before_step(self)
-        pulse = self._accumulator.pulse
-        before = OTHER if pulse is None else pulse.enter(STEP)
+        observers = self._accumulator.observers
+        for observer in observers:
+            observer.before_step(self)
         self._spent = True
-        guard = self._accumulator.guard
-        if self._fused:  # backward has stepped
-            stepped, result = True, None
-        elif guard is None:
-            stepped, result = self._strategy.step(self.optimizer, closure)
-        else:
-            stepped, result = self._guarded_step(guard, closure)
+        stepped, result = (
+            self._observed(observers, closure) if observers else self._strategy.step(self.optimizer, closure)
+        )
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
-        if rehearsal is not None:
-            rehearsal.after_step(self)
-        boundaries = self._accumulator.boundaries
-        if boundaries is not None:
-            boundaries.passed += 1
-        if pulse is not None:
-            pulse.stepped(OTHER if before == FORWARD else before)
-        collector = self._accumulator.collector
-        if collector is not None:
-            collector.stepped()
-        if guard is not None:
-            guard.check(self)
+        for observer in observers:
+            observer.after_step(self)
         return result
+
+    def _observed(self, observers: list[StepObserver], closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Step, unless an observer decides about it."""
+        for observer in observers:
+            stepped = observer.decide(self, closure, together=self._accumulator.may_reduce)
+            if stepped is not None:
+                return stepped, None
+        return self._strategy.step(self.optimizer, closure)
 
     def _check(self, closure: bool) -> None:
         """The first steps are checked, and then every doubling of their number, or after so many."""
@@ -218,23 +212,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         unused = mark is not None and not (self._spent and mark == self._mark)
         self._accumulator.check_waiting(gradients=unused, closure=closure)
 
-    def _guarded_step(self, guard: StepGuard, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Step if the guard lets the optimizer; whether it stepped."""
-        if closure is not None:
-            raise OptionError(
-                "optimizer.step(closure) cannot be combined with guard_steps(): the closure computes the gradients "
-                "inside the step, after the guard has decided. Use an optimizer without a closure."
-            )
-        if not guard.allows(self, self._accumulator.may_reduce):
-            return False, None
-        stepped, result = self._strategy.step(self.optimizer)
-        guard.saw_step(self, stepped)
-        return stepped, result
-
     @property
     def steps_in_backward(self) -> bool:
         """Whether it is an optimizer of lomo-optim, whose `step()` has nothing left to do."""
-        return self._fused
+        return lomo.is_lomo(self.optimizer)
 
     @property
     def step_was_skipped(self) -> bool:

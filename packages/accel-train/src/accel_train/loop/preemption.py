@@ -24,6 +24,7 @@ from accel_train.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
+from accel_train.loop.observers import StepCount
 
 __all__ = ["Preemption", "PreemptionConfig", "start"]
 
@@ -212,7 +213,7 @@ def start(
     if wanted is False:
         return None
     preemption = Preemption(process, PreemptionConfig() if wanted is True else wanted)
-    accumulator.boundaries = preemption.boundaries
+    accumulator.observers.append(StepCount(preemption.boundaries))
     # At the end of the process `close` runs by itself, where a program that failed can be told from one that ended.
     weakref.finalize(owner, preemption.close).atexit = False
     return preemption

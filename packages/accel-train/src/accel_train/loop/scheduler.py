@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
     from accel_train.loop.optimizer import AcceleratedOptimizer
 
-__all__ = ["AcceleratedScheduler"]
+__all__ = ["AcceleratedScheduler", "follow"]
 
 
 class AcceleratedScheduler(LRScheduler):
@@ -138,3 +141,51 @@ class AcceleratedScheduler(LRScheduler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def follow(scheduler: Any, given: torch.optim.Optimizer, returned: torch.optim.Optimizer) -> None:
+    """Make a scheduler of one optimizer change another one, which a strategy has put in its place.
+
+    The new optimizer takes over the rates that the scheduler has set so far, and what it noted in groups.
+
+    Args:
+        scheduler: without wrapper; schedulers that it consists of are changed as well. Others stay as they are.
+        given: what it was built with.
+        returned: what steps from now on.
+    """
+    found = [item for item in _with_inner(scheduler) if getattr(item, "optimizer", None) is given]
+    for item in found:
+        item.optimizer = returned
+    if not found:
+        return
+    for old, new in zip(given.param_groups, returned.param_groups, strict=False):
+        if new is not old:
+            new.update({key: value for key, value in old.items() if key not in new or key == "lr"})
+    _announce_steps(returned)
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those of `SequentialLR` and `ChainedScheduler`."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _with_inner(inner)
+
+
+def _announce_steps(optimizer: Any) -> None:
+    """Note steps at the optimizer, as schedulers do at that which they are built with.
+
+    Without it torch warns at a scheduler's first step that the optimizer has not stepped.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        stepping = reference()
+        assert stepping is not None, "its own method was called"
+        stepping._opt_called = True
+        return step(stepping, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = noted

@@ -17,9 +17,9 @@ from accel_train.data import DataLoaderDispatcher, PreparedLoader
 from accel_train.data.lengths import check_lengths
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
-from accel_train.loop.lomo import check_guarded, check_lomo, is_lomo
+from accel_train.loop.lomo import check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
-from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.loop.scheduler import AcceleratedScheduler, follow
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins.base import SectionPlugin
 from accel_train.setup.draws import share_draws
@@ -82,7 +82,7 @@ class _Objects:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
         self._models = {place: self.results[place] for place in self._of_kind(nn.Module)}
         self._find_new_models()
-        seen = {id(_inner(optimizer)) for optimizer in self._here.optimizers}
+        seen = {id(own) for known in self._here.optimizers for own in (known.optimizer, known.given)}
         for place in self._of_kind(torch.optim.Optimizer):
             inner = id(_inner(self.results[place]))
             if inner not in seen:
@@ -136,7 +136,7 @@ class _Objects:
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
         for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
             self.results[place] = scheduler
-        wrapped = {id(known.optimizer): known for known in here.optimizers}
+        wrapped = {id(own): known for known in here.optimizers for own in (known.given, known.optimizer)}
         for place in self._of_kind(torch.optim.Optimizer):
             self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
         for place, model in self._models.items():
@@ -188,8 +188,8 @@ class _Objects:
         strategy, capabilities = self._strategy, self._strategy.capabilities
         for place in self._fresh:
             optimizer = _inner(self.results[place])
-            if self._here.accumulator.guard is not None:
-                check_guarded(optimizer)
+            for observer in self._here.accumulator.observers:
+                observer.check_optimizer(optimizer)
             if is_lomo(optimizer):
                 scaled = strategy.precision.scaler is not None
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
@@ -243,11 +243,17 @@ class _Objects:
             wrapped.follow(inner, here.accumulator, self._strategy)
         else:
             wrapped = AcceleratedOptimizer(
-                inner, device_placement=placed, accumulator=here.accumulator, strategy=self._strategy
+                inner,
+                device_placement=placed,
+                accumulator=here.accumulator,
+                strategy=self._strategy,
+                given=given,
             )
             mark_prepared(wrapped)
+        if wrapped.given is not inner:
+            for scheduler in here.schedulers:
+                follow(scheduler.scheduler, wrapped.given, inner)
         here.optimizers.append(wrapped)
-        here.steps_in_backward = here.steps_in_backward or wrapped.steps_in_backward
         return wrapped
 
     def schedulers(self) -> None:
@@ -397,7 +403,14 @@ def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
     if isinstance(scheduler, AcceleratedScheduler):  # another accelerator's
         scheduler = scheduler.scheduler
     target = getattr(scheduler, "optimizer", None)
-    owners = [known for known in here.optimizers if target is known or target is known.optimizer]
+    owners = [
+        known
+        for known in here.optimizers
+        if target is known or target is known.optimizer or target is known.given
+    ]
+    for owner in owners:
+        if owner.given is not owner.optimizer:
+            follow(scheduler, owner.given, owner.optimizer)
     options = here.options
     wrapped = AcceleratedScheduler(
         scheduler,

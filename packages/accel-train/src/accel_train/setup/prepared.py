@@ -113,7 +113,6 @@ class Prepared:
         replaced: parameters that preparation replaced.
         preemption: listens for signals, if asked to.
         step: a counter that scripts may use; part of the state.
-        steps_in_backward: an optimizer is of lomo-optim.
     """
 
     process: PartialState
@@ -134,7 +133,6 @@ class Prepared:
     replaced: Replaced = field(default_factory=Replaced)
     preemption: Preemption | None = None
     step: int = 0
-    steps_in_backward: bool = False
 
     @property
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -165,7 +163,6 @@ class Prepared:
         self.accumulator.forget()
         self.plan.strategy.release()
         self.step = 0
-        self.steps_in_backward = False
 
     def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
         """Add a model under both its faces: the script's own module, and what `prepare()` returns for it."""

@@ -1,32 +1,28 @@
 """The strategy axis: how ranks cooperate.
 
 `Strategy` is the null object of the axis: one process, nothing wrapped, nothing reduced. Its methods do what plain
-PyTorch does. A subclass overrides those in which its engine differs.
+PyTorch does. A subclass overrides those in which its engine differs. How its state is saved and loaded is the matter of
+its `StateAdapter`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-import accel_ckpt
-from accel_ckpt.modules.named_model import NamedModel
-from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
-from accel_ckpt.modules.versions import versions_of, with_versions
-from accel_ckpt.parts import fill_part, is_divided, is_leaf, is_sharded, shape_of
-from accel_ckpt.tensor_storage import why_not_plain
+from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import any_divided, any_nonfinite, clip_by_norm, local_part, total_norm
-from accel_train.strategies.whole import whole_parameters
+from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
@@ -37,11 +33,9 @@ __all__ = [
     "ModelSteps",
     "Parts",
     "PrecisionVerbs",
-    "SavedModel",
     "Strategy",
     "StrategyOptions",
     "TrainsLocally",
-    "leaf_misfits",
 ]
 
 
@@ -228,27 +222,6 @@ class Parts:
     schedule_steps: int = 1
 
 
-class SavedModel(Protocol):
-    """The saved weights of one model, by canonical name."""
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """What is known without reading values: of tensors shape and dtype; other entries as they are."""
-        ...
-
-    def whole(self) -> dict[str, Any]:
-        """The whole state dict; tensors may be views of files."""
-        ...
-
-    def check(self, targets: Mapping[str, Any]) -> None:
-        """Check that `fill` can fill these, and the files that this rank reads for it; changes nothing."""
-        ...
-
-    def fill(self, targets: Mapping[str, Any]) -> None:
-        """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with what this rank holds of each."""
-        ...
-
-
 @runtime_checkable
 class DefersSync(Protocol):
     """A strategy whose backward passes can hold back their reduction by hand."""
@@ -275,6 +248,11 @@ class JoinsUneven(Protocol):
 class TrainsLocally(Protocol):
     """A strategy whose ranks can train copies of a model without communication, and average them now and then."""
 
+    @property
+    def trained_alone(self) -> Sequence[nn.Module]:
+        """The prepared models of which this rank trains a copy at this time; always the same list."""
+        ...
+
     def check_local(self, model: nn.Module) -> None:
         """Refuse a model that ranks cannot train for themselves; changes nothing."""
         ...
@@ -299,12 +277,15 @@ class Strategy:
         batch: ranks that read different samples.
         draws: ranks that may draw different random numbers while they train.
         loss: ranks over which gradients are averaged when a window ends, and items are summed.
+        states: saves and loads the states of what was prepared.
     """
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities()
     #: What `Accelerator.distributed_type` answers; None: what the process says (NO, MULTI_CPU, MULTI_GPU, …).
     distributed_type: ClassVar[DistributedType | None] = None
+    #: The class of `states`.
+    adapter: ClassVar[type[StateAdapter]] = StateAdapter
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
@@ -312,6 +293,7 @@ class Strategy:
         self.draws: Ranks = options.mesh.draws
         self.loss: Ranks = options.mesh.loss
         self.precision = options.precision
+        self.states = self.adapter(self)
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
@@ -331,7 +313,8 @@ class Strategy:
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Prepare the objects of one call together.
 
-        Loaders are prepared already. Optimizers that hold replaced parameters are relinked afterwards by name.
+        Loaders are prepared already. Optimizers that hold replaced parameters are relinked afterwards by name, and
+        schedulers of an optimizer in whose place another one is returned are made to change that.
 
         Returns:
             As many objects of each kind as were given, in the same order.
@@ -363,10 +346,6 @@ class Strategy:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside this strategy's wrapper; `model` itself if it is none."""
         return model
-
-    def keeps_replicas(self, model: nn.Module) -> bool:
-        """Whether all ranks hold the parameters of a prepared model, and what optimizers derive from them, alike."""
-        return False
 
     def needs_all_ranks(self, model: nn.Module) -> bool:
         """Whether to prepare a `model` is a collective, so that all ranks must call."""
@@ -413,10 +392,6 @@ class Strategy:
             kwargs: arguments of `Tensor.backward`.
         """
         self.precision.backward(loss, pending, kwargs)
-
-    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
-        """The ranks over which gradients of prepared models are averaged at this time."""
-        return self.loss
 
     def not_averaged(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
@@ -521,149 +496,6 @@ class Strategy:
         self.precision.forget_unscaled(optimizer)
         optimizer.zero_grad(set_to_none)
 
-    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-        """The parameters of each group of the script's optimizer, where an engine has emptied or changed its groups."""
-        return [list(group["params"]) for group in optimizer.param_groups]
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
-        return False
-
-    # State
-
-    def unaveraged(self) -> list[nn.Module]:
-        """Prepared models of which ranks train copies of their own that differ at this time."""
-        return []
-
-    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether ranks may have other states of one of these, although they hold the same parameters."""
-        return False
-
-    @property
-    def steps_together(self) -> bool:
-        """Whether all ranks take the same number of steps at this time: none is out of data, or trains for itself."""
-        return True
-
-    def state_loaded(self, *, optimizers_differ: bool) -> None:
-        """A training state was loaded, of which all ranks have the same parameters.
-
-        Args:
-            optimizers_differ: each rank has loaded states of optimizers of its own.
-        """
-
-    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
-
-        Args:
-            model: the prepared model.
-            named: its module, whose canonical names are worked out already.
-        """
-        return (named or NamedModel(self.plain(model))).state_dict()
-
-    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a prepared model; reads and checks what loading will read.
-
-        Raises:
-            CorruptCheckpointError: a file is not what was written.
-        """
-        own = self.model_state(model)
-        if not any(is_divided(leaf) for leaf in own.values()):
-            return misfits(self.plain(model), weights.whole(), strict)
-        return leaf_misfits(own, weights, strict)
-
-    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights for which `misfits` found nothing; each rank reads what it holds."""
-        plain, own = self.plain(model), self.model_state(model)
-        if not any(is_divided(leaf) for leaf in own.values()):
-            _load_whole(plain, weights.whole(), strict)
-            return
-        about = weights.about
-        if any(loads_by_itself(child) for child in plain.modules()):
-            _load_translated(plain, own, weights, strict)
-            return
-        weights.fill({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
-        extra = {name: about[name] for name, leaf in own.items() if not is_leaf(leaf) and name in about}
-        if extra:
-            plain.load_state_dict(under_own_names(plain, extra), strict=False)
-
-    def is_divided(self, model: nn.Module) -> bool:
-        """Whether this rank holds less than all of a prepared model."""
-        return any(is_divided(leaf) for leaf in self.model_state(model).values())
-
-    def exported_state(self, model: nn.Module) -> dict[str, Any]:
-        """What files of the model alone hold: as `model_state`, in the dtype that others are to read."""
-        return self.model_state(model)
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts.
-
-        What ranks hold parts of is gathered to host memory, one tensor after the other.
-        """
-        state = self.exported_state(model)
-        whole = {
-            name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
-        }
-        return with_versions(whole, versions_of(state))
-
-    @contextmanager
-    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
-        """Context in which every rank has the whole parameters of a prepared model, and calls it alone. Collective.
-
-        Args:
-            model: the prepared model.
-            write_back: keep rank 0's values, on all ranks; False: drop what is written to what was divided.
-
-        Raises:
-            PrepareError: an engine holds parts that are no `DTensor`s.
-        """
-        plain = self.plain(model)
-        held = self.model_state(model).values()
-        if any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held):
-            raise PrepareError(
-                f"The engine of the strategy {self.name!r} holds the parameters of {type(plain).__name__} in parts of "
-                "its own, so whole_parameters() cannot put whole ones in their place. Read them with get_state_dict(), "
-                "and write them with save_state() and load_state()."
-            )
-        with whole_parameters(model, plain, self.options.device, write_back=write_back):
-            yield
-        if write_back:
-            self.precision.values_changed(plain)
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
-    ) -> Any:
-        """An optimizer's state by parameter name; leaves as in `model_state`."""
-        return accel_ckpt.optimizer_state_by_name(optimizer, models)
-
-    def check_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Check that `load_optimizer_state` can load a state; changes nothing.
-
-        Raises:
-            StateMismatchError: it is of other parameters, groups or classes.
-            CorruptCheckpointError: a file that this rank reads is not what was written.
-        """
-        accel_ckpt.check_optimizer_state(optimizer, tree, models)
-
-    def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Go back to what `optimizer_state` returned; whole tensors are divided as the live ones are."""
-        accel_ckpt.load_optimizer_state(optimizer, tree, models)
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
-        return {}
-
-    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
-        """Why what `window_state` returned in another run cannot be loaded; None: it can."""
-        return None
-
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
-
     # Helpers
 
     def plain(self, model: nn.Module) -> nn.Module:
@@ -674,69 +506,6 @@ class Strategy:
         return self  # a copied optimizer still belongs to its accelerator
 
 
-def _load_translated(model: nn.Module, own: Mapping[str, Any], weights: SavedModel, strict: bool) -> None:
-    """Load weights that modules translate, from tensors divided as those are that their state dict gives."""
-    about = weights.about
-    state = {
-        name: torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
-        for name, leaf in own.items()
-        if name in about
-    }
-    weights.fill({name: leaf for name, leaf in state.items() if is_leaf(leaf)})
-    state |= {name: value for name, value in about.items() if not is_leaf(state.get(name))}
-    state = with_versions(state, versions_of(about))
-    model.load_state_dict(under_own_names(model, state), strict=strict)
-
-
-def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-    """Load a whole state dict by canonical name.
-
-    What modules save but do not load, as 4-bit layers their format, is filled in place. torch's ``load_state_dict``
-    goes through all names once per module, so a model whose modules only copy is filled without it.
-    """
-    own = None if any(map(loads_by_itself, model.modules())) else _own_tensors(model)
-    if own is not None and own.keys() == weights.keys():
-        for name, value in weights.items():
-            fill_part(own[name], value)
-        return
-    state = under_own_names(model, weights)
-    formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
-    loaded = {name: value for name, value in state.items() if name not in formats}
-    model.load_state_dict(with_versions(loaded, versions_of(state)), strict=strict)
-    kept = model.state_dict() if formats else {}
-    with torch.no_grad():
-        for name in formats & kept.keys():
-            kept[name].copy_(state[name])
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """What a state dict that is loaded goes to, by canonical name; ``None`` where it is more than plain tensors."""
-    found: dict[str, torch.Tensor] = {}
-    for _, canonical, module in prefixed_modules(model):
-        for tensors in (module._parameters, module._buffers):
-            for leaf, tensor in tensors.items():
-                if tensor is None or leaf in module._non_persistent_buffers_set:
-                    continue
-                if tensor.is_meta or why_not_plain(tensor) is not None:
-                    return None
-                found[canonical + leaf] = tensor
-    return found
-
-
-def _parameter_of(model: nn.Module, name: str) -> Any:
-    """The parameter that an entry of a state dict below a parameter's name describes."""
-    module: Any = model
-    parts = name.split(".")
-    for place, part in enumerate(parts):
-        parameter = module._parameters.get(part)
-        if parameter is not None:
-            return parameter if place + 1 < len(parts) else None
-        module = module._modules.get(part)
-        if module is None:
-            return None
-    return None
-
-
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
     for gradient in sparse:
@@ -744,33 +513,3 @@ def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     if dense:
         torch._foreach_mul_(dense, factor)
-
-
-def leaf_misfits(
-    own: Mapping[str, Any], weights: SavedModel, strict: bool, aliases: Collection[str] = ()
-) -> list[str]:
-    """Why saved weights do not fit what a rank holds; if they fit, reads and checks what loading will read.
-
-    Args:
-        own: what `Strategy.model_state` returns.
-        weights: the saved ones.
-        strict: whether both must have the same names.
-        aliases: names in `own` of tensors that `weights` has under another name.
-
-    Raises:
-        CorruptCheckpointError: a file is not what was written.
-    """
-    about = weights.about
-    shapes = [
-        f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
-        for name, leaf in own.items()
-        if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
-    ]
-    problems = [listed(shapes)] if shapes else []
-    if strict:
-        missing, unknown = own.keys() - about.keys() - set(aliases), about.keys() - own.keys()
-        for where, names in (("there", missing), ("here", unknown)):
-            problems += [f"not {where}: {listed(sorted(names))}"] if names else []
-    if not problems:
-        weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
-    return problems

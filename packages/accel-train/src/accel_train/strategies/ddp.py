@@ -15,20 +15,90 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel_ckpt.modules.named_model import NamedModel
 from accel_state.operations.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
-from accel_train.ranks import Ranks
+from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.local_training import LocalCopies
+from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
 from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.replicas import Replicas, differing_rates
 from accel_train.strategies.shared_buffers import running_averages, saved_buffers, share_in_evaluation
+from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.transparent_ddp import TransparentDDP, set_takes_buffers
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
-__all__ = ["DDPStrategy", "inside_parallel"]
+__all__ = ["DDPStates", "DDPStrategy", "inside_parallel"]
+
+
+class DDPStates(StateAdapter):
+    """Replicas, with what PowerSGD and LocalSGD have on each rank."""
+
+    strategy: DDPStrategy
+    window_tensors: ClassVar[str] = "errors of compressed gradients (comm_hook)"
+
+    def keeps_replicas(self, model: nn.Module) -> bool:
+        """True of a model whose gradients are averaged."""
+        return _ddp(model) is not None
+
+    def replicated_optimizers(
+        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
+    ) -> list[int]:
+        """None from a use of LocalSGD until all have stepped with the gradients of all ranks."""
+        differ = self.strategy.local.optimizers_differ(optimizers)
+        return [] if differ else super().replicated_optimizers(optimizers, models)
+
+    def parts(self, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> list[StatePart]:
+        """What LocalSGD leaves different on each rank."""
+        return [LocalOptimizerStates(self, self.strategy.local, optimizers, named)]
+
+    def needs_all_ranks(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> str | None:
+        """Also because of states of optimizers that LocalSGD has left different."""
+        if self.strategy.local.optimizers_differ(optimizers):
+            return (
+                "and ranks have optimizer states of their own since they trained inside LocalSGD. Call save_state() on "
+                "all processes."
+            )
+        return super().needs_all_ranks(models, optimizers)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
+
+        With PowerSGD also what its communication hook remembers.
+        """
+        inner = _ddp(model)
+        if inner is None:
+            return {}
+        state: dict[str, Any] = {"takes_buffers": inner.require_forward_param_sync}
+        hook = self.strategy.power_sgd.get(inner)
+        return state if hook is None else state | {"power_sgd": hook.state_dict()}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """PowerSGD needs the same options; a run may begin or stop using it."""
+        inner = _ddp(model)
+        hook = None if inner is None else self.strategy.power_sgd.get(inner)
+        return hook.misfit(state["power_sgd"]) if hook is not None and "power_sgd" in state else None
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+        inner = _ddp(model)
+        if inner is not None and not self.strategy.local.holds(inner):
+            set_takes_buffers(inner, state.get("takes_buffers", True))
+        hook = None if inner is None else self.strategy.power_sgd.get(inner)
+        if inner is None or "power_sgd" not in state:
+            return
+        if hook is None:
+            warnings.warn(
+                "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
+                "have corrected are dropped.",
+                stacklevel=2,
+            )
+        else:
+            hook.load_state_dict(state["power_sgd"], inner)
 
 
 class DDPStrategy(Strategy):
@@ -40,14 +110,15 @@ class DDPStrategy(Strategy):
         communication_hooks=True,
         dimensions=frozenset({"dp_replicate", "cp", "sp"}),
     )
+    adapter: ClassVar[type[StateAdapter]] = DDPStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
+        self.local = LocalCopies()  # what LocalSGD trains
+        self.power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
-        self._local = LocalCopies()
         self._replicas = Replicas(self.loss)
         self._shared: set[int] = set()  # parameters of several models of one prepare() call
-        self._power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
         self._joins = 0  # depth of join() contexts
 
     # Preparing
@@ -116,7 +187,8 @@ class DDPStrategy(Strategy):
 
     def _evaluates_apart(self) -> bool:
         """Whether this rank alone evaluates: its model inside LocalSGD or `join`, or that of the main process."""
-        return not self.steps_together or PartialState().main_process_alone("an evaluation")
+        apart = self._joins or self.local.trained_alone
+        return bool(apart) or PartialState().main_process_alone("an evaluation")
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         handler = self.options.config
@@ -131,15 +203,11 @@ class DDPStrategy(Strategy):
             **handler.comm_state_option,
         }
         state, hook = found
-        self._power_sgd[wrapped] = PowerSGD(wrapped, state, hook, options)
+        self.power_sgd[wrapped] = PowerSGD(wrapped, state, hook, options)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside `DistributedDataParallel`."""
         return inside_parallel(model)
-
-    def keeps_replicas(self, model: nn.Module) -> bool:
-        """True of a model whose gradients it averages."""
-        return _ddp(model) is not None
 
     def is_outdated(self, model: nn.Module) -> bool:
         """Whether other parameters are trained now than when the model was wrapped."""
@@ -151,7 +219,7 @@ class DDPStrategy(Strategy):
     def release(self) -> None:
         """Forget wrappers that were not used yet, and copies that ranks train for themselves."""
         self._unchecked.clear()
-        self._local.clear()
+        self.local.clear()
         self._replicas.clear()
 
     # One micro-batch
@@ -169,7 +237,7 @@ class DDPStrategy(Strategy):
     def _set_sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
         for model in models:
             inner = _ddp(model)
-            if inner is not None and _can_hold_back(inner) and not self._local.holds(inner):
+            if inner is not None and _can_hold_back(inner) and not self.local.holds(inner):
                 inner.require_backward_grad_sync = enabled
 
     def backward(
@@ -182,18 +250,6 @@ class DDPStrategy(Strategy):
         self._replicas.before_backward()
         super().backward(models, loss, pending=pending, kwargs=kwargs)
         self._replicas.after_backward()
-
-    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
-        """This rank alone while it trains a copy of its own."""
-        if not self._local:
-            return self.loss
-        local = {self._local.holds(_ddp(model)) for model in models if _ddp(model) is not None}
-        if local == {True, False}:
-            raise AccumulationError(
-                "A window trains a model inside LocalSGD together with one outside of it, so it is neither of one rank "
-                "nor of all. Name the models of each in an accumulate() of its own."
-            )
-        return Ranks() if local == {True} else self.loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
@@ -209,7 +265,7 @@ class DDPStrategy(Strategy):
         DDP decides in forward whether to reduce; this prepares its reducer after the fact.
         """
         inner = _ddp(model)
-        if inner is None or self._local.holds(inner):
+        if inner is None or self.local.holds(inner):
             yield
             return
         previous = inner.require_backward_grad_sync, inner.require_forward_param_sync
@@ -231,7 +287,7 @@ class DDPStrategy(Strategy):
                 f"join_uneven_inputs() takes models and optimizers that support torch's Join; got {wrong[0]}. "
                 "Pass the objects that prepare() returned."
             )
-        if any(isinstance(item, DistributedDataParallel) and self._local.holds(item) for item in inner):
+        if any(isinstance(item, DistributedDataParallel) and self.local.holds(item) for item in inner):
             raise _not_joined()
         return self._joined(Join(cast("list[Joinable]", inner), enable=True))
 
@@ -245,6 +301,11 @@ class DDPStrategy(Strategy):
             self._joins -= 1
 
     # Copies of a model that ranks train for themselves
+
+    @property
+    def trained_alone(self) -> Sequence[nn.Module]:
+        """The models of which this rank trains a copy of its own, inside LocalSGD; always the same list."""
+        return self.local.trained_alone
 
     def check_local(self, model: nn.Module) -> None:
         """Refuse a model whose gradients DDP does not average over all ranks, or not in backward."""
@@ -272,12 +333,12 @@ class DDPStrategy(Strategy):
         self.check_local(model)
         inner = _ddp(model)
         assert inner is not None, "checked"
-        copy = self._local.of(inner)
+        copy = self.local.of(inner)
         if copy.is_held:
             raise AccumulationError(
                 "LocalSGD was entered for a model inside another LocalSGD of the same model. Use one of them."
             )
-        copy.hold()
+        self.local.hold(inner)
 
     def average_local(self, model: nn.Module, *, finished: bool) -> bool:
         """Average the copies, and under fp16 use the lowest loss scale."""
@@ -285,7 +346,7 @@ class DDPStrategy(Strategy):
         assert inner is not None, "checked when it began"
         if self._joins:
             raise _not_joined()
-        done = self._local.of(inner).average(self.loss, finished=finished)
+        done = self.local.of(inner).average(self.loss, finished=finished)
         self.precision.share_scale(lambda values: reduce(values, "min", group=self.loss.group))
         return done
 
@@ -293,25 +354,7 @@ class DDPStrategy(Strategy):
         """Reduce again; a model whose copies differ is not trained until they are averaged."""
         inner = _ddp(model)
         assert inner is not None, "checked when it began"
-        self._local.of(inner).release()
-        self._local.drop(inner)
-
-    def unaveraged(self) -> list[nn.Module]:
-        """Models with which an optimizer stepped since their copies were averaged."""
-        return self._local.changed()
-
-    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """True from a use of LocalSGD until they have stepped with the gradients of all ranks."""
-        return self._local.optimizers_differ(optimizers)
-
-    @property
-    def steps_together(self) -> bool:
-        """Not inside LocalSGD and `join`."""
-        return not (self._joins or self._local.held)
-
-    def state_loaded(self, *, optimizers_differ: bool) -> None:
-        """All copies are equal again."""
-        self._local.loaded(optimizers_differ=optimizers_differ)
+        self.local.release(inner)
 
     # Complete gradients
 
@@ -321,8 +364,8 @@ class DDPStrategy(Strategy):
             self._check_used(optimizer)
         if not self._joins:
             self._replicas.before_step(optimizer)
-        if self._local:
-            self._local.before_step(optimizer, self.loss)
+        if self.local.in_use:
+            self.local.before_step(optimizer, self.loss)
         return self.precision.step(optimizer, closure)
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
@@ -369,43 +412,6 @@ class DDPStrategy(Strategy):
                     "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or "
                     "freeze them with requires_grad_(False) before prepare()."
                 )
-
-    # State
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
-
-        With PowerSGD also what its communication hook remembers.
-        """
-        inner = _ddp(model)
-        if inner is None:
-            return {}
-        state: dict[str, Any] = {"takes_buffers": inner.require_forward_param_sync}
-        hook = self._power_sgd.get(inner)
-        return state if hook is None else state | {"power_sgd": hook.state_dict()}
-
-    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
-        """PowerSGD needs the same options; a run may begin or stop using it."""
-        inner = _ddp(model)
-        hook = None if inner is None else self._power_sgd.get(inner)
-        return hook.misfit(state["power_sgd"]) if hook is not None and "power_sgd" in state else None
-
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
-        inner = _ddp(model)
-        if inner is not None and not self._local.holds(inner):
-            set_takes_buffers(inner, state.get("takes_buffers", True))
-        hook = None if inner is None else self._power_sgd.get(inner)
-        if inner is None or "power_sgd" not in state:
-            return
-        if hook is None:
-            warnings.warn(
-                "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
-                "have corrected are dropped.",
-                stacklevel=2,
-            )
-        else:
-            hook.load_state_dict(state["power_sgd"], inner)
 
 
 def inside_parallel(model: nn.Module) -> nn.Module:

@@ -13,8 +13,9 @@ from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.modules.names import listed
 from accel_train.errors import ArgumentTypeError
 from accel_train.strategies.base import Strategy, StrategyOptions
+from accel_train.strategies.state_adapter import StateAdapter
 
-__all__ = ["EngineStrategy", "check_groups"]
+__all__ = ["EngineStates", "EngineStrategy", "check_groups"]
 
 
 class _Gradients(Protocol):
@@ -47,6 +48,22 @@ class _Made(Protocol):
 MadeT = TypeVar("MadeT", bound=_Made)
 
 
+class EngineStates(StateAdapter):
+    """Asks the engines for the groups of the script, and for gradients that wait."""
+
+    strategy: EngineStrategy[Any]
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The parameters of each group of the script; engines leave empty groups behind."""
+        item = self.strategy.of_optimizer(optimizer)
+        return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step."""
+        return any(item.gradients is not None and item.gradients.waiting for item in self.strategy.made)
+
+
 class EngineStrategy(Strategy, Generic[MadeT]):
     """Finds the engine of a model or an optimizer, and leaves to it what concerns gradients.
 
@@ -56,6 +73,7 @@ class EngineStrategy(Strategy, Generic[MadeT]):
 
     #: What steps, as errors call it.
     stepper: ClassVar[str]
+    adapter: ClassVar[type[StateAdapter]] = EngineStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
@@ -105,16 +123,6 @@ class EngineStrategy(Strategy, Generic[MadeT]):
             super().zero_grad(optimizer, set_to_none)
         else:
             item.gradients.drop()
-
-    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-        """The parameters of each group of the script; engines leave empty groups behind."""
-        item = self.of_optimizer(optimizer)
-        return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step."""
-        return any(item.gradients is not None and item.gradients.waiting for item in self.made)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

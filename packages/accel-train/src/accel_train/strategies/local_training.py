@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
-from accel_state.log import get_logger
 from accel_state.operations.collectives import broadcast, broadcast_object_list, reduce
 from accel_state.trees import send_to_device
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 from accel_train.state_part import Groups, SavedTrees, StatePart, Trees
 from accel_train.strategies.gradients import buckets
+from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.transparent_ddp import set_takes_buffers
 
-if TYPE_CHECKING:
-    from accel_train.strategies.base import Strategy
-
 __all__ = ["LocalCopies", "LocalCopy", "LocalOptimizerStates"]
-
-_logger = get_logger(__name__)
 
 
 class LocalCopy:
@@ -99,29 +94,27 @@ class LocalCopy:
 
 
 class LocalCopies:
-    """The copies of all models that ranks train, or have trained, for themselves."""
+    """The copies of all models that ranks train, or have trained, for themselves.
+
+    Attributes:
+        trained_alone: the models, without wrappers, of which this rank trains a copy at this time.
+        in_use: whether there are copies, or optimizers whose states may differ between ranks.
+    """
 
     def __init__(self) -> None:
+        self.trained_alone: list[nn.Module] = []
+        self.in_use = False
         self._copies: dict[DistributedDataParallel, LocalCopy] = {}
-        self._differed = False
         # Optimizers that have equal states again. A rank without batches does not see which ones the others stepped.
         self._equal: dict[int, torch.optim.Optimizer] = {}
 
-    def __bool__(self) -> bool:
-        return self._differed
-
-    @property
-    def held(self) -> bool:
-        """Whether ranks train a model for themselves at this time."""
-        return any(copy.is_held for copy in self._copies.values())
-
     def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether ranks may have other states of one of these."""
-        return self._differed and any(id(optimizer) not in self._equal for optimizer in optimizers)
+        return self.in_use and any(id(optimizer) not in self._equal for optimizer in optimizers)
 
     def of(self, wrapped: DistributedDataParallel) -> LocalCopy:
         """The copy of a model, of now or before."""
-        self._differed = True
+        self.in_use = True
         return self._copies.setdefault(wrapped, LocalCopy(wrapped))
 
     def holds(self, wrapped: DistributedDataParallel | None) -> bool:
@@ -129,9 +122,16 @@ class LocalCopies:
         copy = None if wrapped is None else self._copies.get(wrapped)
         return copy is not None and copy.is_held
 
-    def drop(self, wrapped: DistributedDataParallel) -> None:
-        """Forget a copy that equals the others."""
+    def hold(self, wrapped: DistributedDataParallel) -> None:
+        """This rank trains its copy of a model from here on."""
+        self.of(wrapped).hold()
+        self.trained_alone.append(wrapped.module)
+
+    def release(self, wrapped: DistributedDataParallel) -> None:
+        """Reduce the gradients of a model again, and forget its copy if that equals the others."""
         copy = self._copies[wrapped]
+        copy.release()
+        self.trained_alone[:] = [model for model in self.trained_alone if model is not wrapped.module]
         if not copy.changed:
             del self._copies[wrapped]
 
@@ -161,13 +161,14 @@ class LocalCopies:
             copy.unguard()
             if not copy.is_held:
                 del self._copies[wrapped]
-        self._differed = optimizers_differ or bool(self._copies)
+        self.in_use = optimizers_differ or bool(self._copies)
 
     def clear(self) -> None:
         """Forget all."""
+        self.trained_alone.clear()
         self._copies.clear()
         self._equal.clear()
-        self._differed = False
+        self.in_use = False
 
 
 def _take_first_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
@@ -191,13 +192,20 @@ class LocalOptimizerStates(StatePart):
     """States of optimizers that each rank has of its own, since ranks trained copies of a model.
 
     Args:
-        strategy: knows whether ranks have trained so.
+        states: gives the states of optimizers.
+        copies: know whether ranks have trained so.
         optimizers: the prepared optimizers.
         named: the models with their canonical names; for a save.
     """
 
-    def __init__(self, strategy: Strategy, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> None:
-        self._strategy, self._optimizers, self._named = strategy, optimizers, named
+    def __init__(
+        self,
+        states: StateAdapter,
+        copies: LocalCopies,
+        optimizers: Sequence[Any],
+        named: Sequence[NamedModel],
+    ) -> None:
+        self._states, self._copies, self._optimizers, self._named = states, copies, optimizers, named
 
     def is_wanted(self, groups: Groups, everything: Groups) -> bool:
         """Models are copies no more once one of them is loaded."""
@@ -205,39 +213,38 @@ class LocalOptimizerStates(StatePart):
 
     def dump(self, trees: Trees) -> None:
         """A tree of this rank, where ranks have their own."""
-        unaveraged = self._strategy.unaveraged()
+        unaveraged = self._copies.changed()
         if unaveraged:
+            name = type(self._states.strategy.plain(unaveraged[0])).__name__
             raise accel_ckpt.CheckpointSaveError(
-                f"ranks train copies of {type(self._strategy.plain(unaveraged[0])).__name__} inside LocalSGD, and have "
-                "stepped since these were averaged. Save after LocalSGD.average(), or after the context"
+                f"ranks train copies of {name} inside LocalSGD, and have stepped since these were averaged. Save after "
+                "LocalSGD.average(), or after the context"
             )
         if self._differ():
             trees.own["optimizers"] = [
-                self._strategy.optimizer_state(optimizer.optimizer, self._named)["state"]
+                self._states.optimizer_state(optimizer.optimizer, self._named)["state"]
                 for optimizer in self._optimizers
             ]
 
     def _differ(self) -> bool:
-        return self._strategy.optimizers_differ([optimizer.optimizer for optimizer in self._optimizers])
+        return self._copies.optimizers_differ([optimizer.optimizer for optimizer in self._optimizers])
 
     def read(self, saved: SavedTrees) -> bool:
-        """Whether this rank continues with states of its own, which it puts in the place of the shared ones."""
+        """Whether this rank continues with states of its own, which it puts in the place of the shared ones.
+
+        Where it does not, the part of the optimizers says so.
+        """
         states = saved.known.get("optimizers")
-        if states is None or "optimizers" not in saved.groups:
-            return False
-        if not saved.same_ranks:
-            _logger.warning(
-                f"{saved.directory} holds optimizer states of each of {saved.saved_by} ranks, which LocalSGD trained "
-                f"for themselves; {saved.ranks} ranks continue with those of rank 0."
-            )
+        if states is None or "optimizers" not in saved.groups or not saved.same_ranks:
             return False
         for index, state in zip(range(len(self._optimizers)), states, strict=True):
             name = f"optimizer_{index}"
             saved.shared[name] = {**saved.shared[name], "state": state}
+        saved.known = {name: tree for name, tree in saved.known.items() if name != "optimizers"}
         return True
 
     def load(self, taken: bool, saved: SavedTrees) -> None:
-        """Tell the strategy what ranks have of their own from here on."""
+        """Note what ranks have of their own from here on."""
         if "models" in saved.groups:
             kept = "optimizers" not in saved.groups and self._differ()
-            self._strategy.state_loaded(optimizers_differ=kept or taken)
+            self._copies.loaded(optimizers_differ=kept or taken)

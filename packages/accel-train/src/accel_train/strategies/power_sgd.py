@@ -16,6 +16,7 @@ __all__ = ["PowerSGD"]
 
 _COUNTS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")
+_SAME_OPTIONS = "Use the same DistributedDataParallelKwargs as the script that saved it"
 
 
 class PowerSGD:
@@ -98,9 +99,13 @@ class PowerSGD:
         """Why a state cannot be continued with; None: it can."""
         options = saved["options"]
         if options != self._options:
-            return f"its comm_hook has the options {options}, and here they are {self._options}"
+            return (
+                f"its comm_hook has the options {options}, and here they are {self._options}. {_SAME_OPTIONS}"
+            )
         unknown = {name for names in saved["layout"].values() for name in names} - set(self._names.values())
-        return f"its comm_hook compresses {', '.join(sorted(unknown)[:5])}, not here" if unknown else None
+        if not unknown:
+            return None
+        return f"its comm_hook compresses {', '.join(sorted(unknown)[:5])}, not here. {_SAME_OPTIONS}"
 
     def load_state_dict(self, saved: Mapping[str, Any], wrapped: DistributedDataParallel) -> None:
         """Continue from what `state_dict` returned; a collective before the first backward of a model."""

@@ -24,7 +24,7 @@ _ENGINES = ("torch.distributed.", "accel_train.strategies.", "transformers.integ
 def whole_parameters(
     model: nn.Module, plain: nn.Module, device: torch.device, *, write_back: bool
 ) -> Iterator[None]:
-    """Whole parameters in the place of `DTensor`s; see `Strategy.whole_parameters`.
+    """Whole parameters in the place of `DTensor`s; see `StateAdapter.whole_parameters`.
 
     Args:
         model: the prepared model.

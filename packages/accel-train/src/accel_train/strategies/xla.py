@@ -18,8 +18,19 @@ from accel_train.mesh import Mesh
 from accel_train.plugins.xla import XlaPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
 from accel_train.strategies.gradients import average
+from accel_train.strategies.state_adapter import StateAdapter
 
-__all__ = ["XlaStrategy"]
+__all__ = ["XlaStates", "XlaStrategy"]
+
+
+class XlaStates(StateAdapter):
+    """Replicas on devices of their own."""
+
+    strategy: XlaStrategy
+
+    def keeps_replicas(self, model: nn.Module) -> bool:
+        """True of the models that the strategy prepared."""
+        return any(model is known for known in self.strategy.models)
 
 
 class XlaStrategy(Strategy):
@@ -39,11 +50,12 @@ class XlaStrategy(Strategy):
         requires=("torch_xla[tpu]>=2.9",),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
+    adapter: ClassVar[type[StateAdapter]] = XlaStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self._xla: Any = importlib.import_module("torch_xla")
-        self._models: list[nn.Module] = []
+        self.models: list[nn.Module] = []
         self._reduces = True
         self._devices = _device_mesh(options.config or XlaPlugin(), self.batch.size)
         seed_as_torch()
@@ -57,16 +69,12 @@ class XlaStrategy(Strategy):
             plain = self.plain(model)
             broadcast([tensor.data for tensor in (*plain.parameters(), *plain.buffers())])
         model = steps.compile(steps.place(model))
-        self._models.append(model)
+        self.models.append(model)
         return model
-
-    def keeps_replicas(self, model: nn.Module) -> bool:
-        """True of the models that it prepared."""
-        return any(model is known for known in self._models)
 
     def release(self) -> None:
         """Forget the models whose gradients it averages."""
-        self._models.clear()
+        self.models.clear()
 
     # One micro-batch
 
@@ -98,7 +106,7 @@ class XlaStrategy(Strategy):
         """
         super().backward(models, loss, pending=pending, kwargs=kwargs)
         if self._reduces and self.loss.size > 1:
-            trained = (p for model in self._models for p in model.parameters() if p.requires_grad)
+            trained = (p for model in self.models for p in model.parameters() if p.requires_grad)
             average(list(dict.fromkeys(trained)), self.loss)
 
     # Complete gradients

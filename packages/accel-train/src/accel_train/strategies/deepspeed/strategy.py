@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ckpt import NamedModel, Part
 from accel_state.enums import DistributedType
@@ -18,14 +17,7 @@ from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, Opti
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
-from accel_train.strategies.base import (
-    Capabilities,
-    ModelSteps,
-    Parts,
-    SavedModel,
-    StrategyOptions,
-    leaf_misfits,
-)
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
 from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import EngineGradients
@@ -37,9 +29,10 @@ from accel_train.strategies.deepspeed.placeholders import (
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
-from accel_train.strategies.engines import EngineStrategy
+from accel_train.strategies.engines import EngineStates, EngineStrategy
+from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
 
-__all__ = ["DeepSpeedStrategy"]
+__all__ = ["DeepSpeedStates", "DeepSpeedStrategy"]
 
 
 @dataclass
@@ -55,6 +48,138 @@ class _Trained:
     plugin: DeepSpeedPlugin
     groups: list[list[Tensor]]  # parameters, as the script grouped them
     watch: Watch
+
+
+class DeepSpeedStates(EngineStates):
+    """What DeepSpeed's engines hold: parts of flat partitions, and float32 copies of what is trained in 16 bits."""
+
+    strategy: DeepSpeedStrategy
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds: in float32 where the optimizer updates float32 copies.
+
+        Raises:
+            NotAvailableError: layers are divided by DeepSpeed's tensor parallelism.
+        """
+        item = self.strategy.of_model(model)
+        if item is not None:
+            if _divides_layers(item):
+                raise NotAvailableError(
+                    f"tensor_parallel.autotp_size={_layer_parts(item.plugin)} in {item.plugin.hf_ds_config.origin} "
+                    "divides layers in ways that only DeepSpeed knows, so save_state and load_state cannot save or "
+                    "load them. Use save_checkpoint() and load_checkpoint() of the prepared model, or, below stage 3, "
+                    "save_model() for whole weights."
+                )
+            return item.state.model_state(named)
+        if any(
+            self.strategy.plain(engine) is self.strategy.plain(model) for engine in self.strategy.evaluated
+        ):
+            return _frozen_state(named or NamedModel(self.strategy.plain(model)))
+        return super().model_state(model, named)
+
+    def is_divided(self, model: nn.Module) -> bool:
+        """Whether this rank holds less than all of a prepared model."""
+        item = self.strategy.of_model(model)
+        return (item is not None and _divides_layers(item)) or super().is_divided(model)
+
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
+        item = self.strategy.of_model(model)
+        if item is not None and _divides_layers(item) and item.state.stage < 3:
+            return gathered_layers(item.model)
+        if item is None or not item.state.is_low:
+            return self.model_state(model)
+        if item.state.stage == 3:
+            if not item.plugin.zero3_save_16bit_model:
+                return self.model_state(model)
+            dtypes = {name: p.dtype for name, p in NamedModel(item.model).parameters().items()}
+            state = self.model_state(model)
+            return {
+                name: _cast(leaf, dtypes[name]) if name in dtypes else leaf for name, leaf in state.items()
+            }
+        return NamedModel(item.model).state_dict()
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a model."""
+        item = self.strategy.of_model(model)
+        if item is None or not item.state.is_divided:
+            return super().misfits(model, weights, strict)
+        return leaf_misfits(self.model_state(model), weights, strict)
+
+    @contextmanager
+    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
+        """Stage 3's own `GatheredParameters`, to read; calls of the model are still made by all ranks together.
+
+        Raises:
+            PrepareError: values would have to be written to the copies that the engine's optimizer updates.
+        """
+        item = self.strategy.of_model(model)
+        if item is None:
+            with super().whole_parameters(model, write_back=write_back):
+                yield
+            return
+        if write_back or _divides_layers(item):
+            raise PrepareError(
+                "whole_parameters() under DeepSpeed gathers what ZeRO divides, to be read. Written values would not "
+                "reach the float32 copies of its optimizer, and its tensor parallelism is not gathered. Leave "
+                "write_back out, or change a saved state and load it with load_state()."
+            )
+        if item.state.stage < 3:
+            yield
+            return
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters(list(item.model.parameters())):
+            yield
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
+        item = self.strategy.of_model(model)
+        if item is None:
+            super().load_model_state(model, weights, strict)
+            return
+        named = NamedModel(item.model)
+        parameters = named.parameters()
+        about = weights.about
+        buffers = {
+            name: buffer
+            for name, buffer in named.state_dict().items()
+            if name not in parameters and name in about and isinstance(buffer, Tensor)
+        }
+        if buffers:
+            weights.fill(buffers)
+        known = {name: parameter for name, parameter in parameters.items() if name in about}
+        with torch.no_grad():
+            item.state.load_model_state(lambda name, leaf: weights.fill({name: leaf}), known)
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """An optimizer's state by parameter name; leaves as in `model_state`."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            return super().optimizer_state(optimizer, models)
+        return item.state.optimizer_state(models)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            super().check_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.check_optimizer_state(tree, models)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Put an optimizer's state back; whole tensors are divided as the engine divides them."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            super().load_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.load_optimizer_state(tree, models)
 
 
 class DeepSpeedStrategy(EngineStrategy[_Trained]):
@@ -78,13 +203,14 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
     stepper: ClassVar[str] = "DeepSpeed's engine"
+    adapter: ClassVar[type[StateAdapter]] = DeepSpeedStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         config = options.config or DeepSpeedPlugin()
         self.plugins = config if isinstance(config, DeepSpeedPlugins) else DeepSpeedPlugins({"": config})
         check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
-        self._evaluated: list[Any] = []  # engines without optimizer
+        self.evaluated: list[Any] = []  # engines without optimizer
         for name, plugin in self.plugins.plugins.items():
             if plugin.launched_precision not in (None, self.precision.name):
                 raise IncompatibleOptionsError(
@@ -214,7 +340,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             for section in ("optimizer", "scheduler"):
                 config.pop(section, None)
             engine = make_engine(self.options.device, model=plain, config=config)
-            self._evaluated.append(engine)
+            self.evaluated.append(engine)
             self.plugin.tell_of_divided_models()
             Watch(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
@@ -230,7 +356,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside DeepSpeed's engine."""
-        engines = [*(item.engine for item in self.made), *self._evaluated]
+        engines = [*(item.engine for item in self.made), *self.evaluated]
         return model.module if any(model is engine for engine in engines) else model  # type: ignore[return-value]
 
     def release(self) -> None:
@@ -238,7 +364,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         for item in self.made:
             item.engine.destroy()
         self.made.clear()
-        self._evaluated.clear()
+        self.evaluated.clear()
         for plugin in self.plugins.plugins.values():
             if not plugin.zero3_init_flag:
                 plugin.unset_deepspeed_weakref()
@@ -338,132 +464,6 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             else:
                 item.gradients.limit(clip_value)
 
-    # State
-
-    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds: in float32 where the optimizer updates float32 copies.
-
-        Raises:
-            NotAvailableError: layers are divided by DeepSpeed's tensor parallelism.
-        """
-        item = self.of_model(model)
-        if item is not None:
-            if _divides_layers(item):
-                raise NotAvailableError(
-                    f"tensor_parallel.autotp_size={_layer_parts(item.plugin)} in {item.plugin.hf_ds_config.origin} "
-                    "divides layers in ways that only DeepSpeed knows, so save_state and load_state cannot save or "
-                    "load them. Use save_checkpoint() and load_checkpoint() of the prepared model, or, below stage 3, "
-                    "save_model() for whole weights."
-                )
-            return item.state.model_state(named)
-        if any(self.plain(engine) is self.plain(model) for engine in self._evaluated):
-            return _frozen_state(named or NamedModel(self.plain(model)))
-        return super().model_state(model, named)
-
-    def is_divided(self, model: nn.Module) -> bool:
-        """Whether this rank holds less than all of a prepared model."""
-        item = self.of_model(model)
-        return (item is not None and _divides_layers(item)) or super().is_divided(model)
-
-    def exported_state(self, model: nn.Module) -> dict[str, Any]:
-        """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
-        item = self.of_model(model)
-        if item is not None and _divides_layers(item) and item.state.stage < 3:
-            return gathered_layers(item.model)
-        if item is None or not item.state.is_low:
-            return self.model_state(model)
-        if item.state.stage == 3:
-            if not item.plugin.zero3_save_16bit_model:
-                return self.model_state(model)
-            dtypes = {name: p.dtype for name, p in NamedModel(item.model).parameters().items()}
-            state = self.model_state(model)
-            return {
-                name: _cast(leaf, dtypes[name]) if name in dtypes else leaf for name, leaf in state.items()
-            }
-        return NamedModel(item.model).state_dict()
-
-    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a model."""
-        item = self.of_model(model)
-        if item is None or not item.state.is_divided:
-            return super().misfits(model, weights, strict)
-        return leaf_misfits(self.model_state(model), weights, strict)
-
-    @contextmanager
-    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
-        """Stage 3's own `GatheredParameters`, to read; calls of the model are still made by all ranks together.
-
-        Raises:
-            PrepareError: values would have to be written to the copies that the engine's optimizer updates.
-        """
-        item = self.of_model(model)
-        if item is None:
-            with super().whole_parameters(model, write_back=write_back):
-                yield
-            return
-        if write_back or _divides_layers(item):
-            raise PrepareError(
-                "whole_parameters() under DeepSpeed gathers what ZeRO divides, to be read. Written values would not "
-                "reach the float32 copies of its optimizer, and its tensor parallelism is not gathered. Leave "
-                "write_back out, or change a saved state and load it with load_state()."
-            )
-        if item.state.stage < 3:
-            yield
-            return
-        from deepspeed.zero import GatheredParameters
-
-        with GatheredParameters(list(item.model.parameters())):
-            yield
-
-    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
-        item = self.of_model(model)
-        if item is None:
-            super().load_model_state(model, weights, strict)
-            return
-        named = NamedModel(item.model)
-        parameters = named.parameters()
-        about = weights.about
-        buffers = {
-            name: buffer
-            for name, buffer in named.state_dict().items()
-            if name not in parameters and name in about and isinstance(buffer, Tensor)
-        }
-        if buffers:
-            weights.fill(buffers)
-        known = {name: parameter for name, parameter in parameters.items() if name in about}
-        with torch.no_grad():
-            item.state.load_model_state(lambda name, leaf: weights.fill({name: leaf}), known)
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
-    ) -> Any:
-        """An optimizer's state by parameter name; leaves as in `model_state`."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            return super().optimizer_state(optimizer, models)
-        return item.state.optimizer_state(models)
-
-    def check_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Check that `load_optimizer_state` can load a state."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            super().check_optimizer_state(optimizer, tree, models)
-        else:
-            item.state.check_optimizer_state(tree, models)
-
-    def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Put an optimizer's state back; whole tensors are divided as the engine divides them."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            super().load_optimizer_state(optimizer, tree, models)
-        else:
-            item.state.load_optimizer_state(tree, models)
-
 
 def _layer_parts(plugin: DeepSpeedPlugin) -> int:
     """In how many parts DeepSpeed's own tensor parallelism divides layers."""
@@ -525,17 +525,14 @@ def _in_graph(loss: Tensor, trained: Sequence[_Trained]) -> list[_Trained]:
 
 
 def _scheduler_of(made: _Trained, given: Any) -> Any:
-    """A scheduler of the optimizer that was prepared, made to change the engine's; others as they are."""
-    was = made.given
-    if isinstance(given, DummyScheduler) and given.optimizer is was:
+    """The scheduler of the engine for a placeholder; others as they are."""
+    if isinstance(given, DummyScheduler) and given.optimizer is made.given:
         if made.engine.lr_scheduler is None:
             raise IncompatibleOptionsError(
                 "DummyScheduler stands for the section 'scheduler' of the DeepSpeed configuration, and the engine has "
                 "made none."
             )
         return EngineScheduler(made.engine.lr_scheduler)
-    if isinstance(given, LRScheduler) and given.optimizer is was and was is not made.optimizer:
-        given.optimizer = made.optimizer
     return given
 
 

@@ -20,7 +20,7 @@ from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import FullyShardedDataParallelPlugin
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, SavedModel, Strategy, StrategyOptions
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
@@ -40,11 +40,21 @@ from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import check_kinds, link_parts
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
+from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.wrappers import is_sharded_by_script
 
-__all__ = ["FSDP2Strategy"]
+__all__ = ["FSDP2States", "FSDP2Strategy"]
 
 _logger = get_logger(__name__)
+
+
+class FSDP2States(StateAdapter):
+    """Parameters and states of optimizers as `DTensor`s."""
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights for which `misfits` found nothing; what the precision derived from the old ones is dropped."""
+        super().load_model_state(model, weights, strict)
+        self.strategy.precision.values_changed(self.strategy.plain(model))
 
 
 class FSDP2Strategy(Strategy):
@@ -58,6 +68,7 @@ class FSDP2Strategy(Strategy):
         dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
+    adapter: ClassVar[type[StateAdapter]] = FSDP2States
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
@@ -299,11 +310,6 @@ class FSDP2Strategy(Strategy):
         if self._checked.get(optimizer) != _size(optimizer):
             self._check_optimizer(optimizer)
         return super().step(optimizer, closure)
-
-    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights for which `misfits` found nothing; what the precision derived from the old ones is dropped."""
-        super().load_model_state(model, weights, strict)
-        self.precision.values_changed(self.plain(model))
 
     def is_outdated(self, model: nn.Module) -> bool:
         """Never: offloaded parameters are on another device than buffers, and `Watch` finds those that were added."""

@@ -15,15 +15,8 @@ from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, Opti
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.plugins import MegatronLMPlugin
-from accel_train.strategies.base import (
-    Capabilities,
-    ModelSteps,
-    Parts,
-    SavedModel,
-    StrategyOptions,
-    leaf_misfits,
-)
-from accel_train.strategies.engines import EngineStrategy
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
+from accel_train.strategies.engines import EngineStates, EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
 from accel_train.strategies.megatron.engine import MegatronEngine
 from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
@@ -36,8 +29,9 @@ from accel_train.strategies.megatron.runtime import (
     start,
 )
 from accel_train.strategies.megatron.state import EngineState
+from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
 
-__all__ = ["MegatronStrategy"]
+__all__ = ["MegatronStates", "MegatronStrategy"]
 
 
 @dataclass
@@ -50,6 +44,74 @@ class _Trained:
     optimizer: torch.optim.Optimizer | None = None
     gradients: EngineGradients | None = None
     groups: list[list[Tensor]] | None = None
+
+
+class MegatronStates(EngineStates):
+    """What this rank's stage holds, under the names of the script's model."""
+
+    strategy: MegatronStrategy
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds, by the names of the script's model; in float32 where the optimizer updates that."""
+        item = self.strategy.of_model(model)
+        return super().model_state(model, named) if item is None else item.state.model_state()
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a model."""
+        item = self.strategy.of_model(model)
+        if item is None:
+            return super().misfits(model, weights, strict)
+        own = item.state.model_state()
+        return leaf_misfits(own, weights, strict, own.keys() - _without_tied(own, weights.about).keys())
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights; each rank reads what it holds."""
+        item = self.strategy.of_model(model)
+        if item is None:
+            super().load_model_state(model, weights, strict)
+            return
+        own = _without_tied(item.state.model_state(), weights.about)
+        with torch.no_grad():
+            weights.fill({name: leaf for name, leaf in own.items() if name in weights.about})
+        item.state.after_loading()
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """An optimizer's state by parameter name; without its tensors if the plugin says `no_save_optim`."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            return super().optimizer_state(optimizer, models)
+        return item.state.optimizer_state(optimizer, saves=not self.strategy.plugin.no_save_optim)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            super().check_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.check_optimizer_state(tree, loads=not self.strategy.plugin.no_load_optim)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Put an optimizer's state back, unless the plugin says `no_load_optim`."""
+        item = self.strategy.of_optimizer(optimizer)
+        if item is None:
+            super().load_optimizer_state(optimizer, tree, models)
+        elif not self.strategy.plugin.no_load_optim:
+            item.state.load_optimizer_state(optimizer, tree)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """The generators by which this rank drops elements of what it divides."""
+        return {} if self.strategy.of_model(model) is None else {"random_states": random_states()}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+        if self.strategy.of_model(model) is not None:
+            restore_random_states(state.get("random_states", {}))
 
 
 class MegatronStrategy(EngineStrategy[_Trained]):
@@ -73,6 +135,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
     stepper: ClassVar[str] = "Megatron's optimizer"
+    adapter: ClassVar[type[StateAdapter]] = MegatronStates
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
@@ -303,70 +366,6 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         found = self._clipped(parameters)
         if found is not None:
             found.limit(clip_value)
-
-    # State
-
-    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds, by the names of the script's model; in float32 where the optimizer updates that."""
-        item = self.of_model(model)
-        return super().model_state(model, named) if item is None else item.state.model_state()
-
-    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a model."""
-        item = self.of_model(model)
-        if item is None:
-            return super().misfits(model, weights, strict)
-        own = item.state.model_state()
-        return leaf_misfits(own, weights, strict, own.keys() - _without_tied(own, weights.about).keys())
-
-    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights; each rank reads what it holds."""
-        item = self.of_model(model)
-        if item is None:
-            super().load_model_state(model, weights, strict)
-            return
-        own = _without_tied(item.state.model_state(), weights.about)
-        with torch.no_grad():
-            weights.fill({name: leaf for name, leaf in own.items() if name in weights.about})
-        item.state.after_loading()
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
-    ) -> Any:
-        """An optimizer's state by parameter name; without its tensors if the plugin says `no_save_optim`."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            return super().optimizer_state(optimizer, models)
-        return item.state.optimizer_state(optimizer, saves=not self.plugin.no_save_optim)
-
-    def check_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Check that `load_optimizer_state` can load a state."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            super().check_optimizer_state(optimizer, tree, models)
-        else:
-            item.state.check_optimizer_state(tree, loads=not self.plugin.no_load_optim)
-
-    def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Put an optimizer's state back, unless the plugin says `no_load_optim`."""
-        item = self.of_optimizer(optimizer)
-        if item is None:
-            super().load_optimizer_state(optimizer, tree, models)
-        elif not self.plugin.no_load_optim:
-            item.state.load_optimizer_state(optimizer, tree)
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """The generators by which this rank drops elements of what it divides."""
-        return {} if self.of_model(model) is None else {"random_states": random_states()}
-
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
-        if self.of_model(model) is not None:
-            restore_random_states(state.get("random_states", {}))
 
 
 def _without_tied(own: dict[str, Any], about: Any) -> dict[str, Any]:

@@ -1,0 +1,368 @@
+"""What the state of a strategy is, and how it is saved and loaded.
+
+`StateAdapter` is for models and optimizers of plain PyTorch, with `DTensor`s among them. A strategy whose engine
+keeps them otherwise names a subclass of it as `Strategy.adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import accel_ckpt
+from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
+from accel_ckpt.modules.versions import versions_of, with_versions
+from accel_ckpt.parts import fill_part, is_divided, is_leaf, shape_of
+from accel_ckpt.tensor_storage import why_not_plain
+from accel_ckpt.training.optimizers import steps_only
+from accel_train.errors import PrepareError
+from accel_train.state_part import StatePart
+from accel_train.strategies.whole import whole_parameters
+
+__all__ = ["Adapted", "SavedModel", "StateAdapter", "full_state_dict", "leaf_misfits"]
+
+
+class SavedModel(Protocol):
+    """The saved weights of one model, by canonical name."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is known without reading values: of tensors shape and dtype; other entries as they are."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The whole state dict; tensors may be views of files."""
+        ...
+
+    def check(self, targets: Mapping[str, Any]) -> None:
+        """Check that `fill` can fill these, and the files that this rank reads for it; changes nothing."""
+        ...
+
+    def fill(self, targets: Mapping[str, Any]) -> None:
+        """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with what this rank holds of each."""
+        ...
+
+
+class _Options(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+class _Precision(Protocol):
+    def values_changed(self, model: nn.Module) -> None: ...
+
+
+class Adapted(Protocol):
+    """What an adapter asks of its strategy."""
+
+    name: ClassVar[str]
+
+    @property
+    def options(self) -> _Options:
+        """Has the device of this rank."""
+        ...
+
+    @property
+    def precision(self) -> _Precision:
+        """Is told of values that an optimizer's step did not give."""
+        ...
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """The script's own module inside a prepared one."""
+        ...
+
+
+class StateAdapter:
+    """What this rank holds of prepared models and optimizers, named as in the script's own model.
+
+    The leaves of a state are whole tensors, `DTensor`s, `accel_ckpt.Part`s, or lists of the parts of one tensor. Each
+    rank gives what it holds. The state of the leading rank (0, or the first of each node) says which tensors there are,
+    so it lists also those that it does not hold, as `Part.nothing(shape, dtype)`; what only another rank lists is an
+    error of the save.
+
+    Attributes:
+        strategy: whose models and optimizers these are.
+    """
+
+    #: What tensors in `window_state` are, as messages call them.
+    window_tensors: ClassVar[str] = "tensors of an engine"
+
+    def __init__(self, strategy: Adapted) -> None:
+        self.strategy = strategy
+
+    # Models
+
+    def keeps_replicas(self, model: nn.Module) -> bool:
+        """Whether all ranks hold the same values of all parameters of a prepared model.
+
+        Ranks then share out the writing, are compared for drift, and the main process may save alone. It is also taken
+        for the states of optimizers that step such models, unless `replicated_optimizers` says otherwise.
+        """
+        return False
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
+
+        Args:
+            model: the prepared model.
+            named: its module, whose canonical names are worked out already.
+        """
+        return (named or NamedModel(self.strategy.plain(model))).state_dict()
+
+    def is_divided(self, model: nn.Module) -> bool:
+        """Whether this rank holds less than all of a prepared model."""
+        return any(is_divided(leaf) for leaf in self.model_state(model).values())
+
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """What files of the model alone hold: as `model_state`, in the dtype that others are to read."""
+        return self.model_state(model)
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a prepared model; reads and checks what loading will read.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        own = self.model_state(model)
+        if not any(is_divided(leaf) for leaf in own.values()):
+            return misfits(self.strategy.plain(model), weights.whole(), strict)
+        return leaf_misfits(own, weights, strict)
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights for which `misfits` found nothing; each rank reads what it holds."""
+        plain, own = self.strategy.plain(model), self.model_state(model)
+        if not any(is_divided(leaf) for leaf in own.values()):
+            _load_whole(plain, weights.whole(), strict)
+            return
+        about = weights.about
+        if any(loads_by_itself(child) for child in plain.modules()):
+            _load_translated(plain, own, weights, strict)
+            return
+        weights.fill({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+        extra = {name: about[name] for name, leaf in own.items() if not is_leaf(leaf) and name in about}
+        if extra:
+            plain.load_state_dict(under_own_names(plain, extra), strict=False)
+
+    @contextmanager
+    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
+        """Context in which every rank has the whole parameters of a prepared model, and calls it alone. Collective.
+
+        Args:
+            model: the prepared model.
+            write_back: keep rank 0's values, on all ranks; False: drop what is written to what was divided.
+
+        Raises:
+            PrepareError: an engine holds parts that are no `DTensor`s.
+        """
+        plain = self.strategy.plain(model)
+        held = self.model_state(model).values()
+        if any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held):
+            raise PrepareError(
+                f"The engine of the strategy {self.strategy.name!r} holds the parameters of {type(plain).__name__} in "
+                "parts of its own, so whole_parameters() cannot put whole ones in their place. Read them with "
+                "get_state_dict(), and write them with save_state() and load_state()."
+            )
+        with whole_parameters(model, plain, self.strategy.options.device, write_back=write_back):
+            yield
+        if write_back:
+            self.strategy.precision.values_changed(plain)
+
+    # Optimizers; all take the script's optimizer, without wrapper, as `Strategy.prepare` returned it
+
+    def replicated_optimizers(
+        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
+    ) -> list[int]:
+        """Which optimizers, by their places, have the same states on all ranks.
+
+        Here those that step nothing but models of which `keeps_replicas` is true. A strategy that divides the states of
+        replicas among ranks, as ZeRO does in stage 1, returns none.
+
+        Args:
+            optimizers: the prepared ones, without wrappers.
+            models: the prepared models.
+        """
+        alike = [model for model in models if self.keeps_replicas(model)]
+        return [place for place, optimizer in enumerate(optimizers) if steps_only(optimizer, alike)]
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The parameters of each group as the script made it; an engine may have emptied or changed the groups."""
+        return [list(group["params"]) for group in optimizer.param_groups]
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """An optimizer's state by parameter name; leaves as in `model_state`.
+
+        Calls `optimizer.state_dict()`. An optimizer that refuses that, or gives something else, needs an override.
+        """
+        return accel_ckpt.optimizer_state_by_name(optimizer, models)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state; changes nothing.
+
+        Raises:
+            StateMismatchError: it is of other parameters, groups or classes.
+            CorruptCheckpointError: a file that this rank reads is not what was written.
+        """
+        accel_ckpt.check_optimizer_state(optimizer, tree, models)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Go back to what `optimizer_state` returned; whole tensors are divided as the live ones are."""
+        accel_ckpt.load_optimizer_state(optimizer, tree, models)
+
+    # What a rank has of its own
+
+    def parts(self, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> list[StatePart]:
+        """Further kinds of state that the strategy brings, restored before optimizers.
+
+        Args:
+            optimizers: the prepared optimizers, with their wrappers.
+            named: the prepared models with their canonical names.
+        """
+        return []
+
+    def needs_all_ranks(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> str | None:
+        """Why the main process cannot save alone; None: it may. Asked before anything is collected.
+
+        It continues "save_state() was called on the main process only, ", and says what to do.
+        """
+        divided = next((model for model in models if self.is_divided(model)), None)
+        if divided is None:
+            return None
+        return (
+            f"but the strategy {self.strategy.name!r} divides the model {type(self.strategy.plain(divided)).__name__} "
+            "among processes, and each saves its part. Call save_state() on all processes: move it out of `if "
+            "accelerator.is_main_process:`."
+        )
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
+        return False
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
+        return {}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """Why what `window_state` returned in another run cannot be loaded; None: it can."""
+        return None
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+
+
+def full_state_dict(states: StateAdapter, model: nn.Module) -> dict[str, Any]:
+    """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts.
+
+    What ranks hold parts of is gathered to host memory, one tensor after the other.
+    """
+    state = states.exported_state(model)
+    whole = {
+        name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
+    }
+    return with_versions(whole, versions_of(state))
+
+
+def _load_translated(model: nn.Module, own: Mapping[str, Any], weights: SavedModel, strict: bool) -> None:
+    """Load weights that modules translate, from tensors divided as those are that their state dict gives."""
+    about = weights.about
+    state = {
+        name: torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in own.items()
+        if name in about
+    }
+    weights.fill({name: leaf for name, leaf in state.items() if is_leaf(leaf)})
+    state |= {name: value for name, value in about.items() if not is_leaf(state.get(name))}
+    state = with_versions(state, versions_of(about))
+    model.load_state_dict(under_own_names(model, state), strict=strict)
+
+
+def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    """Load a whole state dict by canonical name.
+
+    What modules save but do not load, as 4-bit layers their format, is filled in place. torch's ``load_state_dict``
+    goes through all names once per module, so a model whose modules only copy is filled without it.
+    """
+    own = None if any(map(loads_by_itself, model.modules())) else _own_tensors(model)
+    if own is not None and own.keys() == weights.keys():
+        for name, value in weights.items():
+            fill_part(own[name], value)
+        return
+    state = under_own_names(model, weights)
+    formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
+    loaded = {name: value for name, value in state.items() if name not in formats}
+    model.load_state_dict(with_versions(loaded, versions_of(state)), strict=strict)
+    kept = model.state_dict() if formats else {}
+    with torch.no_grad():
+        for name in formats & kept.keys():
+            kept[name].copy_(state[name])
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """What a state dict that is loaded goes to, by canonical name; ``None`` where it is more than plain tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for _, canonical, module in prefixed_modules(model):
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is None or leaf in module._non_persistent_buffers_set:
+                    continue
+                if tensor.is_meta or why_not_plain(tensor) is not None:
+                    return None
+                found[canonical + leaf] = tensor
+    return found
+
+
+def _parameter_of(model: nn.Module, name: str) -> Any:
+    """The parameter that an entry of a state dict below a parameter's name describes."""
+    module: Any = model
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        parameter = module._parameters.get(part)
+        if parameter is not None:
+            return parameter if place + 1 < len(parts) else None
+        module = module._modules.get(part)
+        if module is None:
+            return None
+    return None
+
+
+def leaf_misfits(
+    own: Mapping[str, Any], weights: SavedModel, strict: bool, aliases: Collection[str] = ()
+) -> list[str]:
+    """Why saved weights do not fit what a rank holds; if they fit, reads and checks what loading will read.
+
+    Args:
+        own: what `StateAdapter.model_state` returns.
+        weights: the saved ones.
+        strict: whether both must have the same names.
+        aliases: names in `own` of tensors that `weights` has under another name.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written.
+    """
+    about = weights.about
+    shapes = [
+        f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
+        for name, leaf in own.items()
+        if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
+    ]
+    problems = [listed(shapes)] if shapes else []
+    if strict:
+        missing, unknown = own.keys() - about.keys() - set(aliases), about.keys() - own.keys()
+        for where, names in (("there", missing), ("here", unknown)):
+            problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+    if not problems:
+        weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+    return problems
