@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class BoundOption:
     """An option of a root: its declaration and all its names.
 
@@ -39,7 +39,7 @@ class BoundOption:
         option_type: how values are read and written.
         default: value if it is not set.
         file_key: key of its mapping in a file; None: the top level.
-        keys: accepted keys in that mapping; the first is written.
+        prefix: of its section, in flags and keys.
         flags: accepted flags, with their dashes; the first is written.
         variables: its environment variables; empty: it has none.
     """
@@ -52,9 +52,21 @@ class BoundOption:
     option_type: OptionType
     default: Any
     file_key: str | None
-    keys: tuple[str, ...]
+    prefix: str
     flags: tuple[str, ...]
     variables: tuple[str, ...]
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Accepted keys in its mapping in a file; the first is written. Ranks read no files."""
+        if not self.about.in_file:
+            return ()
+        forms = [self.about.key or self.about.name or self.prefix + self.attribute, *self.about.keys]
+        if self.prefix:
+            # Accelerate adds a section's prefix to keys without it, so both forms are in use.
+            bare = [form.removeprefix(self.prefix) for form in forms]
+            forms += [*bare, *[self.prefix + form for form in bare]]
+        return tuple(dict.fromkeys(forms))
 
     @property
     def carriers(self) -> frozenset[Carrier]:
@@ -177,14 +189,33 @@ class Schema:
         return {cls.file_key: name for name, cls in self.sections.items() if cls.file_key is not None}
 
     def _bind(self, root: type[Section]) -> list[BoundOption]:
-        options = []
+        fields: list[tuple[str, type[Section], dataclasses.Field[Any]]] = []
         for field in dataclasses.fields(root):
             section: Any = field.default_factory
             if isinstance(section, type) and issubclass(section, Section):
                 self.sections[field.name] = section
-                options += [_bound(inner, field.name, section) for inner in dataclasses.fields(section)]
+                fields += [(field.name, section, inner) for inner in dataclasses.fields(section)]
             else:
-                options.append(_bound(field, "", root))
+                fields.append(("", root, field))
+        options = []
+        for name, cls, field in fields:
+            about: Option = field.metadata["option"]
+            flags = (f"--{about.name or cls.prefix + field.name}", *about.flags) if about.in_flags else ()
+            variables = (cls.env_prefix + field.name.upper(),) if cls.env_prefix else ()
+            bound = BoundOption(
+                path=f"{name}.{field.name}" if name else field.name,
+                section=name,
+                attribute=field.name,
+                title=cls.title,
+                about=about,
+                option_type=option_type_of(str(field.type), comma_list=about.comma_list),
+                default=field.default,
+                file_key=cls.file_key,
+                prefix=cls.prefix,
+                flags=flags,
+                variables=variables if about.env is None else about.env,
+            )
+            options.append(bound)
         return options
 
 
@@ -248,34 +279,6 @@ def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
     near = nearest(name, known)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return UnknownKeyError(f"{what} {name} does not exist{hint}")
-
-
-def _bound(field: dataclasses.Field[Any], section: str, cls: type[Section]) -> BoundOption:
-    about: Option = field.metadata["option"]
-    name = about.name or cls.prefix + field.name
-    key = about.key or name
-    # Accelerate adds a section's prefix to keys without it, so both forms are in use.
-    forms = [key, *about.keys]
-    if cls.prefix:
-        bare = [form.removeprefix(cls.prefix) for form in forms]
-        forms += [*bare, *[cls.prefix + form for form in bare]]
-    if about.env is not None:
-        variables = about.env
-    else:
-        variables = (cls.env_prefix + field.name.upper(),) if cls.env_prefix else ()
-    return BoundOption(
-        path=f"{section}.{field.name}" if section else field.name,
-        section=section,
-        attribute=field.name,
-        title=cls.title,
-        about=about,
-        option_type=option_type_of(str(field.type), comma_list=about.comma_list),
-        default=field.default,
-        file_key=cls.file_key,
-        keys=tuple(dict.fromkeys(forms)) if about.in_file else (),
-        flags=(f"--{name}", *about.flags) if about.in_flags else (),
-        variables=variables,
-    )
 
 
 def _limits(low: float | None, high: float | None) -> str:

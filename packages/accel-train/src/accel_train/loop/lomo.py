@@ -29,6 +29,8 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "has
 
 def is_lomo(optimizer: object) -> bool:
     """Whether it is an optimizer of lomo-optim; asked by name, so that nothing is imported."""
+    if "lomo_optim" not in sys.modules:
+        return False
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 

@@ -73,17 +73,17 @@ class _Objects:
         self._new: dict[int, nn.Module] = {}  # models that are prepared in this call
         self._outdated: list[nn.Module] = []  # models that were prepared before, and are again
         self._fresh: list[int] = []  # optimizers that are prepared in this call
+        self._optimizers = [n for n, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)]
+        self._loaders = [n for n, item in enumerate(objects) if isinstance(item, DataLoader)]
+        self._schedulers = [n for n, item in enumerate(objects) if isinstance(item, LRScheduler)]
         self.results = objects
-
-    def _of_kind(self, kind: type) -> list[int]:
-        return [place for place, item in enumerate(self.results) if isinstance(item, kind)]
 
     def check(self) -> None:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
-        self._models = {place: self.results[place] for place in self._of_kind(nn.Module)}
+        self._models = {n: item for n, item in enumerate(self.results) if isinstance(item, nn.Module)}
         self._find_new_models()
         seen = {id(own) for known in self._here.optimizers for own in (known.optimizer, known.given)}
-        for place in self._of_kind(torch.optim.Optimizer):
+        for place in self._optimizers:
             inner = id(_inner(self.results[place]))
             if inner not in seen:
                 seen.add(inner)
@@ -94,16 +94,14 @@ class _Objects:
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
         models = [model for model in self._new.values() if self._strategy.needs_all_ranks(model)]
-        loaders = [
-            item for place in self._of_kind(DataLoader) if _is_new(self._here, item := self.results[place])
-        ]
+        loaders = [item for place in self._loaders if _is_new(self._here, item := self.results[place])]
         if models or loaders:
             names = [type(item).__name__ for item in (*models, *loaders)]
             _meet(self._here, "prepare", names, shared=bool(models))
 
     def loaders(self) -> None:
         new: list[Any] = []
-        for place in self._of_kind(DataLoader):
+        for place in self._loaders:
             given = self.results[place]
             self.results[place] = _own_part(self._here, given, self._placed[place])
             if self.results[place] is not given:
@@ -111,14 +109,16 @@ class _Objects:
         check_lengths(self._strategy.batch, new)
 
     def models_and_optimizers(self) -> None:
+        if not (self._models or self._optimizers or self._schedulers):
+            return
         here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh
         known = {id(scheduler) for scheduler in here.schedulers}
-        schedulers = [place for place in self._of_kind(LRScheduler) if id(self.results[place]) not in known]
+        schedulers = [place for place in self._schedulers if id(self.results[place]) not in known]
         parts = Parts(
             models=list(new.values()),
             optimizers=[_inner(self.results[place]) for place in fresh],
             schedulers=[self.results[place] for place in schedulers],
-            loaders=[self.results[place] for place in self._of_kind(DataLoader)],
+            loaders=[self.results[place] for place in self._loaders],
             schedule_steps=_schedule_steps(here),
         )
         if new or fresh or parts.schedulers:
@@ -137,7 +137,7 @@ class _Objects:
         for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
             self.results[place] = scheduler
         wrapped = {id(own): known for known in here.optimizers for own in (known.given, known.optimizer)}
-        for place in self._of_kind(torch.optim.Optimizer):
+        for place in self._optimizers:
             self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
         for place, model in self._models.items():
             if place not in new:
@@ -257,8 +257,9 @@ class _Objects:
         return wrapped
 
     def schedulers(self) -> None:
-        for place in self._of_kind(LRScheduler):
-            self.results[place] = prepare_scheduler(self._here, self.results[place])
+        for place in self._schedulers:
+            if isinstance(self.results[place], LRScheduler):  # an engine may give something of its own
+                self.results[place] = prepare_scheduler(self._here, self.results[place])
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

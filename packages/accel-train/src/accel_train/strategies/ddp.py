@@ -125,10 +125,10 @@ class DDPStrategy(Strategy):
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Wrap each model; gradients that several reduce are no views of the buckets of one."""
-        times = Counter(
-            id(parameter) for model in parts.models for parameter in self.plain(model).parameters()
-        )
-        self._shared = {number for number, count in times.items() if count > 1}
+        self._shared = set()
+        if len(parts.models) > 1:
+            times = Counter(id(p) for model in parts.models for p in self.plain(model).parameters())
+            self._shared = {number for number, count in times.items() if count > 1}
         return super().prepare(parts, steps)
 
     def needs_all_ranks(self, model: nn.Module) -> bool:

@@ -61,6 +61,8 @@ class Replaced:
             PrepareError: it holds a replaced parameter whose successor is gone, or state that cannot be divided as the
                 new parameter is. Nothing is changed then.
         """
+        if not self._found:
+            return
         linked: list[tuple[Any, int, Tensor, Tensor]] = []
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -105,7 +107,7 @@ def followed(
     yield
     for named, model in zip(before, prepared(), strict=True):
         now = list(model.named_parameters(remove_duplicate=False))
-        if len(now) == len(named) and all(new is old for (_, new), (_, old) in zip(now, named, strict=True)):
+        if [(name, id(new)) for name, new in now] == [(name, id(old)) for name, old in named]:
             continue  # as most strategies leave it
         after = accel_ckpt.canonical_state_dict(dict(now), model)
         for name, old in accel_ckpt.canonical_state_dict(dict(named)).items():

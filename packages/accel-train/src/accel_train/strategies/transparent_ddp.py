@@ -23,7 +23,8 @@ class TransparentDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, averages=True, is_built=True)
+        self.__dict__.update(armed=False, averages=True)
+        self.__class__ = _WritesThrough  # not before, because DDP sets dozens of attributes of its own
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -49,10 +50,13 @@ class TransparentDDP(DistributedDataParallel):
                 raise
         return getattr(self.module, name)
 
+
+class _WritesThrough(TransparentDDP):
+    """A wrapper that is built."""
+
     def __setattr__(self, name: str, value: Any) -> None:
         """What only the model has is set there: on the wrapper it would be read back and have no effect."""
-        own = self.__dict__
-        if "is_built" in own and name not in own and not hasattr(type(self), name) and name != "module":
+        if name not in self.__dict__ and not hasattr(type(self), name) and name != "module":
             module = self.module
             if hasattr(module, name):
                 setattr(module, name, value)
@@ -60,7 +64,8 @@ class TransparentDDP(DistributedDataParallel):
         super().__setattr__(name, value)
 
 
-TransparentDDP.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
+for _class in (TransparentDDP, _WritesThrough):
+    _class.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
 
 
 def set_takes_buffers(wrapped: DistributedDataParallel, takes: bool) -> None:

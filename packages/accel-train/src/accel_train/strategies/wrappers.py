@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_ckpt.parts import fsdp_modules, is_sharded, reshard
+from accel_ckpt.parts import fsdp_modules, is_sharded
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 
@@ -33,7 +33,9 @@ def is_compiled_module(module: Any) -> bool:
 
 def inside_compiled(model: nn.Module) -> nn.Module:
     """The module inside the wrapper of `torch.compile`; `model` itself if it is none."""
-    return cast(nn.Module, model._orig_mod) if is_compiled_module(model) else model
+    dynamo: Any = sys.modules.get("torch._dynamo")  # see above
+    compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    return cast(nn.Module, model._orig_mod) if compiled else model
 
 
 def innermost(model: nn.Module, *unwraps: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -58,26 +60,31 @@ def is_sharded_by_script(model: nn.Module, batch: Ranks) -> bool:
     Raises:
         PrepareError: as `check_division`.
     """
-    check_division(model, batch)
-    return next(fsdp_modules(model), None) is not None
+    return bool(check_division(model, batch))
 
 
-def check_division(model: nn.Module, batch: Ranks) -> None:
+def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
     """Check that ranks which share a tensor read the same samples, but for those that FSDP divides it among.
 
     Args:
         model: without wrappers.
         batch: the ranks that read different samples.
 
+    Returns:
+        The modules that FSDP divides.
+
     Raises:
         PrepareError: they do not; it says how many ranks must.
     """
-    reshard(model)
+    units = [*fsdp_modules(model)]
+    for unit in units:
+        unit.reshard()  # a forward may have left whole weights in place of a rank's parts
+    divided = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
+    if not divided:
+        return units
     engine = reduced_by_fsdp(model)
     partly: dict[str, int] = {}  # how many ranks FSDP averages a gradient over, where these are not all
-    for name, parameter in model.named_parameters():
-        if not is_sharded(parameter):
-            continue
+    for name, parameter in divided.items():
         differing = _differing(parameter, batch)
         wrong = [size for size, _ in differing]
         if id(parameter) in engine:
@@ -98,6 +105,7 @@ def check_division(model: nn.Module, batch: Ranks) -> None:
             f"samples, and there are {batch.size}: its gradients would be averaged over the former only. Pass it the "
             "mesh of all of them, accelerator.torch_device_mesh['dp_replicate'] under tensor parallelism."
         )
+    return units
 
 
 def reduced_by_fsdp(model: nn.Module) -> set[int]:

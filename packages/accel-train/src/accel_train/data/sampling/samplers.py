@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -32,17 +32,17 @@ _OPTIONS = (
 )
 
 
-def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Every batch sampler and sampler of a loader, from the outside in, each once."""
-    seen: set[int] = set()
+    found: dict[int, Any] = {}
     waiting = [loader.batch_sampler, loader.sampler]
     while waiting:
         sampler = waiting.pop(0)
-        if sampler is None or id(sampler) in seen:
+        if sampler is None or id(sampler) in found:
             continue
-        seen.add(id(sampler))
-        yield sampler
+        found[id(sampler)] = sampler
         waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return [*found.values()]
 
 
 def epoch_followers(loader: DataLoader[Any]) -> list[Any]:

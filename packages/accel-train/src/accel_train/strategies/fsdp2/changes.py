@@ -55,10 +55,10 @@ class _Picture:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [*model.modules()]
-        tables = [*(module._parameters for module in modules), *(module._modules for module in modules)]
-        self._tables: list[dict[str, Any]] = tables
-        self._sizes = [*map(len, tables)]
-        self._filled = [table for table in tables if table]
+        tables: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._tables = tables + [module._modules for module in modules]
+        self._sizes = [*map(len, self._tables)]
+        self._filled = [table for table in self._tables if table]
         self._names = [*chain.from_iterable(self._filled)]
         self._held = [*chain.from_iterable(map(dict.values, self._filled))]
         self._parameters = [item for item in self._held if isinstance(item, torch.Tensor)]
