@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel import init_empty_weights
+from accel_bigmodel.planning.footprints.base import Setting, Workload
+from accel_bigmodel.planning.footprints.registry import footprint
 from accel_bigmodel.planning.model import shape_of_model
-from accel_bigmodel.planning.strategies import Setting, Workload, footprint
 from accel_bigmodel.planning.timelines import text_inputs, timelines_of
 from testkit import worlds
 from testkit.memory import freed_at_once, growth, tensor_bytes

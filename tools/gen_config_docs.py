@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
-for source in ("packages/accel-state/src",):
+for source in ("packages/accel-state/src", "packages/accel-train/src"):
     if str(ROOT / source) not in sys.path:
         sys.path.insert(0, str(ROOT / source))
 
@@ -21,8 +21,8 @@ from accel_state.config import (  # noqa: E402 - the path above comes first
     PUBLISHED,
     BoundOption,
     Carrier,
-    LaunchConfig,
     SageMakerConfig,
+    complete_root,
     schema_of,
 )
 
@@ -61,7 +61,7 @@ Variables that Accelerate reads or writes, and what happens with them here.
 def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for bounds in _sections(LaunchConfig).values():
+    for bounds in _sections(complete_root()).values():
         parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_table(bounds)]
     parts.append(SAGEMAKER)
     parts += _table([bound for bound in schema_of(SageMakerConfig).options if not bound.section])

@@ -11,7 +11,7 @@ import typer
 
 from accel_cli.app import COMMANDS, app
 from accel_cli.completion import answer, complete, complete_flags
-from accel_state.config.launch import LaunchConfig
+from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of
 
@@ -27,7 +27,7 @@ def words(*line):
 
 def test_every_flag_of_the_schema_is_offered_with_its_help():
     offered = {item.value: item.help for item in complete(["launch"], "-", application)}
-    for root in (LaunchConfig, SageMakerConfig):
+    for root in (complete_root(), SageMakerConfig):
         for bound in schema_of(root).options:
             for flag in (*bound.flags, *bound.about.switches):
                 assert flag in offered
@@ -79,7 +79,7 @@ def test_only_flags_that_can_be_denied_are_offered_with_no():
         if item.value == "--no-python":
             continue  # a flag whose own name begins so
         name = item.value.removeprefix("--no-").replace("-", "_")
-        known = schema_of(LaunchConfig)
+        known = schema_of(complete_root())
         assert name in known.switches or "Bool" in type(known.by_flag[name].option_type).__name__
 
 

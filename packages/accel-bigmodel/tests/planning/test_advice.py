@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from accel_bigmodel import EstimateError
-from accel_bigmodel.planning.advice import Cluster, make_plan, settings_for, suggestions
+from accel_bigmodel.planning.advice import make_plan, settings_for, suggestions
 from accel_bigmodel.planning.devices import DEVICES, device_memory
+from accel_bigmodel.planning.footprints.base import Cluster, Workload
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
-from accel_bigmodel.planning.strategies import Workload
 
 BLOCK = Layer(10**8, 10**8, 10**4, largest=10**7)
 SHAPE = ModelShape(
@@ -36,7 +36,7 @@ def test_with_room_nothing_is_offloaded_or_recomputed():
     assert not (best.setting.offload_optimizer)
     assert not (best.setting.checkpointing)
     least = min(row.traffic for row in plan(1e12).rows if row.setting.strategy != "tp")
-    assert not best.needs_package
+    assert not best.kind.needs_package
     assert least < best.traffic <= 2 * least
 
 

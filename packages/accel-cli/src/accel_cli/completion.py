@@ -181,12 +181,13 @@ def _is_truth(word: str) -> bool:
 
 
 def _option(flag: str) -> Any:
-    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.roots import complete_root
     from accel_state.config.schema import plain_flag, schema_of
 
     name = plain_flag(flag)
-    found = schema_of(LaunchConfig).by_flag.get(name)
-    if found is None and name not in schema_of(LaunchConfig).switches:
+    local = schema_of(complete_root())
+    found = local.by_flag.get(name)
+    if found is None and name not in local.switches:
         from accel_state.config.sagemaker import SageMakerConfig
 
         found = schema_of(SageMakerConfig).by_flag.get(name)
@@ -229,12 +230,12 @@ def _spelled(flag: str, like: str) -> str:
 
 
 def _known_flags(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.roots import complete_root
     from accel_state.config.sagemaker import SageMakerConfig
     from accel_state.config.schema import schema_of
 
     yield from own.items()
-    local = schema_of(LaunchConfig)
+    local = schema_of(complete_root())
     for bound in local.options:
         for flag in bound.flags:
             yield flag, bound.about.help

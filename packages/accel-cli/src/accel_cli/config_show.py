@@ -107,7 +107,7 @@ def validate(
         sys.stderr.write(f"{path}: {count}\n")
         return 2
     assert layer is not None
-    kind = "a local run" if layer.root is LaunchConfig else "a SageMaker job"
+    kind = "a local run" if issubclass(layer.root, LaunchConfig) else "a SageMaker job"
     print(f"{path} is valid: {kind}, {len(layer.values)} options set")
     for note in notes:
         print(f"note: {note}")
@@ -137,14 +137,14 @@ def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
     """What a configuration file says, and a message for everything that is wrong with it."""
     layer, problems = find_mistakes(path)
     errors = [str(problem) for problem in problems]
-    if layer is None or layer.root is not LaunchConfig:
+    if layer is None or not issubclass(layer.root, LaunchConfig):
         return layer, errors
     values = flatten(layer.root()) | layer.values
     sources = {
         option: Source(Origin.FILE, place.key, str(path), place.line)
         for option, place in layer.places.items()
     }
-    errors += [str(problem) for problem in find_contradictions(values, sources)]
+    errors += [str(problem) for problem in find_contradictions(values, sources, layer.root)]
     if not errors:
         from accel_state.launching.deepspeed_file import check_deepspeed_file
         from accel_state.launching.engines import check_available

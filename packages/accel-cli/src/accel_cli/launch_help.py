@@ -8,11 +8,12 @@ from accel_cli.colors import Colors
 from accel_cli.dialect import did_you_mean
 from accel_cli.help_pages import Section, help_page
 from accel_cli.launch_topics import TOPICS
-from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import Bool
+from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
 from accel_state.config.sections.run import RunOptions
+from accel_state.config.strategies import installed_strategies
 from accel_state.errors import ConfigError
 
 __all__ = ["COMMON", "TOPICS", "launch_help"]
@@ -34,11 +35,11 @@ _NUMBERED = ", or its number from 1"
 _SELECTED_BY = {
     "fsdp": "Used with --use_fsdp, or distributed_type: FSDP in a file.",
     "deepspeed": "Used with --use_deepspeed, or distributed_type: DEEPSPEED in a file.",
-    "megatron_lm": "Used with --use_megatron_lm, or distributed_type: MEGATRON_LM in a file.",
     "parallelism": "Used with --use_parallelism_config, or a parallelism_config in a file.",
     "fp8": "Used with --mixed_precision fp8, or mixed_precision: fp8 in a file.",
     "dynamo": "Used with a --dynamo_backend other than no.",
     "tpu": "Used with --tpu, or distributed_type: XLA in a file.",
+    **{each.section_name: f"Used with {each.selected_by}." for each in installed_strategies()},
 }
 
 COMMON = (
@@ -67,7 +68,7 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
             + did_you_mean(topic, TOPICS, f"; the topics are {', '.join(TOPICS)}")
         )
     if not topic:
-        by_path = schema_of(LaunchConfig).by_path
+        by_path = schema_of(complete_root()).by_path
         rows = [
             ("--config_file FILE", "Configuration file to read."),
             *(_short(by_path[path]) for path in COMMON),
@@ -93,7 +94,7 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
 
 
 def _options(topic: str) -> Iterator[BoundOption]:
-    known = schema_of(LaunchConfig)
+    known = schema_of(complete_root())
     if topic == "sagemaker":
         yield from (
             bound
@@ -125,8 +126,8 @@ def _rows(topic: str) -> Iterator[tuple[str, str]]:
 
 
 def _title(topic: str) -> str:
-    if topic in schema_of(LaunchConfig).sections:
-        title = schema_of(LaunchConfig).sections[topic].title
+    if topic in schema_of(complete_root()).sections:
+        title = schema_of(complete_root()).sections[topic].title
     else:
         title = {
             "run": "Starting and supervising",

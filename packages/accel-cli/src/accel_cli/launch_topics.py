@@ -1,5 +1,7 @@
 """The topics of ``accel launch --help TOPIC``."""
 
+from accel_state.config.strategies import installed_strategies
+
 __all__ = ["TOPICS"]
 
 TOPICS = {
@@ -9,7 +11,7 @@ TOPICS = {
     "dynamo": "torch.compile",
     "fsdp": "fully sharded data parallelism",
     "deepspeed": "DeepSpeed",
-    "megatron_lm": "Megatron-LM",
+    **{each.section_name: each.title for each in installed_strategies()},
     "parallelism": "tensor, context and sequence parallelism",
     "fp8": "fp8",
     "mpirun": "MPI",

@@ -11,6 +11,7 @@ from accel_bigmodel.planning.advice import Plan, Row, Suggestion
 from accel_cli.render import show_table
 from accel_state.config.files import save_config
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.roots import root_for
 from accel_state.config.schema import build
 from accel_state.errors import ConfigError
 
@@ -78,7 +79,7 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
         )
         if best.extra:
             print(f"Its price: it {best.extra}.")
-        if best.setting.checkpointing and best.setting.strategy != "fsdp2":
+        if best.setting.checkpointing and not best.kind.checkpoints:
             print(
                 "The script has to turn activation checkpointing on, as model.gradient_checkpointing_enable() does."
             )
@@ -115,7 +116,7 @@ def _why(plan: Plan, best: Row) -> str:
     sends = f"{gigabytes(best.traffic)} GB per rank and step"
     # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
     whose = "of what fits without recomputing"
-    if best.setting.strategy != "tp" and any(row.setting.strategy == "tp" for row in others):
+    if not best.kind.blocks and any(row.kind.blocks for row in others):
         whose += ", and whose ranks read batches of their own,"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:
@@ -169,51 +170,24 @@ def configuration(plan: Plan, row: Row, *, on_cpu: bool = False) -> LaunchConfig
         ConfigError: the strategy is selected in the script alone.
     """
     setting, cluster = row.setting, plan.cluster
-    if setting.strategy == "tp":
+    selecting = row.kind.launch_values(setting, cluster)
+    if selecting is None:
         raise ConfigError(
-            "tp is selected in the script (torch_tp_plugin=, and a model loaded with tp_plan='auto'), so there is no "
+            f"{setting.strategy} is selected in the script ({row.kind.selected_in_script}), so there is no "
             "configuration file for it; leave out --write"
         )
-    kinds = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "single": "NO"}
-    several = "MULTI_CPU" if on_cpu else "MULTI_GPU"
     values: dict[str, Any] = {
-        "distributed_type": kinds.get(setting.strategy, several),
+        "distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU",
         "num_processes": cluster.devices,
         "num_machines": cluster.machines,
         "machine_rank": 0,
         "mixed_precision": plan.workload.precision,
+        **selecting,
     }
     if on_cpu:
         values["use_cpu"] = True
-    if setting.strategy == "fsdp2":
-        hybrid = setting.shards < cluster.devices
-        values |= {
-            "fsdp.fsdp_version": 2,
-            "fsdp.reshard_after_forward": "HYBRID_SHARD" if hybrid else setting.reshard,
-            "fsdp.cpu_offload": setting.offload,
-            "fsdp.activation_checkpointing": setting.checkpointing,
-            "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        }
-    if setting.strategy == "deepspeed":
-        values["deepspeed.hf_ds_config"] = json.dumps(_deepspeed(row))
-        if setting.stage == 3:
-            values["deepspeed.zero3_init_flag"] = True
-    config: LaunchConfig = build(LaunchConfig, values)
+    config: LaunchConfig = build(root_for(values), values)
     return config
-
-
-def _deepspeed(row: Row) -> dict[str, Any]:
-    setting = row.setting
-    zero: dict[str, Any] = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
-    if setting.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if setting.offload:
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": zero,
-    }
 
 
 def write(plan: Plan, path: Path, *, on_cpu: bool = False) -> Path | None:

@@ -75,9 +75,9 @@ def test_files_without_a_configuration(capsys, tmp_path):
 
 def test_the_files_that_launch_reads(capsys, folder, tmp_path):
     """What is written builds the plugin with the options of the row."""
-    from accel_bigmodel.planning.advice import Cluster, make_plan
+    from accel_bigmodel.planning.advice import make_plan
+    from accel_bigmodel.planning.footprints.base import Cluster, Workload
     from accel_bigmodel.planning.shape import Layer, ModelShape
-    from accel_bigmodel.planning.strategies import Workload
     from accel_cli.plan_report import configuration
     from accel_state.config.files import save_config
 

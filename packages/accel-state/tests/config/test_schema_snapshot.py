@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accel_state.config import LaunchConfig, SageMakerConfig, schema_of
+from accel_state.config import SageMakerConfig, complete_root, schema_of
 from accel_state.config.option import Section
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "schema_surface.json"
-ROOTS: tuple[type[Section], ...] = (LaunchConfig, SageMakerConfig)
+ROOTS: tuple[type[Section], ...] = (complete_root(), SageMakerConfig)
 
 
 def surface() -> dict[str, dict[str, Any]]:

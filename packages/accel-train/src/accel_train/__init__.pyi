@@ -243,7 +243,6 @@ from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_train.plugins import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accel_train.plugins import MegatronLMPlugin as MegatronLMPlugin
 from accel_train.plugins import ParallelismConfig as ParallelismConfig
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
@@ -280,6 +279,7 @@ from accel_train.strategies.megatron.families import add_model_config_to_megatro
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accel_train.strategies.megatron.placeholders import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from accel_train.strategies.state_adapter import StateAdapter as StateAdapter
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.tracking.aim import AimTracker as AimTracker

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from typing import Generic, TypeVar, cast
 
+from accel_state.entry_points import entry_points, load
 from accel_train.errors import OptionError
 
 __all__ = ["Registry"]
@@ -43,11 +43,7 @@ class Registry(Generic[T]):
             near = difflib.get_close_matches(name, self.names(), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise OptionError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names())}.{hint}")
-        module, _, attribute = place.partition(":")
-        return cast(T, getattr(importlib.import_module(module), attribute))
+        return cast(T, load(place))
 
     def _installed(self) -> dict[str, str]:
-        # Imported here because it takes longer than all of accel_train, and only outside packages need it.
-        from importlib.metadata import entry_points
-
-        return {point.name: point.value for point in entry_points(group=self._group)}
+        return dict(entry_points(self._group))

@@ -6,14 +6,22 @@ Data in, data out; nothing here imports torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from accel_bigmodel.errors import EstimateError
+from accel_bigmodel.planning.footprints.base import (
+    Cluster,
+    Footprint,
+    Setting,
+    StrategyFootprint,
+    Timelines,
+    Workload,
+)
+from accel_bigmodel.planning.footprints.registry import footprint, footprint_class, footprint_names
 from accel_bigmodel.planning.shape import ModelShape
-from accel_bigmodel.planning.strategies import Footprint, Setting, Timelines, Workload, footprint
 
-__all__ = ["Cluster", "Plan", "Row", "Suggestion", "make_plan", "settings_for", "suggestions"]
+__all__ = ["Plan", "Row", "Suggestion", "make_plan", "settings_for", "suggestions"]
 
 _MOST = 1 << 16
 """Samples beyond which no larger batch is looked for."""
@@ -23,36 +31,6 @@ _KINDS = 3
 """Leading parts of a row's cost that a strategy without another package must share to take its place."""
 _LITTLE_MORE = 2.0
 """How much more such a strategy may send: communication of this order overlaps with computation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What there is to train on.
-
-    Attributes:
-        devices: of all machines together; one rank each.
-        machines: how many.
-        memory: bytes of a device.
-        reserve: bytes of a device that are not for the model: the context of its driver, buffers of communication,
-            fragments of the allocator.
-        host_memory: bytes of a machine; None: not known, and not compared.
-    """
-
-    devices: int
-    machines: int
-    memory: float
-    reserve: float = 0.0
-    host_memory: float | None = None
-
-    @property
-    def usable(self) -> float:
-        """Bytes of a device that a rank may take."""
-        return self.memory - self.reserve
-
-    @property
-    def per_machine(self) -> int:
-        """Devices of a machine."""
-        return self.devices // self.machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +58,9 @@ class Row:
     cost: tuple[float, ...]
 
     @property
-    def needs_package(self) -> bool:
-        """Whether the strategy needs a package besides these."""
-        return _needs_package(self.setting)
+    def kind(self) -> type[StrategyFootprint]:
+        """The footprint of the strategy."""
+        return footprint_class(self.setting.strategy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +98,14 @@ class Plan:
     def advised(self) -> Row | None:
         """What to use: the cheapest row that fits, or one that needs no other package and sends little more."""
         cheapest = next((row for row in self.rows if row.fits), None)
-        if cheapest is None or not cheapest.needs_package:
+        if cheapest is None or not cheapest.kind.needs_package:
             return cheapest
         return next((row for row in self.rows if row.fits and _replaces(row, cheapest)), cheapest)
 
 
-def _needs_package(setting: Setting) -> bool:
-    return setting.strategy == "deepspeed"
-
-
 def _replaces(row: Row, cheapest: Row) -> bool:
     return (
-        not row.needs_package
+        not row.kind.needs_package
         and row.cost[:_KINDS] == cheapest.cost[:_KINDS]
         and row.traffic <= _LITTLE_MORE * cheapest.traffic
     )
@@ -149,51 +123,11 @@ def settings_for(
         checkpointing: all strategies recompute their units, because the script does; otherwise ``fsdp2`` is listed
             without and with.
     """
-    n = cluster.devices
-    found = [Setting("single", "single", checkpointing=checkpointing)] if n == 1 else []
-    if n > 1:
-        found.append(Setting("ddp", "ddp", n, checkpointing=checkpointing))
-        recomputes = [True] if checkpointing else [False, True]
-        for again in recomputes:
-            words = " + recompute" if again and not checkpointing else ""
-            sharded = Setting("fsdp2" + words, "fsdp2", n, checkpointing=again)
-            found += [
-                sharded,
-                replace(sharded, name="fsdp2, no reshard" + words, reshard=False),
-                replace(sharded, name="fsdp2 + offload" + words, offload=True),
-            ]
-            if cluster.machines > 1 and cluster.per_machine > 1:
-                found.append(replace(sharded, name="hsdp" + words, shards=cluster.per_machine))
-    found += _zero(shape, workload, n, checkpointing)
-    found += _tensor_parallel(shape, cluster, workload, checkpointing)
-    return found
-
-
-def _zero(shape: ModelShape, workload: Workload, n: int, checkpointing: bool) -> Iterator[Setting]:
-    if workload.precision == "fp8":
-        return  # DeepSpeed's engine does not compute in it
-    # The bucket is what "auto" in DeepSpeed's configuration becomes; without a hidden size its default.
-    bucket = shape.hidden_size**2 or 500_000_000
-    for stage in (1, 2, 3):
-        base = Setting(
-            f"deepspeed zero {stage}", "deepspeed", n, stage=stage, checkpointing=checkpointing, bucket=bucket
-        )
-        if n > 1:
-            yield base
-        if workload.optimizer == "adamw":  # DeepSpeed steps in host memory with an Adam of its own
-            yield replace(base, name=f"{base.name} + offload", offload_optimizer=True)
-            if stage == 3:
-                yield replace(base, name=f"{base.name} + full offload", offload_optimizer=True, offload=True)
-
-
-def _tensor_parallel(
-    shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
-) -> Iterator[Setting]:
-    n = cluster.per_machine  # its traffic is for the links inside a machine
-    if workload.precision in ("fp16", "fp8") or shape.adapters or n == 1 or not shape.tensor_parallel:
-        return
-    if all(count % n == 0 for count in shape.tensor_parallel):
-        yield Setting("tp", "tp", n, checkpointing=checkpointing)
+    return [
+        setting
+        for name in footprint_names()
+        for setting in footprint_class(name).settings(shape, cluster, workload, checkpointing)
+    ]
 
 
 def make_plan(
@@ -288,9 +222,10 @@ def _cost(
     shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload
 ) -> tuple[float, str, tuple[float, ...]]:
     """Bytes that a rank sends in a step, other costs in words, and the place in the order."""
-    traffic = _traffic(shape, setting, cluster, workload)
+    kind = footprint_class(setting.strategy)
+    traffic = kind(shape, setting, workload, None).traffic(cluster)
     extra: list[str] = []
-    if setting.strategy == "tp":
+    if kind.blocks:
         extra.append("sums activations in every block")
     if setting.checkpointing:
         extra.append("recomputes the forward")
@@ -301,36 +236,13 @@ def _cost(
         extra.append("steps on the CPU")
     cost = (
         offloads,
-        setting.strategy == "tp",
+        kind.blocks,
         setting.checkpointing,
         round(traffic / 1e6),
-        _needs_package(setting),
+        kind.needs_package,
         setting.stage,
     )
     return traffic, "; ".join(extra), tuple(map(float, cost))
-
-
-def _traffic(shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload) -> float:
-    """Bytes that a rank sends in a step; rings send every byte to all but one of the ranks."""
-    n, micro_batches = setting.shards, workload.micro_batches
-    share = (n - 1) / n
-    low = 4 if workload.precision == "no" else 2
-    gather, reduce = low * shape.parameters * share, 4 * shape.trainable * share
-    if setting.strategy == "fsdp2":  # gathers for every micro-batch, reduces once
-        traffic = gather * (2 if setting.reshard else 1) * micro_batches + reduce
-        if n < cluster.devices:  # replicas average their parts between machines
-            traffic += 2 * 4 * shape.trainable / n
-        return traffic
-    if (
-        setting.strategy == "deepspeed"
-    ):  # stages 2 and 3 keep divided gradients, so they reduce every micro-batch
-        reduced = low * shape.trainable * share * (micro_batches if setting.stage > 1 else 1)
-        return 2 * gather * micro_batches + reduced if setting.stage == 3 else gather + reduced
-    if setting.strategy == "tp":
-        # Two sums of activations in forward and two in backward for every block, which block the computation.
-        tokens = workload.batch_size * workload.seq_length * micro_batches
-        return 8 * len(shape.units) * shape.hidden_size * low * tokens * share
-    return 2 * reduce
 
 
 def suggestions(plan: Plan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from accel_bigmodel.errors import EstimateError
+from accel_bigmodel.planning.footprints.base import Timelines
 from accel_bigmodel.planning.shape import Timeline
-from accel_bigmodel.planning.strategies import Timelines
 from accel_bigmodel.planning.trace import MakeInputs, Numbers, trace_model
 
 __all__ = ["text_inputs", "timelines_of"]

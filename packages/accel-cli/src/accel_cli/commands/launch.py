@@ -14,7 +14,7 @@ from accel_cli.schema_command import SchemaCommand
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
-from accel_state.config.schema import plain_flag
+from accel_state.config.schema import plain_flag, schema_of
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
@@ -31,9 +31,9 @@ _FOR_SEVERAL_MACHINES = (
 )  # fmt: skip
 _ABOUT_THE_WORLD = {
     "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "node_rank", "main_process_ip",
-    "main_process_port", "multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm",
+    "main_process_port", "multi_gpu",
 }  # fmt: skip
-"""Flags that scripts hardly have themselves."""
+"""Flags that scripts hardly have themselves; nor do they have those that select a strategy (``--use_fsdp``)."""
 
 
 class LaunchCommand(SchemaCommand):
@@ -157,12 +157,18 @@ def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
     notes = [
         f"{flag} comes after {script}, so it goes to the script; flags of accel launch come before it"
         for flag in later
-        if plain_flag(flag) in _ABOUT_THE_WORLD
+        if plain_flag(flag) in _ABOUT_THE_WORLD or _selects_a_strategy(plain_flag(flag))
     ]
     if config.num_machines == 1:
         typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
         notes += [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
     return notes
+
+
+def _selects_a_strategy(flag: str) -> bool:
+    from accel_state.config.roots import complete_root
+
+    return flag.startswith("use_") and flag in schema_of(complete_root()).switches
 
 
 def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:

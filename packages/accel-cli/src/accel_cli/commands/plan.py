@@ -114,7 +114,7 @@ def plan(
     The exit code is 0 if something fits, and 1 if nothing does.
     """
     from accel_bigmodel.planning.advice import make_plan, suggestions
-    from accel_bigmodel.planning.strategies import Workload
+    from accel_bigmodel.planning.footprints.base import Workload
     from accel_cli import plan_report
 
     if write is not None and write.expanduser().exists():
@@ -214,8 +214,8 @@ def _cluster(
     reserve: str,
 ) -> tuple[Any, bool]:
     """What there is to train on, and whether it is this machine's CPU."""
-    from accel_bigmodel.planning.advice import Cluster
     from accel_bigmodel.planning.devices import device_memory
+    from accel_bigmodel.planning.footprints.base import Cluster
 
     if memory is not None and device is not None:
         raise ConfigError("--memory and --device both give the memory of a device; leave one of them out")

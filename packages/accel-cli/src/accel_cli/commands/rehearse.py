@@ -102,10 +102,10 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{refused} cannot be rehearsed: the rank is a Python program on the CPU; leave it out"
         )
-    if config.use_megatron_lm:
+    strategy = config.strategy
+    if strategy is not None and strategy.no_rehearsal:
         raise ConfigError(
-            "Megatron-LM cannot be rehearsed: the rank runs on the CPU, and megatron-core computes on GPUs alone; "
-            "start one step on the GPUs instead"
+            f"{strategy.title} cannot be rehearsed: {strategy.no_rehearsal}; start one step on the GPUs instead"
         )
     if config.num_processes is None:
         raise ConfigError(

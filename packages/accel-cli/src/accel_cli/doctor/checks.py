@@ -191,13 +191,13 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 def _variables(machine: Machine) -> Iterator[Finding]:
     from accel_state.config.external_variables import OTHER_VARIABLES
-    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.roots import complete_root
     from accel_state.config.schema import schema_of, variables_of
     from accel_state.constants import RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
     from accel_state.launching.hardware import COUNT_VARIABLE
     from accel_state.messages import HIDDEN, is_secret
 
-    known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)}
+    known = {name for bound in schema_of(complete_root()).options for name in variables_of(bound)}
     known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET}
     wrong = [
         name

@@ -1,4 +1,4 @@
-"""The questions of each engine: FSDP, DeepSpeed, Megatron-LM, the device mesh."""
+"""The questions of each engine: FSDP, DeepSpeed, the device mesh, installed strategies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from accel_cli.wizard.place_questions import SEVERAL
 from accel_cli.wizard.question import Choice, Question
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option
+from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of
+from accel_state.config.strategies import LaunchableStrategy, StrategyQuestion, installed_strategies
 from accel_state.errors import ConfigError
 
 __all__ = ["ENGINE_QUESTIONS", "MESH_DEGREES", "process_count"]
 
 _FSDP = equals("distributed_type", "FSDP")
 _DEEPSPEED = equals("distributed_type", "DEEPSPEED")
-_MEGATRON = equals("distributed_type", "MEGATRON_LM")
 
 _YES_NO = (Choice(True, "yes", "y"), Choice(False, "no", "n"))
 
@@ -231,20 +232,32 @@ _DEEPSPEED_QUESTIONS = (
     ),
 )
 
-_MEGATRON_QUESTIONS = (
-    Question(path="megatron_lm.tp_degree", when=(_MEGATRON,), required=True),
-    Question(path="megatron_lm.sequence_parallelism", when=(more_than("megatron_lm.tp_degree", 1),)),
-    Question(path="megatron_lm.pp_degree", when=(_MEGATRON,), required=True),
-    Question(
-        path="megatron_lm.num_micro_batches",
-        when=(more_than("megatron_lm.pp_degree", 1),),
-        default=lambda answers: answers.before("megatron_lm.num_micro_batches", 1),
-        required=True,
-    ),
-    Question(path="megatron_lm.recompute_activations", when=(_MEGATRON,)),
-    Question(path="megatron_lm.use_distributed_optimizer", when=(_MEGATRON,)),
-    Question(path="megatron_lm.gradient_clipping", when=(_MEGATRON,)),
-)
 
-ENGINE_QUESTIONS = (*_FSDP_QUESTIONS, *_MESH_QUESTIONS, *_DEEPSPEED_QUESTIONS, *_MEGATRON_QUESTIONS)
+def _of_strategy(strategy: LaunchableStrategy, question: StrategyQuestion) -> Question:
+    """The row of a question that an installed strategy declares."""
+    path = f"{strategy.section_name}.{question.option}"
+
+    def asked(answers: Answers) -> bool:
+        before = {
+            name.partition(".")[2]: value
+            for name, value in answers.given.items()
+            if name.startswith(f"{strategy.section_name}.")
+        }
+        return question.when(before)
+
+    return Question(
+        path=path,
+        when=(equals("distributed_type", strategy.distributed_type), asked),
+        root=complete_root(),
+        default=None if question.default is None else lambda answers: answers.before(path, question.default),
+        required=question.required,
+    )
+
+
+ENGINE_QUESTIONS = (
+    *_FSDP_QUESTIONS,
+    *_MESH_QUESTIONS,
+    *_DEEPSPEED_QUESTIONS,
+    *(_of_strategy(each, question) for each in installed_strategies() for question in each.questions),
+)
 """The questions of all engines."""

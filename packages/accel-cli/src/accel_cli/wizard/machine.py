@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accel_state.config.strategies import installed_strategies
 from accel_state.errors import DeviceError
 from accel_state.host.nvidia import describe_gpus
 from accel_state.launching.hardware import Accelerators, find_accelerators, physical_cores
@@ -16,7 +17,11 @@ __all__ = ["ENGINES", "Machine", "describe", "describe_accelerators", "detect"]
 
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "DeepSpeed": ("deepspeed",),
-    "Megatron-LM": ("megatron-core",),
+    **{
+        each.title: tuple(package.name for package in each.packages)
+        for each in installed_strategies()
+        if each.packages
+    },
     "TransformerEngine": ("transformer-engine", "transformer_engine"),
     "torchao": ("torchao",),
     "torch_xla": ("torch_xla",),

@@ -16,6 +16,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.config.option import Section
 from accel_state.config.option_types import Bool
+from accel_state.config.roots import root_for
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import build, flatten, schema_of
 from accel_state.errors import NotAvailableError
@@ -86,15 +87,16 @@ def existing_values(path: Path) -> dict[str, Any]:
 
 def configuration(answers: Answers) -> Config:
     """The configuration that the answers describe, with what ``kept_values`` keeps."""
-    root: type[Section] = SageMakerConfig if answers.get("place") == SAGEMAKER else LaunchConfig
+    local = answers.get("place") != SAGEMAKER
     rows = {row.name: row for row in QUESTIONS}
     values = {
         rows[name].path: value
         for name, value in answers.given.items()
-        if rows[name].own is None and rows[name].root is root
+        if rows[name].own is None and issubclass(rows[name].root, LaunchConfig) is local
     }
-    if root is LaunchConfig:
+    if local:
         values |= _derived(answers)
+    root: type[Section] = root_for(values) if local else SageMakerConfig
     config: Config = build(root, values)
     kept = {name: answers.situation.existing[name] for name in kept_values(answers.situation, config)}
     final: Config = build(
@@ -187,7 +189,7 @@ def next_steps(config: Config, path: Path, default: Path) -> list[str]:
 
 def _set(config: LaunchConfig) -> dict[str, Any]:
     """The values that differ from the defaults."""
-    by_path = schema_of(LaunchConfig).by_path
+    by_path = schema_of(type(config)).by_path
     return {path: value for path, value in flatten(config).items() if value != by_path[path].default}
 
 

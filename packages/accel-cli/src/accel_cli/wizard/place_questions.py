@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_cli.wizard.answers import Answers, equals, known, more_than, negated
@@ -12,6 +12,7 @@ from accel_cli.wizard.question import Choice, Question
 from accel_state.config.default_config import DISTRIBUTED_TYPES
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option
+from accel_state.config.strategies import LaunchableStrategy, installed_strategies
 from accel_state.launching.plan import plan_world
 
 __all__ = ["MACHINE_QUESTIONS", "RENDEZVOUS_QUESTIONS", "accelerator_type"]
@@ -66,25 +67,30 @@ def _strategies(answers: Answers) -> Sequence[Choice]:
     cpu = answers.get("devices") == CPU
     replicas = "MULTI_CPU" if cpu else accelerator_type(answers)
     engines = answers.situation.machine.engines
-    absent, no_core = (
-        "" if name in engines else "; not installed here" for name in ("DeepSpeed", "Megatron-LM")
-    )
+    absent = "" if "DeepSpeed" in engines else "; not installed here"
     found = [
         Choice("NO", "one process"),
         Choice(replicas, "DDP: a replica of the model on each process"),
         Choice("FSDP", "FSDP2: the training state sharded over the processes"),
         Choice("DEEPSPEED", f"DeepSpeed: ZeRO stages, offloading{absent}"),
-        Choice("MEGATRON_LM", f"Megatron-LM: tensor and pipeline parallelism{no_core}"),
+        *(Choice(each.distributed_type, _described(each, engines)) for each in installed_strategies()),
     ]
     unfit = {"NO"} if answers.get("place") == SEVERAL else set()
-    unfit |= {"MEGATRON_LM"} if cpu else set()
-    if not cpu and answers.situation.machine.accelerators.kind == "mps":
-        unfit |= {replicas, "FSDP", "DEEPSPEED", "MEGATRON_LM"}  # PyTorch has no collectives between them
+    kind = answers.situation.machine.accelerators.kind
+    if cpu:
+        unfit |= {each.distributed_type for each in installed_strategies() if each.devices is not None}
+    elif kind == "mps":  # PyTorch has no collectives between them
+        unfit |= {replicas, "FSDP", "DEEPSPEED", *(each.distributed_type for each in installed_strategies())}
     return [
         choice
         for choice in found
         if choice.value not in unfit and answers.situation.offers("distributed_type", choice.value)
     ]
+
+
+def _described(strategy: LaunchableStrategy, engines: Mapping[str, str]) -> str:
+    absent = "; not installed here" if strategy.packages and strategy.title not in engines else ""
+    return f"{strategy.title}: {strategy.summary}{absent}"
 
 
 def _strategy_before(answers: Answers) -> str:

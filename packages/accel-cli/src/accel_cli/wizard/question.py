@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_cli.wizard.answers import Answers, Condition
-from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option, Section
 from accel_state.config.option_types import Bool, StringList
+from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
 from accel_state.errors import ConfigError
@@ -85,7 +85,7 @@ class Question:
     path: str
     when: tuple[Condition, ...] = ()
     own: Option | None = None
-    root: type[Section] = LaunchConfig
+    root: type[Section] = field(default_factory=complete_root)
     narrow: Callable[[Answers], dict[str, Any]] | None = None
     choices: Callable[[Answers], Sequence[Choice]] | None = None
     default: Callable[[Answers], Any] | None = None

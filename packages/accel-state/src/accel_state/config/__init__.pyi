@@ -24,6 +24,7 @@ from accel_state.config.merge import resolve as resolve
 from accel_state.config.option import Carrier as Carrier
 from accel_state.config.option import Option as Option
 from accel_state.config.option import Section as Section
+from accel_state.config.roots import complete_root as complete_root
 from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig
 from accel_state.config.schema import BoundOption as BoundOption
 from accel_state.config.schema import Schema as Schema
@@ -35,7 +36,6 @@ from accel_state.config.sections.dynamo import DynamoSection as DynamoSection
 from accel_state.config.sections.fp8 import Fp8Section as Fp8Section
 from accel_state.config.sections.fsdp import FsdpSection as FsdpSection
 from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES as DEVICE_LIST_VARIABLES
-from accel_state.config.sections.megatron_lm import MegatronLMSection as MegatronLMSection
 from accel_state.config.sections.mpirun import MpirunSection as MpirunSection
 from accel_state.config.sections.parallelism import ParallelismSection as ParallelismSection
 from accel_state.config.sections.runtime import RuntimeSection as RuntimeSection
@@ -43,5 +43,10 @@ from accel_state.config.sections.tpu import TpuSection as TpuSection
 from accel_state.config.sources import Origin as Origin
 from accel_state.config.sources import Source as Source
 from accel_state.config.sources import Sources as Sources
+from accel_state.config.strategies import LaunchableStrategy as LaunchableStrategy
+from accel_state.config.strategies import Options as Options
+from accel_state.config.strategies import Package as Package
+from accel_state.config.strategies import StrategyQuestion as StrategyQuestion
+from accel_state.config.strategies import installed_strategies as installed_strategies
 
 __all__: list[str]

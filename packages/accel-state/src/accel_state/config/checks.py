@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.option import Section
 from accel_state.config.parallel_degrees import DIMENSIONS
 from accel_state.config.sources import Origin, Source, Sources
+from accel_state.config.strategies import LaunchableStrategy
 from accel_state.errors import ConfigError
 
 __all__ = ["check", "find_contradictions"]
@@ -28,12 +31,15 @@ _DEEPSPEED_OWN = (
 )
 
 
-def check(values: dict[str, Any], sources: dict[str, Source]) -> list[str]:
+def check(
+    values: dict[str, Any], sources: dict[str, Source], root: type[Section] = LaunchConfig
+) -> list[str]:
     """Check merged values; if two contradict each other, the one of lower precedence is dropped.
 
     Args:
         values: merged value of every option by path; changed in place.
         sources: source of every option that is set, by path; changed in place.
+        root: the root that has the options.
 
     Returns:
         Notes about dropped values.
@@ -42,17 +48,19 @@ def check(values: dict[str, Any], sources: dict[str, Source]) -> list[str]:
         ConfigError: two values of equal precedence contradict each other, or one requires another that is
             missing.
     """
-    merged = _MergedOptions(values, sources)
-    for rule in _RULES:
+    merged = _MergedOptions(values, sources, root)
+    for rule in merged.rules():
         rule(merged)
     return merged.notes
 
 
-def find_contradictions(values: dict[str, Any], sources: dict[str, Source]) -> list[ConfigError]:
+def find_contradictions(
+    values: dict[str, Any], sources: dict[str, Source], root: type[Section] = LaunchConfig
+) -> list[ConfigError]:
     """Every error that ``check`` would raise, one after the other; for a report of them all."""
-    merged = _MergedOptions(values, sources)
+    merged = _MergedOptions(values, sources, root)
     found = []
-    for rule in _RULES:
+    for rule in merged.rules():
         try:
             rule(merged)
         except ConfigError as error:
@@ -63,21 +71,33 @@ def find_contradictions(values: dict[str, Any], sources: dict[str, Source]) -> l
 class _MergedOptions:
     """The merged values, and their names in messages."""
 
-    def __init__(self, values: dict[str, Any], sources: dict[str, Source]) -> None:
+    def __init__(self, values: dict[str, Any], sources: dict[str, Source], root: type[Section]) -> None:
         self.values = values
         self.sources = sources
+        self.root = root
         self.notes: list[str] = []
+
+    @property
+    def strategy(self) -> LaunchableStrategy | None:
+        """The installed strategy that is selected."""
+        strategies = self.root.strategies if issubclass(self.root, LaunchConfig) else ()
+        kind = self.values["distributed_type"]
+        return next((each for each in strategies if each.distributed_type == kind), None)
+
+    def rules(self) -> tuple[Callable[[_MergedOptions], None], ...]:
+        """Those of every run, and those of the selected strategy."""
+        return (*_RULES, *(self.strategy.rules if self.strategy is not None else ()))
 
     def origin(self, path: str) -> Origin:
         return Sources(self.sources).of(path).origin
 
     def describe(self, path: str) -> str:
         """The option as the user wrote it, with its value and source."""
-        return Sources(self.sources).describe(path, self.values[path])
+        return Sources(self.sources, self.root).describe(path, self.values[path])
 
     def remedy(self, path: str, *others: str) -> str:
         """How to take the option back where it was set."""
-        return Sources(self.sources).remedy(path, self.values[path], *others)
+        return Sources(self.sources, self.root).remedy(path, self.values[path], *others)
 
     def drop_weaker(self, weak: str, strong: str, value: Any, remedy: str) -> None:
         """Set the option of lower precedence to ``value``; raise if both have equal precedence."""
@@ -132,7 +152,7 @@ def _parallelism(merged: _MergedOptions) -> None:
     if not merged.values["use_parallelism_config"]:
         return
     kind = merged.values["distributed_type"]
-    if kind in ("MEGATRON_LM", "XLA"):
+    if kind == "XLA" or (merged.strategy is not None and not merged.strategy.takes_mesh):
         raise ConfigError(
             f"{merged.describe('use_parallelism_config')} contradicts {merged.describe('distributed_type')}, which "
             f"divides models in its own way; {merged.remedy('use_parallelism_config')}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Carrier, Section
 from accel_state.config.option_types import Bool, OptionType
+from accel_state.config.roots import root_of_environment
 from accel_state.config.schema import BoundOption, build, schema_of, value_of, variables_of
 from accel_state.errors import ConfigError
 
@@ -93,12 +94,17 @@ def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
     return found
 
 
-def decode(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> Any:
-    """The configuration in ``environ``: a ``LaunchConfig``, or an instance of ``root``.
+def decode(environ: Mapping[str, str], root: type[Section] | None = None) -> Any:
+    """The configuration in ``environ``: an instance of ``root``, or of the ``LaunchConfig`` that has its options.
+
+    Args:
+        environ: environment variables.
+        root: a root, or one section, whose options are decoded alone.
 
     Raises:
         ConfigError: a variable has an invalid value, or two variables contradict each other.
     """
+    root = root or root_of_environment(environ)
     return build(root, decode_layer(environ, root))
 
 

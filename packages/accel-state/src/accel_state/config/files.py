@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import JsonObject
+from accel_state.config.roots import complete_root, root_for, selects_installed
 from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
 from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
@@ -412,9 +413,11 @@ class _Reader:
             root = self._root(self.data.pop("compute_environment", None))
         except ConfigError as error:
             self.problems.append(error)
+        self._convert_old_type()
+        if root is LaunchConfig and self._names_a_strategy():
+            root = complete_root()
         known = schema_of(root)
         fp16 = self.data.pop("fp16", None)
-        self._convert_old_type()
         for key, value in self.data.items():
             if key in known.file_keys or key in _OLD_SECTIONS:
                 self._section(known, key, value)
@@ -423,9 +426,17 @@ class _Reader:
         if fp16 is True and self.values.get("mixed_precision") is None:
             self.values["mixed_precision"] = "fp16"
             self.places["mixed_precision"] = Place("fp16", self.lines.get(("fp16",)))
-        if root is LaunchConfig:
+        if issubclass(root, LaunchConfig):
             self._derive()
+            root = root_for(self.values)  # Accelerate writes empty sections of what a run does not use
         return FileLayer(root, self.values, tuple(self.notes), self.places), self.problems
+
+    def _names_a_strategy(self) -> bool:
+        """Whether the file has a key, or a distributed type, that is none of ``LaunchConfig`` itself."""
+        known = schema_of(LaunchConfig)
+        others = {key for key in self.data if key not in known.file_keys and (None, key) not in known.by_key}
+        others -= {"fp16", *_OLD_SECTIONS, *_RETIRED, *(key for place, key in _MOVED if place is None)}
+        return bool(others) or selects_installed(self.data.get("distributed_type"))
 
     def _convert_old_type(self) -> None:
         before = self.data.get("distributed_type")

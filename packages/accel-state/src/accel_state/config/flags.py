@@ -10,6 +10,7 @@ from typing import Any
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.option_types import Bool, BoolOrName, Float, Int, StringList
+from accel_state.config.roots import complete_root, selects_installed
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError, UnknownKeyError
 
@@ -176,6 +177,8 @@ class _Reader:
                 self._store(flag, bound, True)
                 return
         text = self._value(flag, text)
+        if bound is schema_of(LaunchConfig).by_path["distributed_type"] and selects_installed(text):
+            bound = schema_of(complete_root()).by_path[bound.path]
         if bound.path == "num_machines" and re.fullmatch(r"\d+:\d+", text):  # torchrun's form of a range
             least, _, text = text.partition(":")
             self._option(flag, schema_of(LaunchConfig).by_path["min_machines"], least)
@@ -220,15 +223,17 @@ class _Reader:
 
 
 def _tables(name: str) -> Schema:
-    """The schema with this flag: that of local runs, else that of SageMaker."""
+    """The schema with this flag: that of local runs, else that of SageMaker, else that of installed strategies."""
     local = schema_of(LaunchConfig)
-    bare = name.removeprefix(_NO)
-    if any(form in table for form in (name, bare) for table in (local.by_flag, local.switches)):
+    forms = (name, name.removeprefix(_NO))
+    if any(form in table for form in forms for table in (local.by_flag, local.switches)):
         return local
     from accel_state.config.sagemaker import SageMakerConfig
 
     other = schema_of(SageMakerConfig)
-    return other if name in other.by_flag or bare in other.by_flag else local
+    if any(form in other.by_flag for form in forms):
+        return other
+    return local if name in _REPLACED else schema_of(complete_root())
 
 
 def _is_truth(bound: BoundOption | None) -> bool:

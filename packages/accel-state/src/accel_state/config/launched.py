@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from accel_state.config import codec
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.option import Section
 from accel_state.environment import snapshot
 
-__all__ = ["launched_config"]
+__all__ = ["launched_config", "launched_section"]
+
+S = TypeVar("S", bound=Section)
 
 
 def launched_config() -> LaunchConfig:
@@ -17,3 +22,13 @@ def launched_config() -> LaunchConfig:
     """
     config: LaunchConfig = codec.decode(snapshot())
     return config
+
+
+def launched_section(section: type[S]) -> S:
+    """Decode one section alone, whether or not the run uses it.
+
+    Raises:
+        ConfigError: a variable of the section has an invalid value.
+    """
+    found: S = codec.decode(snapshot(), section)
+    return found

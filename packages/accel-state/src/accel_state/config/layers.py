@@ -10,6 +10,7 @@ from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.option_types import Bool
+from accel_state.config.roots import root_for
 from accel_state.config.schema import BoundOption, Schema, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
@@ -50,7 +51,7 @@ def named_layer(
     for name, data in names.items():
         if data is None:
             continue
-        match = _find(schema_of(root or LaunchConfig), name)
+        match = _find(schema_of(root or root_for({name: data})), name)
         if match is None:
             if root is None:
                 continue
@@ -84,7 +85,7 @@ def _truth(name: str, data: Any) -> bool:
 def _not_here(name: str, given: Any, root: type[Section], what: str) -> ConfigError:
     if isinstance(given, ParsedFlags):
         kinds = ("a SageMaker job", "a local run")
-        wanted, actual = kinds if root is LaunchConfig else reversed(kinds)
+        wanted, actual = kinds if issubclass(root, LaunchConfig) else reversed(kinds)
         return ConfigError(
             f"{given.spelled.get(name, name)} is for {wanted}, but the configuration is for {actual}"
         )

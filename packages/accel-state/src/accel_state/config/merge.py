@@ -14,6 +14,7 @@ from accel_state.config.files import FileLayer, find_default, read_layer
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.layers import Layer, named_layer
+from accel_state.config.roots import root_for, root_of_environment
 from accel_state.config.schema import build, flatten, schema_of, unknown, value_of
 from accel_state.config.sources import Origin, Source, Sources, variable_in_use
 from accel_state.errors import ConfigError
@@ -41,6 +42,11 @@ class Resolved:
     file: Path | None
     notes: tuple[str, ...]
     sources: Sources = dataclasses.field(default_factory=Sources)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of every option by path."""
+        return flatten(self.config)
 
     def origin(self, path: str) -> Origin:
         """The origin of an option's value.
@@ -106,6 +112,10 @@ def resolve_config(
         environ = snapshot()
     found, path, notes = _file_layer(file, environ, flags, use_default_file)
     root = found.root
+    if root is LaunchConfig:
+        typed = flags.values if isinstance(flags, ParsedFlags) else (flags or {})
+        named = (root_for(typed), root_for(code or {}), root_of_environment(environ))
+        root = next((each for each in named if each is not LaunchConfig), LaunchConfig)
     layers = {
         Origin.FILE: Layer(found.values),
         Origin.ENVIRONMENT: Layer(decode_layer(environ, root)),
@@ -119,13 +129,13 @@ def resolve_config(
         merged |= removed | layer.values
         for option in (*removed, *layer.values):
             sources[option] = _source(origin, option, merged[option], root, found, path, environ, flags)
-    if root is LaunchConfig:
-        if Sources(sources).is_per_machine("num_processes"):
+    if issubclass(root, LaunchConfig):
+        if Sources(sources, root).is_per_machine("num_processes"):
             sources["num_processes"] = dataclasses.replace(
                 sources["num_processes"], text=str(merged["num_processes"])
             )
             merged["num_processes"] *= merged["num_machines"]
-        notes += check(merged, sources)
+        notes += check(merged, sources, root)
     config = _with_launch_defaults(build(root, merged))
     origins = {option: sources[option].origin if option in sources else Origin.DEFAULT for option in merged}
     return Resolved(config, MappingProxyType(origins), path, tuple(notes), Sources(sources, root))

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
-from accel_state.config.sections.megatron_lm import UNAVAILABLE
+from accel_state.config.strategies import Package
 from accel_state.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
 
 __all__ = [
-    "ENGINE_SECTIONS",
     "check_available",
     "check_installed",
     "unused_options",
@@ -29,21 +28,24 @@ _SELECTED_BY = {
 }
 """What selects the engine of a section, if not ``--use_`` and its name."""
 
-_WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "TPUs"}
+_WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "XLA": "TPUs"}
 """Distributed types whose engine computes in no fp8, and what people call them."""
 
 _LIBRARIES = {"opt_level": "MSAMP", "enable_fsdp_float8_all_gather": "AO", "pad_inner_dim": "AO"}
 """Options of fp8 that are not TransformerEngine's, and the library that they are for."""
 
 _ENGINES = {
-    "DEEPSPEED": ("deepspeed", "DeepSpeed", "pip install deepspeed"),
-    "MEGATRON_LM": ("megatron.core", "megatron-core", "pip install 'megatron-core>=0.16'"),
-    "XLA": ("torch_xla", "torch_xla", "pip install 'torch_xla[tpu]>=2.9', of the same version as torch"),
+    "DEEPSPEED": Package(module="deepspeed", name="DeepSpeed", install="pip install deepspeed"),
+    "XLA": Package(
+        module="torch_xla",
+        name="torch_xla",
+        install="pip install 'torch_xla[tpu]>=2.9', of the same version as torch",
+    ),
 }
-"""Distributed types that a package computes: its module, its name, and how to install it."""
+"""Distributed types that a package computes."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "megatron_lm", "parallelism", "tpu"})
-"""Sections that a run uses only if their engine is selected."""
+_ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "parallelism", "tpu"})
+"""Sections that a run uses only if their engine is selected, beside those of installed strategies."""
 
 
 def check_available(resolved: Resolved) -> LaunchConfig:
@@ -60,7 +62,8 @@ def check_available(resolved: Resolved) -> LaunchConfig:
             "starts; name another --config_file"
         )
     _check_tpu(resolved, config)
-    _check_megatron(resolved, config)
+    for check in config.strategy.checks if config.strategy is not None else ():
+        check(resolved)
     _check_fp8(resolved, config)
     return config
 
@@ -72,11 +75,13 @@ def check_installed(resolved: Resolved) -> None:
         NotAvailableError: one is not; the message has the line that installs it.
     """
     config = resolved.local()
-    if config.distributed_type in _ENGINES:
-        module, name, installing = _ENGINES[config.distributed_type]
-        if not _is_found(module):
+    engine = _ENGINES.get(config.distributed_type or "")
+    packages = config.strategy.packages if config.strategy is not None else (engine,) if engine else ()
+    for package in packages:
+        if not _is_found(package.module):
             raise NotAvailableError(
-                f"{resolved.describe('distributed_type')} needs {name}, which is not installed; {installing}"
+                f"{resolved.describe('distributed_type')} needs {package.name}, which is not installed; "
+                f"{package.install}"
             )
     for missing in _missing_for_fp8(resolved, config):
         raise NotAvailableError(missing)
@@ -107,23 +112,6 @@ def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
         )
 
 
-def _check_megatron(resolved: Resolved, config: LaunchConfig) -> None:
-    if not config.use_megatron_lm:
-        return
-    if config.use_cpu:
-        raise ConfigError(
-            f"{resolved.describe('distributed_type')} contradicts {resolved.describe('use_cpu')}: megatron-core "
-            "computes on GPUs alone; leave one of them out"
-        )
-    for name, reason in UNAVAILABLE.items():
-        path = f"megatron_lm.{name}"
-        value = value_of(config, schema_of(type(config)).by_path[path])
-        if value is True or value not in (None, False, 1):
-            raise NotAvailableError(
-                f"{resolved.describe(path)} is not available in this version: {reason}; {resolved.remedy(path)}"
-            )
-
-
 def _check_fp8(resolved: Resolved, config: LaunchConfig) -> None:
     if config.fp8.backend == "MSAMP" and (
         config.is_active("fp8") or resolved.origin("fp8.backend") >= Origin.FLAG
@@ -132,10 +120,13 @@ def _check_fp8(resolved: Resolved, config: LaunchConfig) -> None:
             f"{resolved.describe('fp8.backend')} asks for MS-AMP, which is no longer maintained and not supported; "
             "pass --fp8_backend ao (torchao) or --fp8_backend te (TransformerEngine)"
         )
-    engine = next((name for name in _WITHOUT_FP8 if name == config.distributed_type), None)
+    strategy = config.strategy
+    engine = _WITHOUT_FP8.get(config.distributed_type or "")
+    if strategy is not None and not strategy.computes_fp8:
+        engine = strategy.title
     if config.is_active("fp8") and engine is not None:
         raise NotAvailableError(
-            f"{resolved.describe('mixed_precision')} does not run with {_WITHOUT_FP8[engine]} "
+            f"{resolved.describe('mixed_precision')} does not run with {engine} "
             f"({resolved.describe('distributed_type')}); pass --mixed_precision bf16, or train with --use_fsdp or with "
             "one replica of the model per process"
         )
@@ -147,6 +138,7 @@ def unused_options(resolved: Resolved) -> list[str]:
     And one about fp8 if no library that computes it is installed here.
     """
     config = resolved.local()
+    own = {each.section_name: each.flag for each in config.strategies}
     found = []
     for path, section in _changed(resolved, config):
         if config.is_active(section) or (section == "tpu" and config.use_tpu):
@@ -154,7 +146,8 @@ def unused_options(resolved: Resolved) -> list[str]:
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
-            flag, adding = resolved.sources.of(path).name, _SELECTED_BY.get(section, f"--use_{section}")
+            flag = resolved.sources.of(path).name
+            adding = own.get(section) or _SELECTED_BY.get(section, f"--use_{section}")
             by_script = "chooses fp8" if section == "fp8" else "passes the plugin"
             when = "with TPUs" if section == "tpu" else f"if the script {by_script} itself"
             found.append(f"{flag} is used only {when}; to select it, add {adding}")
@@ -199,7 +192,8 @@ def _missing_for_fp8(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
 
 def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, str]]:
     """Options of engines' sections that have another value than their default."""
+    sections = _ENGINE_SECTIONS | {each.section_name for each in config.strategies}
     for bound in schema_of(type(config)).options:
-        given = bound.section in ENGINE_SECTIONS and resolved.origin(bound.path) != Origin.DEFAULT
+        given = bound.section in sections and resolved.origin(bound.path) != Origin.DEFAULT
         if given and value_of(config, bound) != bound.default:
             yield bound.path, bound.section

@@ -142,7 +142,7 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
         ConfigError: the numbers contradict each other.
         DeviceError: more accelerators are requested than this machine has.
     """
-    words = _Words(config, sources or Sources())
+    words = _Words(config, sources or Sources(root=type(config)))
     machines = config.num_machines
     ids = _gpu_ids(config.gpu_ids)
     found = accelerators.count if ids is None else len(ids)
@@ -153,10 +153,11 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('distributed_type')} needs accelerators, but none are visible on this machine; "
             f"{words.remedy('distributed_type', '--cpu to run the processes on the CPU')}"
         )
-    if config.use_megatron_lm and accelerators.kind not in ("cuda", "rocm"):
+    strategy = config.strategy
+    if strategy is not None and strategy.devices is not None and accelerators.kind not in strategy.devices:
         raise DeviceError(
-            f"{words('distributed_type')} needs GPUs of NVIDIA or AMD, on which megatron-core computes, and none are "
-            f"visible on this machine; {words.remedy('distributed_type')}"
+            f"{words('distributed_type')} needs {strategy.devices_described}, and none are visible on this machine; "
+            f"{words.remedy('distributed_type')}"
         )
     size = config.num_processes or _degrees_product(config, machines if cpu else machines * found, cpu)
     if size % machines:
@@ -172,6 +173,11 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
         )
     _check_degrees(config, size)
     local = size // machines
+    if strategy is not None and strategy.several_processes and size == 1:
+        raise ConfigError(
+            f"{words('distributed_type')} needs at least 2 processes, and there is 1; pass --num_processes 2, or "
+            f"{words.remedy('distributed_type')}"
+        )
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
             f"{words('distributed_type')} needs at least 2 processes, but there is 1 accelerator; "

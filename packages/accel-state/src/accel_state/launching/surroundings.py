@@ -142,7 +142,7 @@ def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tupl
     machines = options["num_machines"].value if "num_machines" in options else config.num_machines
     if resolved.sources.is_per_machine("num_processes") and config.num_processes is not None:
         values["num_processes"] = config.num_processes // config.num_machines * machines
-        resolved = dataclasses.replace(resolved, config=build(LaunchConfig, values))
+        resolved = dataclasses.replace(resolved, config=build(type(config), values))
     if per is not None:
         options["num_processes"] = Described(per.value * machines, per.source, per.firm)
     for path, described in options.items():
@@ -156,7 +156,7 @@ def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tupl
         sources[path] = Source(Origin.SCHEDULER, described.source)
     merged = dataclasses.replace(
         resolved,
-        config=build(LaunchConfig, values),
+        config=build(type(config), values),
         origins=MappingProxyType(origins),
         sources=dataclasses.replace(resolved.sources, by_path=sources),
     )

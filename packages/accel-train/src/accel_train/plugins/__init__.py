@@ -16,7 +16,6 @@ from accel_train.plugins.dynamo import TorchDynamoPlugin
 from accel_train.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
-from accel_train.plugins.megatron_lm import MegatronLMPlugin
 from accel_train.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -43,7 +42,6 @@ __all__ = [
     "GradientAccumulationPlugin",
     "HfDeepSpeedConfig",
     "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
     "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -56,3 +54,14 @@ __all__ = [
     "TorchTensorParallelPlugin",
     "XlaPlugin",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The plugin of an installed strategy, by the name of its class."""
+    from accel_state.config.strategies import installed_strategies
+    from accel_state.entry_points import load
+
+    for strategy in installed_strategies():
+        if strategy.plugin.rpartition(":")[2] == name:
+            return load(strategy.plugin)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
-from accel_state.config.launched import launched_config
+from accel_state.config.launched import launched_section
 from accel_state.config.option import Section
 from accel_state.handlers import KwargsHandler
 from accel_train.errors import OptionError
@@ -36,7 +36,7 @@ class SectionPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         names = [field.name for field in fields(self._section_type()) if getattr(self, field.name) is None]
         if names:
-            launched = self.values_of(getattr(launched_config(), self.section))
+            launched = self.values_of(launched_section(self._section_type()))
             self._assign({name: launched[name] for name in names})
         self._complete()
 

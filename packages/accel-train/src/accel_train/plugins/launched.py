@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.config.launch import LaunchConfig
+from accel_state.entry_points import load
 from accel_train.plugins.deepspeed import DeepSpeedPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel_train.plugins.megatron_lm import MegatronLMPlugin
 from accel_train.plugins.parallelism import ParallelismConfig
 
 __all__ = ["launched_parallelism", "launched_plugin", "launched_plugin_type"]
 
-# By the value of `distributed_type` that selects them; each is built from its section.
-_PLUGINS: dict[str, Any] = {
-    "DEEPSPEED": DeepSpeedPlugin,
-    "FSDP": FullyShardedDataParallelPlugin,
-    "MEGATRON_LM": MegatronLMPlugin,
-}
-
 
 def launched_plugin_type(launched: LaunchConfig) -> Any:
     """The class of the plugin of the strategy that the launcher asks for; None: it leaves the choice open."""
-    return _PLUGINS.get(launched.distributed_type or "")
+    if launched.use_deepspeed:
+        return DeepSpeedPlugin
+    if launched.use_fsdp:
+        return FullyShardedDataParallelPlugin
+    return None if launched.strategy is None else load(launched.strategy.plugin)
 
 
 def launched_plugin(launched: LaunchConfig) -> Any:

@@ -15,7 +15,6 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "ddp": "accel_train.strategies.ddp:DDPStrategy",
         "deepspeed": "accel_train.strategies.deepspeed.strategy:DeepSpeedStrategy",
         "fsdp2": "accel_train.strategies.fsdp2.strategy:FSDP2Strategy",
-        "megatron": "accel_train.strategies.megatron.strategy:MegatronStrategy",
         "tp": "accel_train.strategies.tensor_parallel:TensorParallelStrategy",
         "xla": "accel_train.strategies.xla:XlaStrategy",
     },

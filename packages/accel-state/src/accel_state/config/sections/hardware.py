@@ -26,6 +26,13 @@ DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
 )
 """Device type to the driver variable that is set from ``gpu_ids``."""
 
+_BUILT_IN = tuple(
+    member.value
+    for member in DistributedType
+    if member.value in ("NO", "FSDP", "DEEPSPEED", "XLA") or member.value.startswith("MULTI_")
+)
+"""The values that need no installed strategy."""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HardwareOptions(CommonOptions):
@@ -34,14 +41,13 @@ class HardwareOptions(CommonOptions):
     distributed_type: str | None = option(
         help="Kind of distributed run; by default chosen from the hardware.",
         env=("ACCELERATE_DISTRIBUTED_TYPE",),
-        choices=tuple(member.value for member in DistributedType),
+        choices=_BUILT_IN,
         synonyms={"tpu": "XLA"},
         switches={
             "--multi_gpu": ("MULTI_GPU", None),
             "--tpu": ("XLA", None),
             "--use_deepspeed": ("DEEPSPEED", "ACCELERATE_USE_DEEPSPEED"),
             "--use_fsdp": ("FSDP", "ACCELERATE_USE_FSDP"),
-            "--use_megatron_lm": ("MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"),
         },
         prompt="How will the processes share the work?",
     )

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel, Part
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import OptionError, PrepareError
-from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.attention import FusedAttention
 from accel_train.strategies.megatron.families import Architecture, architecture_of
 from accel_train.strategies.megatron.layout import Dims, Rule, Whole
@@ -23,6 +22,7 @@ from accel_train.strategies.megatron.options import (
     provided_options,
     transformer_options,
 )
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 from accel_train.strategies.megatron.runtime import Groups
 
 __all__ = ["Built", "build", "empty_out", "rule_of"]

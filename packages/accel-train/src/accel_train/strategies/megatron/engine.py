@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, OptionError
-from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied, weighted_mean
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.context import ContextPart
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 from accel_train.strategies.megatron.runtime import Groups, draws
 
 __all__ = ["MegatronEngine", "MegatronOutput"]

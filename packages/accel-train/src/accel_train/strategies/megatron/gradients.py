@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from accel_ckpt import NamedModel
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, PrepareError
-from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.build import Built
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
 __all__ = ["EngineGradients", "make_optimizer", "regrouped"]
 

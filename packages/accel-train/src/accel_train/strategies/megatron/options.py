@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from accel_train.errors import IncompatibleOptionsError, OptionError
-from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.families import Architecture
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
 __all__ = ["divide_other", "gradient_options", "optimizer_options", "provided_options", "transformer_options"]
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_state.errors import NotAvailableError
 from accel_state.operations.collectives import reduce
 from accel_train.errors import OptionError
-from accel_train.plugins import MegatronLMPlugin
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
 __all__ = [
     "MegatronLMDummyDataLoader",

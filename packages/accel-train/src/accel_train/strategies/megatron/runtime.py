@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel_state.operations.collectives import broadcast
 from accel_state.world.process_group import leave_at_exit
-from accel_train.plugins import MegatronLMPlugin
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
 __all__ = ["Groups", "draws", "random_states", "restore_random_states", "start"]
 

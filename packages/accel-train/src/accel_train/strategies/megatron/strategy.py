@@ -14,7 +14,6 @@ from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
-from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
 from accel_train.strategies.engines import EngineStates, EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
@@ -22,6 +21,7 @@ from accel_train.strategies.megatron.engine import MegatronEngine
 from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
 from accel_train.strategies.megatron.options import divide_other, gradient_options, optimizer_options
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler, make_scheduler
+from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 from accel_train.strategies.megatron.runtime import (
     Groups,
     random_states,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from accel_state.config.sections.megatron_lm import UNAVAILABLE, MegatronLMSection
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
+from accel_train.strategies.megatron.section import UNAVAILABLE, MegatronLMSection
 
 __all__ = ["MegatronLMPlugin"]
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from accel_bigmodel.planning.footprints.base import Setting, Workload, optimizer_bytes
+from accel_bigmodel.planning.footprints.registry import footprint
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
-from accel_bigmodel.planning.strategies import Setting, Workload, footprint, optimizer_bytes
 
 BLOCK = Layer(1000, 1000, 70, largest=600)
 OUTSIDE = Layer(400, 400, 50, largest=400)

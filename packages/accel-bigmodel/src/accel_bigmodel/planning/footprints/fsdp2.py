@@ -1,0 +1,153 @@
+"""Memory of ``fsdp2``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from accel_bigmodel.planning.footprints.base import (
+    FP32,
+    Cluster,
+    Moment,
+    Setting,
+    StrategyFootprint,
+    Workload,
+    optimizer_bytes,
+    with_activations,
+)
+from accel_bigmodel.planning.shape import ModelShape, Phase
+
+__all__ = ["FSDP2Footprint"]
+
+
+class FSDP2Footprint(StrategyFootprint):
+    """Parts, and the units that compute."""
+
+    checkpoints: ClassVar[bool] = True
+
+    @classmethod
+    def settings(
+        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+    ) -> Iterable[Setting]:
+        """Each without and with recomputation, unless the script recomputes: resharded or not, offloaded, hybrid."""
+        if cluster.devices == 1:
+            return
+        for again in [True] if checkpointing else [False, True]:
+            words = " + recompute" if again and not checkpointing else ""
+            sharded = Setting("fsdp2" + words, "fsdp2", cluster.devices, checkpointing=again)
+            yield sharded
+            yield replace(sharded, name="fsdp2, no reshard" + words, reshard=False)
+            yield replace(sharded, name="fsdp2 + offload" + words, offload=True)
+            if cluster.machines > 1 and cluster.per_machine > 1:
+                yield replace(sharded, name="hsdp" + words, shards=cluster.per_machine)
+
+    @classmethod
+    def numbers(cls, precision: str) -> str:
+        """Units are cast as a whole; autocast does the rest."""
+        if precision == "no":
+            return "float32"
+        low = cls.low_dtype(precision)
+        return f"{low} autocast"
+
+    @classmethod
+    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+        """The options of the section ``fsdp``."""
+        hybrid = setting.shards < cluster.devices
+        return {
+            "distributed_type": "FSDP",
+            "fsdp.fsdp_version": 2,
+            "fsdp.reshard_after_forward": "HYBRID_SHARD" if hybrid else setting.reshard,
+            "fsdp.cpu_offload": setting.offload,
+            "fsdp.activation_checkpointing": setting.checkpointing,
+            "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        }
+
+    def traffic(self, cluster: Cluster) -> float:
+        """Weights are gathered for every micro-batch, gradients reduced once."""
+        gathers = (2 if self.setting.reshard else 1) * self.workload.micro_batches
+        sent = self.gathered_bytes() * gathers + self.reduced_bytes()
+        if self.setting.shards < cluster.devices:  # replicas average their parts between machines
+            sent += 2 * FP32 * self.shape.trainable / self.setting.shards
+        return sent
+
+    def parts(self) -> Moment:
+        """What is divided, of one rank, wherever it is."""
+        n = self.setting.shards
+        frozen = self.workload.frozen_bytes * self.frozen
+        return Moment(
+            weights=(FP32 * self.shape.trainable + frozen) / n,
+            optimizer=optimizer_bytes(self.shape, self.workload) / n,
+        )
+
+    def between(self) -> Moment:
+        """What is held between two steps."""
+        parts = Moment() if self.setting.offload else self.parts()
+        return replace(parts, weights=parts.weights + self.shape.buffers, when="between steps")
+
+    def moments(self) -> Iterator[Moment]:
+        """The moments that may be the peak."""
+        yield from super().moments()
+        outside = self.shape.outside
+        # The outermost unit reduces last, when all others have.
+        yield replace(
+            self.between(),
+            gradients=self._reduced(self.shape.trainable - outside.trainable) + self.low * outside.trainable,
+            gathered=FP32 * outside.trainable,
+            when="last reduction",
+        )
+
+    def at(self, phase: Phase, before: int) -> Moment:
+        """The moment of the most in a phase."""
+        units = self.shape.units
+        unit = units[phase.unit] if phase.unit is not None and units else self.shape.outside
+        outside = self.shape.outside
+        largest = max((each.parameters for each in units), default=0)
+        whole = outside.parameters  # gathered all the time
+        if self.setting.reshard:
+            gathered = whole + (unit.parameters if phase.unit is not None else 0)
+        elif phase.unit is None:
+            gathered = self.shape.parameters if before < self.shape.trainable else whole
+        else:
+            gathered = whole + sum(each.parameters for each in units[: phase.unit + 1])
+        copies = largest if phase.unit is not None else 0  # of the next unit, which is gathered meanwhile
+        reducing = 0.0
+        own = 0
+        if phase.backward and phase.unit is not None:
+            own = unit.trainable
+            # Accelerators keep the input of a reduction until the next one begins.
+            reducing = FP32 * unit.trainable if self.workload.accelerator else 0.0
+        elif self.workload.accelerator and phase.unit is not None:
+            copies += largest
+        if self.workload.accumulates:
+            # Without a reduction the whole gradients of earlier micro-batches stay on the device.
+            gradients = float(self.low * self.shape.trainable)
+        else:
+            outer = min(before, outside.trainable) if phase.backward else 0
+            gradients = self._reduced(max(0, before - outer)) + self.low * (outer + own)
+        moment = replace(
+            self.between(), gradients=gradients, gathered=self.low * (gathered + copies) + reducing
+        )
+        return with_activations(moment, phase, self.workload.batch_size)
+
+    def step(self) -> Moment:
+        """The optimizer's step, on parts."""
+        n = self.setting.shards
+        if self.setting.offload:
+            return self.between()
+        extra = self.temporaries(self.shape.trainable / n, self.shape.largest_tensor / n, plain=False)
+        return replace(
+            self.between(),
+            gradients=self._reduced(self.shape.trainable),
+            gathered=extra,
+            when="optimizer step",
+        )
+
+    def host(self) -> float:
+        """Bytes of host memory of a rank: the parts and their gradients."""
+        if not self.setting.offload:
+            return 0.0
+        return self.parts().total + FP32 * self.shape.trainable / self.setting.shards
+
+    def _reduced(self, elements: float) -> float:
+        return 0.0 if self.setting.offload else FP32 * elements / self.setting.shards

@@ -1,0 +1,60 @@
+"""Footprints by the name of their strategy, those of installed packages among them."""
+
+from __future__ import annotations
+
+from accel_bigmodel.errors import EstimateError
+from accel_bigmodel.planning.footprints.base import Footprint, Setting, StrategyFootprint, Timelines, Workload
+from accel_bigmodel.planning.shape import ModelShape
+from accel_state.entry_points import entry_points, load
+
+__all__ = ["GROUP", "footprint", "footprint_class", "footprint_names"]
+
+GROUP = "accel_bigmodel.footprints"
+"""The entry-point group of footprints."""
+
+_FOLDER = "accel_bigmodel.planning.footprints"
+_BUILT_IN = {
+    "single": f"{_FOLDER}.base:StrategyFootprint",
+    "ddp": f"{_FOLDER}.ddp:DDPFootprint",
+    "fsdp2": f"{_FOLDER}.fsdp2:FSDP2Footprint",
+    "deepspeed": f"{_FOLDER}.deepspeed:DeepSpeedFootprint",
+    "tp": f"{_FOLDER}.tensor_parallel:TensorParallelFootprint",
+}
+
+
+def footprint_names() -> list[str]:
+    """The strategies that have a footprint: the built-in ones, then installed ones by name."""
+    return [*_BUILT_IN, *sorted(entry_points(GROUP).keys() - _BUILT_IN.keys())]
+
+
+def footprint_class(strategy: str) -> type[StrategyFootprint]:
+    """The footprint of a strategy.
+
+    Raises:
+        EstimateError: it has none; the message names those that have one.
+    """
+    place = _BUILT_IN.get(strategy) or entry_points(GROUP).get(strategy)
+    if place is None:
+        raise EstimateError(
+            f"the memory of the strategy {strategy!r} is not known; known: {', '.join(footprint_names())}"
+        )
+    found: type[StrategyFootprint] = load(place)
+    return found
+
+
+def footprint(shape: ModelShape, setting: Setting, workload: Workload, timelines: Timelines) -> Footprint:
+    """The most that a rank holds in a step after the first.
+
+    Raises:
+        EstimateError: the memory of the strategy is not known.
+    """
+    kind = footprint_class(setting.strategy)
+    timeline = timelines(kind.numbers(workload.precision), setting.checkpointing)
+    held = kind(shape, setting, workload, timeline)
+    moments = [*held.moments()]
+    return Footprint(
+        peak=max(moments, key=lambda moment: moment.total),
+        kept=held.between().total,
+        host=held.host(),
+        knows_activations=timeline is not None,
+    )
