@@ -1,4 +1,4 @@
-"""The configuration schema: every option once, with its flag, YAML key, environment variable and default."""
+"""The configuration schema of a run, shared by files, environment variables, flags and code."""
 
 from accel_state._lazy import attach
 

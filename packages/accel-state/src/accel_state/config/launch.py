@@ -86,7 +86,7 @@ class LaunchConfig(RunOptions, HardwareOptions):
 
     if not TYPE_CHECKING:  # which would then find every attribute
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self: LaunchConfig, name: str) -> Any:
             for each in () if name.startswith("_") else installed_strategies():
                 if name == each.section_name:
                     return each.section()

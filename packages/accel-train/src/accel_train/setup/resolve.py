@@ -121,8 +121,9 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     )
     if strategy_class.capabilities.computes_precision:
         precision = EnginePrecision(precision)
+    ddp = given.handlers.get("ddp") or DistributedDataParallelKwargs()
     if config is None or isinstance(config, str):
-        config = (given.handlers.get("ddp") or DistributedDataParallelKwargs()) if name == "ddp" else None
+        config = ddp if name == "ddp" else None
     mesh = make_mesh(strategy_class, config, process, degrees)
     strategy = strategy_class(
         StrategyOptions(
@@ -132,6 +133,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             config=config,
             sync_each_batch=given.sync_each_batch,
             by_degrees=degrees is not None,
+            ddp=ddp,
         )
     )
     parallelism = given.parallelism
@@ -197,7 +199,7 @@ def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: to
             f"The launcher asks for XLA devices (--tpu) and the script for {device}. Leave --tpu or cpu=True out."
         )
     asked = launched_plugin_type(launched)
-    if asked is None or strategy.distributed_type == launched.distributed_type:
+    if asked is None or strategy.name == asked.strategy or strategy.distributed_type == launched.distributed_type:
         return
     raise IncompatibleOptionsError(
         f"The launcher asks for {launched.distributed_type} (strategy {asked.strategy!r}) and the script for strategy "

@@ -176,6 +176,7 @@ class StrategyOptions:
         mesh: degrees of parallelism, and the ranks that follow from them.
         precision: scales, unscales and steps.
         config: the plugin whose type selected the strategy; for "ddp" `DistributedDataParallelKwargs`.
+        ddp: the script's `DistributedDataParallelKwargs`, or its defaults, for strategies that average as "ddp" does.
         sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
         by_degrees: the mesh is what a script or a launcher gave degrees of.
     """
@@ -186,6 +187,7 @@ class StrategyOptions:
     config: Any = None
     sync_each_batch: bool = False
     by_degrees: bool = False
+    ddp: Any = None
 
 
 class ModelSteps(Protocol):

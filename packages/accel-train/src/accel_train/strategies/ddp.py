@@ -114,6 +114,7 @@ class DDPStrategy(Strategy):
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
+        self._handler = options.ddp or options.config
         self.local = LocalCopies()  # what LocalSGD trains
         self.power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
@@ -144,9 +145,9 @@ class DDPStrategy(Strategy):
         if _ddp(model) is not None:
             return model  # compiled around it
         if is_sharded_by_script(model, self.batch):
-            if self.options.config.communication_hook() is not None:
+            if self._handler.communication_hook() is not None:
                 raise PrepareError(
-                    f"comm_hook={str(self.options.config.comm_hook)!r} compresses what ddp sends, and "
+                    f"comm_hook={str(self._handler.comm_hook)!r} compresses what ddp sends, and "
                     f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
                     "comm_hook out."
                 )
@@ -168,7 +169,7 @@ class DDPStrategy(Strategy):
         device = self.options.device
         # DDP takes device_ids only for single-device modules on an accelerator with an index.
         device_ids = [device.index] if device.type != "cpu" and device.index is not None else None
-        handler = self.options.config
+        handler = self._handler
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
         views = handler.gradient_as_bucket_view and not any(id(p) in self._shared for p in trainable)
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": views}
@@ -191,7 +192,7 @@ class DDPStrategy(Strategy):
         return bool(apart) or PartialState().main_process_alone("an evaluation")
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
-        handler = self.options.config
+        handler = self._handler
         found = handler.communication_hook()
         if found is None or not hasattr(found[0], "error_dict"):
             handler.register_comm_hook(wrapped)
