@@ -31,7 +31,7 @@ def _no_cuda_graphs(options: Options) -> None:
     path = "zero_redundancy.parameters_as_bucket_view"
     if options.values[path] and options.values["dynamo.mode"] == "reduce-overhead":
         raise ConfigError(
-            f"{options.describe(path)} contradicts {options.describe('dynamo.mode')}: CUDA graphs keep the addresses of "
+            f"{options.describe(path)} contradicts {options.describe('dynamo.mode')}: CUDA graphs keep addresses of "
             f"parameters, which move into buckets in the first step; {options.remedy(path)}"
         )
 

@@ -98,7 +98,9 @@ class ZeroRedundancyStrategy(DDPStrategy):
         """Every rank lists every state, and has the values of its own parameters; single numbers are known to all."""
         tree = super().optimizer_state(optimizer, models)  # groups; the script's optimizer has no states
         mine = super().optimizer_state(self.sharded(optimizer).optim, models)["state"]
-        about = {name: {key: _described(value) for key, value in state.items()} for name, state in mine.items()}
+        about = {
+            name: {key: _described(value) for key, value in state.items()} for name, state in mine.items()
+        }
         tree["state"] = {
             name: {key: _leaf(mine.get(name, {}).get(key), value) for key, value in state.items()}
             for of_rank in gather_object([about])

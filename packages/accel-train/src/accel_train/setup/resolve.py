@@ -199,7 +199,11 @@ def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: to
             f"The launcher asks for XLA devices (--tpu) and the script for {device}. Leave --tpu or cpu=True out."
         )
     asked = launched_plugin_type(launched)
-    if asked is None or strategy.name == asked.strategy or strategy.distributed_type == launched.distributed_type:
+    if (
+        asked is None
+        or strategy.name == asked.strategy
+        or strategy.distributed_type == launched.distributed_type
+    ):
         return
     raise IncompatibleOptionsError(
         f"The launcher asks for {launched.distributed_type} (strategy {asked.strategy!r}) and the script for strategy "
