@@ -18,10 +18,10 @@ from accel_ckpt import NamedModel, Part
 from accel_state import gather_object
 from accel_train import Capabilities, StrategyOptions
 from accel_train.plugins import SectionPlugin, StrategyPlugin
-from accel_train.strategies.ddp import DDPStrategy
+from accel_train.strategies.ddp import DDPStates, DDPStrategy
 from zero_redundancy.launchable import ZeroRedundancySection
 
-__all__ = ["ZeroRedundancyPlugin", "ZeroRedundancyStrategy"]
+__all__ = ["ZeroRedundancyPlugin", "ZeroRedundancyStates", "ZeroRedundancyStrategy"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -31,6 +31,52 @@ class ZeroRedundancyPlugin(StrategyPlugin, SectionPlugin, ZeroRedundancySection)
     strategy: ClassVar[str] = "zero_redundancy"
     section: ClassVar[str] = "zero_redundancy"
     when_unset: ClassVar[Mapping[str, Any]] = MappingProxyType({"parameters_as_bucket_view": False})
+
+
+class ZeroRedundancyStates(DDPStates):
+    """The states of the `ZeroRedundancyOptimizer`, under the names of the script's parameters."""
+
+    strategy: ZeroRedundancyStrategy
+
+    def replicated_optimizers(
+        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
+    ) -> list[int]:
+        """None: each rank has the states of its own parameters."""
+        return []
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """Every rank lists every state, and has the values of its own parameters; single numbers are known to all."""
+        tree = super().optimizer_state(optimizer, models)  # groups; the script's optimizer has no states
+        mine = super().optimizer_state(self.strategy.sharded(optimizer).optim, models)["state"]
+        about = {
+            name: {key: _described(value) for key, value in state.items()} for name, state in mine.items()
+        }
+        tree["state"] = {
+            name: {key: _leaf(mine.get(name, {}).get(key), value) for key, value in state.items()}
+            for of_rank in gather_object([about])
+            for name, state in of_rank.items()
+        }
+        return tree
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Give the groups to the script's optimizer, and to the other one the states of this rank's parameters."""
+        super().load_optimizer_state(optimizer, {**tree, "state": {}}, models)
+        steps = self.strategy.sharded(optimizer).optim
+        named = super().optimizer_state(steps, models)["param_groups"]
+        mine = {name for group in named for name in group["params"]}
+        own = {
+            **tree,
+            "state": {name: state for name, state in tree["state"].items() if name in mine},
+            "param_groups": [
+                {**group, "params": [name for name in group["params"] if name in mine]}
+                for group in tree["param_groups"]
+            ],
+        }
+        accel_ckpt.load_optimizer_state(steps, own, models)
 
 
 class ZeroRedundancyStrategy(DDPStrategy):
@@ -44,6 +90,7 @@ class ZeroRedundancyStrategy(DDPStrategy):
     capabilities: ClassVar[Capabilities] = replace(
         DDPStrategy.capabilities, dimensions=frozenset({"dp_replicate"})
     )
+    adapter = ZeroRedundancyStates
     # A rank that is out of data, or trains a copy of its own, does not step, and the others wait for its parameters.
     join = None  # type: ignore[assignment]
     check_local = None  # type: ignore[assignment]
@@ -89,42 +136,6 @@ class ZeroRedundancyStrategy(DDPStrategy):
         """Drop the gradients."""
         super().zero_grad(optimizer, set_to_none)
         self.precision.forget_unscaled(self.sharded(optimizer))
-
-    # State
-
-    def optimizer_state(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
-    ) -> Any:
-        """Every rank lists every state, and has the values of its own parameters; single numbers are known to all."""
-        tree = super().optimizer_state(optimizer, models)  # groups; the script's optimizer has no states
-        mine = super().optimizer_state(self.sharded(optimizer).optim, models)["state"]
-        about = {
-            name: {key: _described(value) for key, value in state.items()} for name, state in mine.items()
-        }
-        tree["state"] = {
-            name: {key: _leaf(mine.get(name, {}).get(key), value) for key, value in state.items()}
-            for of_rank in gather_object([about])
-            for name, state in of_rank.items()
-        }
-        return tree
-
-    def load_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
-    ) -> None:
-        """Give the groups to the script's optimizer, and to the other one the states of this rank's parameters."""
-        super().load_optimizer_state(optimizer, {**tree, "state": {}}, models)
-        steps = self.sharded(optimizer).optim
-        named = super().optimizer_state(steps, models)["param_groups"]
-        mine = {name for group in named for name in group["params"]}
-        own = {
-            **tree,
-            "state": {name: state for name, state in tree["state"].items() if name in mine},
-            "param_groups": [
-                {**group, "params": [name for name in group["params"] if name in mine]}
-                for group in tree["param_groups"]
-            ],
-        }
-        accel_ckpt.load_optimizer_state(steps, own, models)
 
 
 def _described(value: Any) -> Any:
