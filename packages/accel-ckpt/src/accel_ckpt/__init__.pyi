@@ -24,9 +24,9 @@ from accel_ckpt.errors import StateMismatchError as StateMismatchError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
 from accel_ckpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from accel_ckpt.errors import UnsupportedValueError as UnsupportedValueError
-from accel_ckpt.folders.numbered import checkpoints_from as checkpoints_from
-from accel_ckpt.folders.numbered import complete_checkpoints as complete_checkpoints
-from accel_ckpt.folders.numbered import prune_checkpoints as prune_checkpoints
+from accel_ckpt.folders.find import checkpoints_from as checkpoints_from
+from accel_ckpt.folders.find import complete_checkpoints as complete_checkpoints
+from accel_ckpt.folders.find import prune_checkpoints as prune_checkpoints
 from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from accel_ckpt.format.index import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_ckpt.format.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME

@@ -10,7 +10,7 @@ import xxhash
 
 from accel_ckpt import save_training_state
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.folders.numbered import complete_checkpoints, is_complete
+from accel_ckpt.folders.find import complete_checkpoints, find_folder
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.writer import FileRecord
 
@@ -19,7 +19,7 @@ from accel_ckpt.format.writer import FileRecord
 def checkpoint(tmp_path):
     path = tmp_path / "checkpoint_1"
     save_training_state(path, models=[{"w": torch.ones(3)}], shared={"step": 1}, per_rank={"rng": 2})
-    assert is_complete(path)
+    assert find_folder(path).is_complete()
     return path
 
 

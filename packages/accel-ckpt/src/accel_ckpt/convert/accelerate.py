@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
-from accel_ckpt.folders.numbered import checkpoints_from
+from accel_ckpt.folders.find import checkpoints_from
 from accel_ckpt.foreign.dcp import DcpFolder, is_dcp_folder
 from accel_ckpt.foreign.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
 from accel_ckpt.foreign.pickles import unpickle

@@ -13,17 +13,18 @@ import torch
 
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.folders.find import find_folder
+from accel_ckpt.folders.folder import Folder
 from accel_ckpt.foreign.pieces import PiecedTensor, PiecedWeights
 from accel_ckpt.foreign.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
 from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.writer import FileRecord, write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import open_training_state
-from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.versions import renamed_versions, versions_metadata, with_versions
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
+from accel_ckpt.saving.save_model import named_index
 from accel_ckpt.tensor_storage import DTYPE_NAMES
 
 __all__ = ["merge_fsdp_weights", "merge_weights"]
@@ -70,26 +71,18 @@ def merge_weights(
         UnsafeCheckpointError: reading would run code.
         UnsupportedValueError: safetensors does not know a dtype.
     """
-    checkpoint, output = location(checkpoint_dir), location(output_path)
+    given, output = find_folder(checkpoint_dir), find_folder(output_path)
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
-    if isinstance(checkpoint, RemotePath):
-        if remove_checkpoint_dir:
-            raise CheckpointSaveError(
-                f"remove_checkpoint_dir removes a local folder, and {checkpoint} is none; leave it out"
-            )
-        from accel_ckpt.folders.objects.weights import fetch_weights
-
-        local, mirror = fetch_weights(checkpoint)
-        written = merge_weights(
-            local, output, safe_serialization, max_shard_size=max_shard_size, progress=progress, disk=disk
+    if remove_checkpoint_dir and not given.on_this_machine:
+        raise CheckpointSaveError(
+            f"remove_checkpoint_dir removes a local folder, and {given.path} is none; leave it out"
         )
-        mirror.remove()
-        return written
+    checkpoint, let_go = given.local_weights()
     if not checkpoint.exists():
         raise CheckpointNotFoundError(f"there is no file or folder {checkpoint}")
     refuse_several_models(checkpoint)
     source = find_source(checkpoint)
-    check_weights_folder(output)
+    output.check_for_weights()
     _check_output(source, output)
     if remove_checkpoint_dir:
         _check_removal(source, output)
@@ -100,6 +93,7 @@ def merge_weights(
     written = _Merge(weights, safe_serialization, progress, disk).write(output, limit)
     if remove_checkpoint_dir:
         shutil.rmtree(_folder(source))
+    let_go()
     return written
 
 
@@ -117,28 +111,28 @@ def _folder(source: Source) -> Path:
     return source.folder if isinstance(source, PiecedFolder) else source.files[0].parent
 
 
-def _check_output(source: Source, output: Path) -> None:
+def _check_output(source: Source, output: Folder) -> None:
     """The output's folder is cleared of other weights, which must not be those that are read."""
-    if isinstance(output, RemotePath):
+    if not output.on_this_machine:
         return
-    files = source.files
-    if isinstance(source, PiecedFolder) and output.resolve() == source.folder.resolve():
-        raise CheckpointSaveError(f"{output} is the checkpoint that is to be merged; choose another folder")
-    clash = [
-        path for path in files if path.resolve().parent == output.resolve() and is_weight_file(path.name)
-    ]
+    files, place = source.files, output.path.resolve()
+    if isinstance(source, PiecedFolder) and place == source.folder.resolve():
+        raise CheckpointSaveError(
+            f"{output.path} is the checkpoint that is to be merged; choose another folder"
+        )
+    clash = [path for path in files if path.resolve().parent == place and is_weight_file(path.name)]
     if clash:
         raise CheckpointSaveError(
-            f"{output} is where {clash[0].name}, which is to be merged, lies, and the merge would replace it; choose "
-            "another folder"
+            f"{output.path} is where {clash[0].name}, which is to be merged, lies, and the merge would replace it; "
+            "choose another folder"
         )
 
 
-def _check_removal(source: Source, output: Path) -> None:
+def _check_removal(source: Source, output: Folder) -> None:
     folder = _folder(source)
-    if not isinstance(output, RemotePath) and output.resolve().is_relative_to(folder.resolve()):
+    if output.on_this_machine and output.path.resolve().is_relative_to(folder.resolve()):
         raise CheckpointSaveError(
-            f"{output} is inside {folder}, which is to be removed; choose another folder"
+            f"{output.path} is inside {folder}, which is to be removed; choose another folder"
         )
     if (folder / MANIFEST_NAME).exists():
         raise CheckpointSaveError(
@@ -204,7 +198,7 @@ class _Merge:
         self._done = 0
         self._progress = progress
 
-    def write(self, output: Path, limit: int | None) -> tuple[str, ...]:
+    def write(self, output: Folder, limit: int | None) -> tuple[str, ...]:
         tensors = self.weights.tensors
         planned = [PlannedTensor(name, tensor.nbytes) for name, tensor in tensors.items()]
         shards = plan_shards(planned, max(1, self.total) if limit is None else limit)
@@ -221,7 +215,7 @@ class _Merge:
             index = index_text(places, self.total)
         write = self._safetensors if self.safe else self._pickle
         writers = {file: partial(write, part) for file, part in parts.items()}
-        return publish_weights(output, writers, index, self.safe, self.disk)
+        return output.publish_weights(writers, named_index(index, self.safe), self.disk)
 
     def _aliases(self, part: Mapping[str, PiecedTensor]) -> dict[str, str]:
         return {alias: name for alias, name in self.weights.aliases.items() if name in part}

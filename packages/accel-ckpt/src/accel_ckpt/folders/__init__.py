@@ -1,1 +1,1 @@
-"""Where checkpoints lie: local folders and object storage, the commit of a new one, and numbered ones."""
+"""Where checkpoints lie: folders of a file system or object storage, behind one interface."""

@@ -1,438 +1,227 @@
-"""The commit protocol: a checkpoint has its name only when it is complete.
-
-temporary sibling → every rank writes, each file hashed and fsynced → all ranks report → manifest → fsync of
-the folder → rename, or swap with the folder that is there → fsync of the parent. Pruning older checkpoints
-comes after.
-
-An existing folder is replaced as a whole, in one step: on Linux the two folders swap names (``renameat2``);
-where that does not exist, the old folder is renamed away and the new one renamed in, and the next reader or writer
-undoes a swap that was interrupted between the two. Files in the old folder that no save of ours wrote are
-carried over; a name that both want is an error, raised before anything is replaced.
-"""
+"""Checkpoints and weights in folders of a file system."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.folders.folder import Folder, OpenFolder
 from accel_ckpt.folders.leftovers import (
-    TemporaryFolder,
-    clean_leftovers,
     host_token,
     locked,
-    previous_name,
+    remove_or_warn,
     restore_interrupted_swaps,
     temporary_name,
 )
-from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
-from accel_ckpt.format.index import inside
+from accel_ckpt.folders.local_transaction import LocalTransaction
+from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.format.reader import file_digest
-from accel_ckpt.format.writer import FileRecord
+from accel_ckpt.format.saved_tensors import FileChecks
+from accel_ckpt.format.writer import FileRecord, replace_file, write_bytes
 
-__all__ = [
-    "Contribution",
-    "Transaction",
-    "commit",
-]
+__all__ = ["LocalFolder"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# Seconds to wait for another save that is just replacing the same folder. Removing the old one is all it has to do.
-_PATIENCE = 30.0
+_PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
+_DEAD = 600  # seconds without a write
 
 
-_RECORD = {"size": natural, "xxh3": checksum, "tensors": {}, "blocks": [checksum]}
-_CONTRIBUTION = {"files": {OTHERS: _RECORD}, "models": [[str]]}
+class LocalFolder(Folder):
+    """A folder of a file system of this machine."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one rank wrote."""
+    @property
+    def absolute(self) -> Path:
+        """The path from the root; a link stays one."""
+        return Path(os.path.abspath(self.path))
 
-    files: Mapping[str, FileRecord]
-    models: tuple[tuple[str, ...], ...] = ()
-    """Per model, its files; from the ranks that write models."""
+    @property
+    def on_this_machine(self) -> bool:
+        """It is."""
+        return True
 
-    def to_plain(self) -> dict[str, Any]:
-        """As data, for the other ranks."""
-        return {"files": {name: asdict(record) for name, record in self.files.items()}, "models": self.models}
-
-    @classmethod
-    def from_plain(cls, data: Any) -> Contribution:
-        """What `to_plain` of another rank returned.
-
-        Raises:
-            CorruptCheckpointError: something else.
-        """
-        check_form(data, _CONTRIBUTION, "what a rank says that it wrote")
-        files = {
-            name: FileRecord(**{k: record[k] for k in _RECORD}) for name, record in data["files"].items()
-        }
-        return cls(files, tuple(map(tuple, data["models"])))
-
-
-def commit(
-    directory: Path,
-    write: Callable[[Path], Contribution],
-    *,
-    coordinator: Coordinator,
-    each_node: bool = False,
-    disk: Disk = LOCAL,
-) -> Path:
-    """Write a checkpoint so that it exists completely or not at all. Collective.
-
-    Args:
-        directory: the final name; the same on every rank, or with ``each_node`` on every rank of a node.
-        write: writes this rank's files into the folder that it is given, and says what they are. It may leave
-            more files there; they become part of the checkpoint.
-        coordinator: the ranks.
-        each_node: one rank of every node commits a folder of its node, for file systems that nodes do not
-            share.
-        disk: where.
-
-    Returns:
-        The final name, absolute.
-
-    Raises:
-        CheckpointSaveError: this rank or another one failed; what was there before is unchanged.
-    """
-    return Transaction.begin(directory, coordinator=coordinator, each_node=each_node, disk=disk).complete(
-        write
-    )
-
-
-class Transaction:
-    """One rank's part in a commit: begun, then completed or aborted, perhaps in another thread.
-
-    Every method is collective; one that raises has aborted the transaction, on all ranks.
-    """
-
-    def __init__(
-        self, directory: Path, temporary: Path, leader: bool, coordinator: Coordinator, disk: Disk
-    ) -> None:
-        self.directory = directory
-        self.temporary = temporary
-        """Where files are written until the checkpoint is complete."""
-        self.leader = leader
-        self.coordinator = coordinator
-        """The ranks; a background thread may put one here that does not need the training group."""
-        self.disk = disk
-        self.prepared: list[Any] = []
-        """What the ranks made ready when this began."""
-        self._folder: TemporaryFolder | None = None
-        self._keep = False
-        self._own = Contribution({})
-
-    @classmethod
     def begin(
-        cls,
-        directory: Path,
-        *,
+        self,
         coordinator: Coordinator,
+        *,
         each_node: bool = False,
         disk: Disk = LOCAL,
         prepare: Callable[[], Any] = lambda: None,
-    ) -> Transaction:
-        """Check the destination, clean up after dead saves, make the temporary folder. As ``commit``.
-
-        Args:
-            directory: as ``commit``, and so are the next three.
-            coordinator: the ranks.
-            each_node: a folder of every node.
-            disk: where.
-            prepare: called on every rank in the same exchange; what the ranks returned (plain data) is ``prepared``.
-        """
-        directory = Path(os.path.abspath(Path(directory).expanduser()))
-        if directory.is_symlink():
-            directory = directory.resolve()
-        leader = coordinator.local_rank == 0 if each_node else coordinator.rank == 0
-        token = host_token(secrets.token_hex(6))
-        if each_node:  # by one name on all nodes, leaders notice that the nodes share a file system
-            token = coordinator.exchange(token)[0]
-        transaction = cls(directory, temporary_name(directory, token), leader, coordinator, disk)
-
-        def open_and_prepare() -> tuple[str, str, Any]:
-            transaction._open()
-            return str(directory), token, prepare()
-
-        answers = transaction.together(open_and_prepare)
-        names = sorted({name for name, _, _ in answers})
-        if not each_node and len(names) > 1:
-            transaction.abort()
-            raise CheckpointSaveError(
-                f"ranks save to different folders: {names}; give the same one on all ranks"
-            )
-        transaction.temporary = temporary_name(directory, answers[0][1])
-        transaction.prepared = [prepared for _, _, prepared in answers]
+    ) -> LocalTransaction:
+        """Check the destination, clean up after dead saves, make the temporary folder."""
+        transaction = LocalTransaction(self.absolute, coordinator, each_node, disk)
+        transaction.begin(prepare, one_folder=not each_node)
         return transaction
 
-    @property
-    def token(self) -> str:
-        """What tells this save from all others; the same on all ranks."""
-        return self.temporary.name.rpartition(".saving-")[2]
+    def open(self, verify: bool) -> OpenFolder:
+        """Its files are read where they are."""
+        folder = self.absolute
+        restore_interrupted_swaps(folder.parent)
+        manifest = Manifest.read(folder)
+        manifest.check_sizes(folder)
 
-    def together(self, step: Callable[[], T]) -> list[T]:
-        """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
+        def checksum(name: str) -> str | None:
+            expected = manifest.checksum(folder, name)
+            return expected if verify else None
+
+        return OpenFolder(
+            directory=folder,
+            manifest=manifest,
+            files=manifest.home(folder),
+            checks=FileChecks(checksum),
+            checksum=checksum,
+            check_content=partial(manifest.check_content, folder),
+        )
+
+    def is_complete(self) -> bool:
+        """It has a readable manifest, and every file that it lists with its size."""
         try:
-            return run_together(
-                step,
-                self.coordinator,
-                doing=f"saving the checkpoint {self.directory}",
-                error=CheckpointSaveError,
+            Manifest.read(self.path).check_sizes(self.path)
+        except CheckpointError as error:
+            logger.info("%s is not a complete checkpoint: %s", self.path, error)
+            return False
+        return True
+
+    def complete_checkpoints(self, prefix: str) -> list[Path]:
+        """A swap that was interrupted is undone first."""
+        if not self.path.is_dir():
+            return []
+        restore_interrupted_swaps(self.path)
+        return [path for _, path in self._numbered(prefix) if LocalFolder(path).is_complete()]
+
+    def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
+        """Complete or not."""
+        return [path for found, path in self._numbered(prefix) if found >= number]
+
+    def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
+        if not self.path.is_dir():
+            return []
+        pattern = re.compile(re.escape(prefix) + r"(\d+)")
+        matches = ((pattern.fullmatch(path.name), path) for path in self.path.iterdir())
+        return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+    def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
+        """Each is renamed before its files go, so that a checkpoint half removed is never taken for one."""
+        try:
+            doomed = self.complete_checkpoints(prefix)[:-keep]
+        except OSError as error:  # such as a manifest of another user
+            warnings.warn(
+                f"no older checkpoint in {self.path} was removed: {error}. Every save tries again",
+                stacklevel=1,
             )
-        except BaseException:  # also when the user interrupts
-            self.abort()
-            raise
+            return []
+        return [path for path in doomed if _prune(path, disk)]
 
-    def complete(self, write: Callable[[Path], Contribution]) -> Path:
-        """Write this rank's files; when all ranks have, give the folder its name, which is returned."""
-        try:
-            answers = self.together(lambda: self._contribute(write).to_plain())
-            self.together(lambda: self._finish([Contribution.from_plain(answer) for answer in answers]))
-        finally:
-            self.abort()  # after a success nothing is left to remove, and the lock is released
-        return self.directory
+    def check_for_weights(self) -> None:
+        """A folder that is not there yet is made later."""
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointSaveError(f"{self.path} is a file; weights go to a folder, choose another name")
+        if (self.path / MANIFEST_NAME).exists():
+            raise CheckpointSaveError(
+                f"{self.path} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
+                "to another folder"
+            )
 
-    def abort(self) -> None:
-        """Remove the temporary folder, if it still has that name, and release its lock. Not collective."""
-        if self._folder is None:
-            return
-        if self.temporary.exists() and not self._keep:
-            try:
-                self.disk.remove_tree(self.temporary)
-            except OSError as error:
-                warnings.warn(
-                    f"{self.temporary} could not be removed, the next save will: {error}", stacklevel=2
-                )
-        self._folder.release()
-        self._folder = None
+    def publish_weights(
+        self,
+        writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
+        index: tuple[str, str] | None,
+        disk: Disk = LOCAL,
+    ) -> tuple[str, ...]:
+        """The folder is made if it is not there; a process that has an old file mapped keeps seeing it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+            # Without an index a half-replaced set of shards cannot be taken for a whole one.
+            if (self.path / stale).is_file():
+                disk.unlink(self.path / stale)
+        for name, write in writers.items():
+            replace_file(self.path / name, _on(disk, write), disk)
+        written = [*writers]
+        if index is not None:
+            name, text = index
+            replace_file(self.path / name, lambda path: write_bytes(path, text.encode(), disk), disk)
+            written.append(name)
+        self._remove_old_weights(written, disk)
+        disk.sync_directory(self.path)
+        return tuple(written)
+
+    def _remove_old_weights(self, written: list[str], disk: Disk) -> None:
+        now = (self.path / written[0]).stat().st_mtime
+        safe = any(name.endswith(".safetensors") for name in written)
+        for path in self.path.iterdir():
+            is_stale = is_weight_file(path.name) and path.name not in written
+            if (is_stale or _is_dead_part(path, now)) and path.is_file():
+                _remove_old(path, misleads=is_stale and not safe, disk=disk)
+
+    def write_file(self, name: str, write: Callable[[Path, Disk], FileRecord]) -> None:
+        """The old content stays until the new one is complete."""
+        replace_file(self.path / name, _on(LOCAL, write))
 
     @contextlib.contextmanager
-    def _naming_the_cause(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
+    def file(self, name: str) -> Iterator[Path]:
+        """The file itself, whether it is there or not."""
+        yield self.path / name
+
+    def local_weights(self) -> tuple[Path, Callable[[], object]]:
+        """The path itself, which nothing removes."""
+        return self.path, lambda: None
+
+
+def _prune(path: Path, disk: Disk) -> bool:
+    trash = temporary_name(path, host_token(secrets.token_hex(6)))
+    try:
+        with locked(path):  # so that no save treats it as a dead one's
+            disk.rename(path, trash)
+            return remove_or_warn(trash, disk)
+    except OSError as error:
+        # From one place and with one text for each checkpoint, so that Python says it once.
+        warnings.warn(
+            f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again",
+            stacklevel=1,
+        )
+        return False
+
+
+def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
+    """Remove a file that an earlier save left.
+
+    Raises:
+        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
+    """
+    try:
+        disk.unlink(path)
+    except OSError as error:
+        if misleads and path.name.endswith(".safetensors"):
             raise CheckpointSaveError(
-                f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
+                f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
+                f"removed: {error}. Remove it, or save to another folder"
             ) from error
-
-    def _open(self) -> None:
-        if not self.leader:
-            return
-        with self._naming_the_cause():
-            _make_folders(self.directory.parent, self.disk)
-            restore_interrupted_swaps(self.directory.parent, self.disk)
-            _check_destination(self.directory)
-            try:
-                self._folder = TemporaryFolder(self.temporary, self.disk)
-            except FileExistsError as error:
-                raise CheckpointSaveError(
-                    f"{self.temporary} was made by another rank of this save: the nodes share this file "
-                    "system, so save without save_on_each_node"
-                ) from error
-            clean_leftovers(self.directory.parent, self.temporary.stat().st_mtime, self.disk)
-
-    def _contribute(self, write: Callable[[Path], Contribution]) -> Contribution:
-        if not self.temporary.is_dir():
-            raise CheckpointSaveError(
-                f"the folder {self.temporary} that the main process made is not visible here; save to a file "
-                "system that all nodes share, or save on each node (save_on_each_node=True)"
-            )
-        with self._naming_the_cause():
-            written = write(self.temporary)
-        if not self.leader:
-            return written
-        # The others need no index of the leader's tensors, which can be large.
-        self._own = written
-        return replace(written, files={name: replace(r, tensors={}) for name, r in written.files.items()})
-
-    def _finish(self, parts: list[Contribution]) -> None:
-        if not self.leader:
-            return
-        with self._naming_the_cause():
-            files = {**_visible_files(self.temporary, parts), **self._own.files}
-            files |= _unreported_files(self.temporary, files, self.disk)
-            ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
-            manifest = Manifest(self.coordinator.world_size, ranks, self._own.models, files)
-            manifest.write(self.temporary, self.disk)
-            carried = (
-                _carry_over(self.directory, self.temporary, self.disk) if self.directory.exists() else set()
-            )
-            _sync_tree(self.temporary, self.disk)
-            self._publish(carried)
-
-    def _publish(self, carried: set[str]) -> None:
-        if not self.directory.exists():
-            self.disk.rename(self.temporary, self.directory)
-            self._sync_parent(None)
-            return
-        # The old folder is locked, too, so that no other save treats it as a dead one's while it is removed, and two
-        # saves of one name come one after the other.
-        with locked(self.directory, _PATIENCE):
-            old = swap(self.temporary, self.directory, self.disk)
-            self._sync_parent(old)
-            self._discard(old, carried)
-
-    def _sync_parent(self, old: Path | None) -> None:
-        try:
-            self.disk.sync_directory(self.directory.parent)
-        except OSError:
-            # The new names may not survive a power cut: go back to the state that surely does.
-            if old is None:
-                self.disk.rename(self.directory, self.temporary)
-            else:
-                self._swap_back(old)
-            raise
-
-    def _swap_back(self, old: Path) -> None:
-        rejected = swap(old, self.directory, self.disk)
-        if rejected != self.temporary:
-            self.disk.rename(rejected, self.temporary)
-
-    def _discard(self, old: Path, carried: set[str]) -> None:
-        try:
-            _rescue(old, self.directory, carried, self.disk)
-            self.disk.remove_tree(old)
-        except OSError as error:
-            self._keep = old.exists()
-            warnings.warn(
-                f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
-                stacklevel=2,
-            )
-
-
-def _make_folders(folder: Path, disk: Disk) -> None:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        disk.sync_directory(path.parent)
-
-
-def _check_destination(directory: Path) -> None:
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise CheckpointSaveError(f"{directory} is a file; a checkpoint is a folder, choose another name")
-    mounted = os.path.ismount(directory)
-    if mounted or Path.cwd().resolve().is_relative_to(directory.resolve()):
-        kind = "a mount point" if mounted else "the current working folder, or above it"
-        raise CheckpointSaveError(
-            f"{directory} is {kind}, and a checkpoint replaces its folder as a whole; save to a folder inside "
-            f"it, such as {directory / 'checkpoint'}"
+        warnings.warn(
+            f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1
         )
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    for root, directories, names in os.walk(folder):
-        links = [name for name in directories if Path(root, name).is_symlink()]
-        for name in (*names, *links):
-            yield PurePosixPath(Path(root, name).relative_to(folder)).as_posix()
+def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:
+    return lambda path: write(path, disk)
 
 
-def _visible_files(folder: Path, parts: list[Contribution]) -> dict[str, FileRecord]:
-    return {
-        name: record for part in parts for name, record in part.files.items() if inside(folder, name).exists()
-    }
-
-
-def _unreported_files(folder: Path, reported: Mapping[str, Any], disk: Disk) -> dict[str, FileRecord]:
-    """What hooks added."""
-    records = {}
-    for name in _files_below(folder):
-        if name in reported:
-            continue
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointSaveError(f"{path} is not a regular file, and cannot be part of a checkpoint")
-        descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-        try:
-            disk.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        records[name] = FileRecord(path.stat().st_size, file_digest(path))
-    return records
-
-
-def _own_files(directory: Path) -> set[str]:
-    """The files that our last save put into a folder; none if it is not ours."""
-    if not (directory / MANIFEST_NAME).is_file():
-        return set()
-    try:
-        return {*Manifest.read(directory).files, MANIFEST_NAME}
-    except CheckpointError as error:
-        raise CheckpointSaveError(
-            f"{directory} holds a {MANIFEST_NAME} that cannot be read, so it is unknown which of its files "
-            f"may be replaced; remove the folder, or choose another name. {error}"
-        ) from error
-
-
-def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
-    """Give the other files of the old folder a second name in the new one."""
-    own = _own_files(directory)
-    foreign = {name for name in _files_below(directory) if name not in own}
-    clashes = sorted(name for name in foreign if (temporary / name).exists())
-    if clashes:
-        raise CheckpointSaveError(
-            f"{directory} holds files that no save of a training state wrote and that this one would replace: "
-            f"{', '.join(clashes)}; move them, or choose another folder"
-        )
-    for name in sorted(foreign):
-        source, target = directory / name, temporary / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink():
-            target.symlink_to(os.readlink(source))
-            continue
-        try:
-            disk.link(source, target)
-        except OSError as error:
-            logger.info("%s is copied, because it cannot be linked: %s", source, error)
-            shutil.copy2(source, target)
-            with open(target, "rb+") as copied:
-                disk.fsync(copied.fileno())
-    shutil.copymode(directory, temporary)
-    return foreign
-
-
-def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
-    """Move over what appeared in the old folder while it was being replaced."""
-    known = carried | _own_files(old)
-    for name in _files_below(old):
-        target = directory / name
-        if name not in known and not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            disk.rename(old / name, target)
-
-
-def _sync_tree(folder: Path, disk: Disk) -> None:
-    for root, _, _ in os.walk(folder, topdown=False):
-        disk.sync_directory(Path(root))
-
-
-def swap(new: Path, directory: Path, disk: Disk) -> Path:
-    """Put ``new`` in the place of an existing folder, whose lock is held; returns where the old one is now."""
-    if disk.exchange(new, directory):
-        return new
-    old = previous_name(directory, new.name.partition(".saving-")[2] or host_token(secrets.token_hex(6)))
-    disk.rename(directory, old)
-    try:
-        disk.rename(new, directory)
-    except OSError:
-        disk.rename(old, directory)
-        raise
-    return old
+def _is_dead_part(path: Path, now: float) -> bool:
+    """Whether a killed save left this part of a file of weights: it has not been written to for a while."""
+    match = _PART.fullmatch(path.name)
+    if match is None or not is_weight_file(match[1]):
+        return False
+    return now - path.stat().st_mtime > _DEAD

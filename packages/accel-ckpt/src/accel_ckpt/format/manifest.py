@@ -156,6 +156,18 @@ class Manifest:
         """
         return inside(directory, self.folder) if self.folder else directory
 
+    def checksum(self, directory: Path, name: str) -> str:
+        """The checksum of a file of the checkpoint in a folder.
+
+        Raises:
+            CorruptCheckpointError: the file is not listed.
+        """
+        if name not in self.files:
+            raise CorruptCheckpointError(
+                f"{directory / name} is not listed in the manifest of its checkpoint"
+            )
+        return self.files[name].xxh3
+
     def check_sizes(self, directory: Path) -> None:
         """Check that every file is there with its size.
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
+from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.format.reader import MappedShard, read_pickled
@@ -25,7 +27,7 @@ from accel_ckpt.loading.weights import (
     WeightSource,
     open_weights,
 )
-from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.tensors import refuse_without_values
@@ -101,22 +103,19 @@ def load_state_dict(
         DeviceError: a device of ``device_map`` is not there.
     """
     places = _devices_of(device_map or {})
-    path = location(checkpoint_file)
-    if isinstance(path, RemotePath):
-        from accel_ckpt.folders.objects.weights import fetch_file
+    place = location(checkpoint_file)
+    with find_folder(place.parent).file(place.name) as path:  # what is mapped stays
+        return _read_file(path, places)
 
-        mirror = fetch_file(path)
-        try:  # what is mapped stays
-            return load_state_dict(mirror.folder / path.name, device_map)
-        finally:
-            mirror.remove()
+
+def _read_file(path: Path, places: Mapping[str, torch.device | None]) -> dict[str, torch.Tensor]:
     if path.suffix != ".safetensors":
         content = read_pickled(path, mapped=False)
         return dict(content) if isinstance(content, Mapping) else content
     kind = MappedShard(path).header.metadata.get("format")
     if kind is None:
         warnings.warn(
-            f"{path} does not say which framework wrote it; it is read as written by PyTorch", stacklevel=2
+            f"{path} does not say which framework wrote it; it is read as written by PyTorch", stacklevel=3
         )
     elif kind != "pt":
         raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")

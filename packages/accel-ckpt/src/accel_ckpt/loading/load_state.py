@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
-from accel_ckpt.folders.leftovers import restore_interrupted_swaps
+from accel_ckpt.folders.find import find_folder
+from accel_ckpt.folders.folder import OpenFolder
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.index import inside
-from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.reader import MappedShard, read_json
-from accel_ckpt.format.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
+from accel_ckpt.format.saved_tensors import SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.format.sharding import is_divided
 from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
 from accel_ckpt.format.tagged_json import Tree
-from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
 
@@ -42,28 +41,7 @@ def open_training_state(directory: str | os.PathLike[str], *, verify: bool = Tru
         CheckpointVersionError: it was written by a newer version.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
     """
-    place = location(directory)
-    if isinstance(place, RemotePath):
-        from accel_ckpt.folders.objects.mirror import open_remote
-
-        manifest, mirror, files = open_remote(place, verify)
-        return TrainingCheckpoint(place, manifest, verify, _Elsewhere(mirror.folder, files, mirror.check))
-    folder = Path(os.path.abspath(place))
-    restore_interrupted_swaps(folder.parent)
-    manifest = Manifest.read(folder)
-    manifest.check_sizes(folder)
-    return TrainingCheckpoint(folder, manifest, verify)
-
-
-class _Elsewhere(NamedTuple):
-    """Of a checkpoint in object storage."""
-
-    folder: Path
-    """Local files that stand for the objects."""
-    files: FileChecks
-    """Fills them."""
-    check: Callable[[], None]
-    """Reads and checks everything."""
+    return TrainingCheckpoint(find_folder(directory).open(verify))
 
 
 class TrainingCheckpoint:
@@ -72,15 +50,12 @@ class TrainingCheckpoint:
     Every access reads; tensors are on the CPU, writable, and not tied to the files.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, verify: bool, elsewhere: _Elsewhere | None = None
-    ) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self._verify = verify
-        self._elsewhere = elsewhere
-        self._folder = manifest.home(directory) if elsewhere is None else elsewhere.folder
-        self._check = FileChecks(self._checksum) if elsewhere is None else elsewhere.files
+    def __init__(self, opened: OpenFolder) -> None:
+        self.directory = opened.directory
+        self.manifest = opened.manifest
+        self._opened = opened
+        self._folder = opened.files
+        self._check = opened.checks
 
     def local_folder(self) -> Path:
         """The folder of the files on this machine; those of object storage are fetched first.
@@ -147,17 +122,7 @@ class TrainingCheckpoint:
         Raises:
             CorruptCheckpointError: names the file that has changed.
         """
-        if self._elsewhere is None:
-            self.manifest.check_content(self.directory)
-        else:
-            self._elsewhere.check()
-
-    def _checksum(self, name: str) -> str | None:
-        if name not in self.manifest.files:
-            raise CorruptCheckpointError(
-                f"{self.directory / name} is not listed in the manifest of its checkpoint"
-            )
-        return self.manifest.files[name].xxh3 if self._verify else None
+        self._opened.check_content()
 
     def _read_trees(
         self,
@@ -169,7 +134,7 @@ class TrainingCheckpoint:
         """Trees by name; files of tensors are only read if one of these trees holds some."""
         path = inside(self._folder, f"{stem}.json")
         self._check.fetch([path])
-        content = read_json(path, self._checksum(path.name))
+        content = read_json(path, self._opened.checksum(path.name))
         if not isinstance(content, dict):
             raise CorruptCheckpointError(f"{path} does not hold trees by name")
         opened: list[Mapping[str, Any]] = []

@@ -16,6 +16,7 @@ import xxhash
 from accel_ckpt import hub
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
+from accel_ckpt.folders.find import find_folder
 from accel_ckpt.foreign.dcp import DCP_METADATA
 from accel_ckpt.foreign.pieces import PiecedWeights
 from accel_ckpt.foreign.sources import PiecedFolder, find_source, open_pieces
@@ -24,7 +25,6 @@ from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.format.reader import MappedShard, read_pickled_model
 from accel_ckpt.loading.load_state import open_training_state
-from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import flat_bytes
@@ -127,21 +127,17 @@ def open_weights(
             f"the checkpoint is one {type(checkpoint).__qualname__}; give the path of a folder, file or index, or the "
             "name of a repository of the hub as 'owner/name'. Tensors in memory go to model.load_state_dict"
         )
-    place = location(checkpoint)
-    if isinstance(place, RemotePath):
-        if revision is not None or token is not None:
-            raise ValueError(
-                f"revision and token are for repositories of a hub, and {place} is none; leave them out"
-            )
-        return _open_remote(place)
     if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
         checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
     elif revision is not None or token is not None:
         raise ValueError(
-            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
+            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is none; leave them out"
         )
-    folder = location(checkpoint).expanduser()
-    return _open_local(folder, folder)
+    folder = find_folder(checkpoint)
+    local, let_go = folder.local_weights()
+    source = _open_local(local, folder.path)
+    weakref.finalize(source, let_go)  # until then the files are there
+    return source
 
 
 def _open_local(folder: Path, place: Path) -> MappedWeights | _PiecesOfWeights:
@@ -154,16 +150,6 @@ def _open_local(folder: Path, place: Path) -> MappedWeights | _PiecesOfWeights:
     return weights
 
 
-def _open_remote(place: RemotePath) -> WeightSource:
-    """Weights in object storage: fetched to a folder that is there as long as what is returned."""
-    from accel_ckpt.folders.objects.weights import fetch_weights
-
-    local, mirror = fetch_weights(place)
-    source = _open_local(local, place)
-    weakref.finalize(source, _let_go, mirror)  # which holds it until then
-    return source
-
-
 def fingerprint_of(files: Iterable[Path]) -> str:
     """What tells these files from any others, and from themselves once changed, without reading them."""
     facts = []
@@ -171,10 +157,6 @@ def fingerprint_of(files: Iterable[Path]) -> str:
         status = path.stat()
         facts.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino))
     return xxhash.xxh3_128_hexdigest(repr(facts).encode("utf-8", "surrogateescape"))
-
-
-def _let_go(mirror: object) -> None:
-    """Its files go with it."""
 
 
 class _Files:

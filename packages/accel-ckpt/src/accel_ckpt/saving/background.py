@@ -14,10 +14,9 @@ from typing import Any, Literal
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
-from accel_ckpt.folders.local import Contribution, Transaction
+from accel_ckpt.folders.folder import Contribution, Transaction
 from accel_ckpt.format.memory import HostBuffers
 from accel_ckpt.format.tagged_json import Tree
-from accel_ckpt.locations import RemotePath
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
 from accel_ckpt.store_coordinator import StoreCoordinator
@@ -217,7 +216,7 @@ class BackgroundSaver:
         [save] = staged
         self._current = save
         atexit.register(save._at_exit)
-        if isinstance(save.directory, RemotePath) and not self._waits_early:
+        if transaction.runs_thread_pools and not self._waits_early:
             _before_thread_pools_end(self)
             self._waits_early = True
         save._start()

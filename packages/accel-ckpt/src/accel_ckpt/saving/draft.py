@@ -17,7 +17,7 @@ import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
-from accel_ckpt.folders.local import Contribution
+from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.sharding import sharding_metadata
 from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem

@@ -16,6 +16,7 @@ import torch
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.format.writer import (
     FileRecord,
@@ -24,16 +25,14 @@ from accel_ckpt.format.writer import (
     write_safetensors_from,
     write_torch,
 )
-from accel_ckpt.locations import location
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import (
     check_extra,
-    check_weights_folder,
     index_of,
+    named_index,
     no_weight,
-    publish_weights,
 )
 from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
 
@@ -107,7 +106,7 @@ def save_gathered_model(
         UnsupportedValueError: a tensor that the format cannot hold, or a value that is no tensor.
     """
     ranks = coordinator or default_coordinator()
-    directory = location(save_directory)
+    folder = find_folder(save_directory)
     limit = convert_file_size_to_int(max_shard_size)
     writes = ranks.local_rank == 0 if each_node else ranks.rank == 0
 
@@ -123,10 +122,10 @@ def save_gathered_model(
             if safe_serialization:
                 check_writable(name, torch.empty(0, dtype=_dtype_of(leaf)))
         if writes:
-            check_weights_folder(directory)
+            folder.check_for_weights()
         return _aliases(leaves)
 
-    doing = f"saving the model to {directory}"
+    doing = f"saving the model to {folder.path}"
     ties: dict[str, str] = {}
     for answer in run_together(inspect, ranks, doing=doing, error=CheckpointSaveError):
         ties.update(answer)
@@ -138,7 +137,7 @@ def save_gathered_model(
             if not writes:
                 return ()
             writers = {file.name: partial(file.write, gathering.take) for file in files}
-            return publish_weights(directory, writers, index, safe_serialization, disk)
+            return folder.publish_weights(writers, named_index(index, safe_serialization), disk)
         finally:
             gathering.finish()  # whatever happened here: the other ranks wait for this one's parts
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,26 +15,23 @@ from torch import nn
 
 from accel_ckpt import hub
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.index import (
     SAFE_WEIGHTS_INDEX_NAME,
     WEIGHTS_INDEX_NAME,
     index_text,
-    is_weight_file,
 )
-from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.format.writer import (
     FileRecord,
     PlannedFile,
     check_writable,
-    replace_file,
-    write_bytes,
     write_safetensors,
     write_torch,
 )
-from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.locations import location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.saving.plan import (
@@ -58,9 +53,6 @@ from accel_state.messages import first_line
 from accel_state.trees import recursively_apply
 
 __all__ = ["load", "save", "save_model"]
-
-_PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
-_DEAD = 600  # seconds without a write
 
 
 def save_model(
@@ -115,123 +107,34 @@ def save_model(
         n for n, v in (("token", token), ("private", private), ("commit_message", commit_message)) if v
     ]:
         raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
-    directory = location(save_directory)
-    if push_to_hub is not None and isinstance(directory, RemotePath):
+    folder = find_folder(save_directory)
+    if push_to_hub is not None and not folder.on_this_machine:
         raise ValueError(
-            f"push_to_hub uploads from a local folder, and {directory} is none; save to one first"
+            f"push_to_hub uploads from a local folder, and {folder.path} is none; save to one first"
         )
 
     def write() -> tuple[str, ...]:
         state_dict, extra = weights_of(model)
         check_extra(extra, safe_serialization)
-        check_weights_folder(directory)
+        folder.check_for_weights()
         stem = "model" if safe_serialization else "pytorch_model"
         files = plan_model_files(state_dict, limit, safe_serialization, stem, extra)
         writers = {file.name: file.write for file in files.files}
-        written = publish_weights(directory, writers, files.index, safe_serialization, disk)
+        index = named_index(files.index, safe_serialization)
+        written = folder.publish_weights(writers, index, disk)
         if push_to_hub is not None:
             hub.push_to_hub(
-                directory, push_to_hub, token=token, private=private, commit_message=commit_message
+                folder.path, push_to_hub, token=token, private=private, commit_message=commit_message
             )
         return written
 
-    return write() if writer is None else completed_by_writer(directory, write, writer=writer)
+    return write() if writer is None else completed_by_writer(folder.path, write, writer=writer)
 
 
-def check_weights_folder(directory: Path) -> None:
-    """Refuse to write weights where a file or a training state is.
-
-    Raises:
-        CheckpointSaveError: it is one.
-    """
-    if isinstance(directory, RemotePath):
-        from accel_ckpt.folders.objects import weights
-
-        weights.check_weights_folder(directory)
-        return
-    if directory.exists() and not directory.is_dir():
-        raise CheckpointSaveError(f"{directory} is a file; weights go to a folder, choose another name")
-    if (directory / MANIFEST_NAME).exists():
-        raise CheckpointSaveError(
-            f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
-            "to another folder"
-        )
-
-
-def publish_weights(
-    directory: Path,
-    writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
-    index: str | None,
-    safe_serialization: bool,
-    disk: Disk = LOCAL,
-) -> tuple[str, ...]:
-    """Replace the weights in a folder: each file in one step, the index last, older files of weights removed.
-
-    Args:
-        directory: made if it is not there.
-        writers: file name → writes it to the path and disk that it is given.
-        index: text of the index, if there is to be one.
-        safe_serialization: which of the two names the index gets.
-        disk: where.
-
-    Returns:
-        The names of the files written, the index included.
-    """
-    index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-    if isinstance(directory, RemotePath):
-        from accel_ckpt.folders.objects import weights
-
-        return weights.publish_weights(directory, writers, None if index is None else (index_name, index))
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        # Without an index a half-replaced set of shards cannot be taken for a whole one.
-        if (directory / stale).is_file():
-            disk.unlink(directory / stale)
-    for name, write in writers.items():
-        replace_file(directory / name, _on(disk, write), disk)
-    written = [*writers]
-    if index is not None:
-        text = index.encode()
-        replace_file(directory / index_name, lambda path: write_bytes(path, text, disk), disk)
-        written.append(index_name)
-    now = (directory / written[0]).stat().st_mtime
-    for path in directory.iterdir():
-        is_stale = is_weight_file(path.name) and path.name not in written
-        if (is_stale or _is_dead_part(path, now)) and path.is_file():
-            _remove_old(path, misleads=is_stale and not safe_serialization, disk=disk)
-    disk.sync_directory(directory)
-    return tuple(written)
-
-
-def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
-    """Remove a file that an earlier save left.
-
-    Raises:
-        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
-    """
-    try:
-        disk.unlink(path)
-    except OSError as error:
-        if misleads and path.name.endswith(".safetensors"):
-            raise CheckpointSaveError(
-                f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
-                f"removed: {error}. Remove it, or save to another folder"
-            ) from error
-        warnings.warn(
-            f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1
-        )
-
-
-def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:
-    return lambda path: write(path, disk)
-
-
-def _is_dead_part(path: Path, now: float) -> bool:
-    """Whether a killed save left this part of a file of weights: it has not been written to for a while."""
-    match = _PART.fullmatch(path.name)
-    if match is None or not is_weight_file(match[1]):
-        return False
-    return now - path.stat().st_mtime > _DEAD
+def named_index(text: str | None, safe_serialization: bool) -> tuple[str, str] | None:
+    """The name of the index of weights, and its text; None if there is none."""
+    name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+    return None if text is None else (name, text)
 
 
 def weights_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -406,12 +309,7 @@ def save(
         return write_torch(path, cleaned, disk)
 
     place = location(f)
-    if isinstance(place, RemotePath):
-        from accel_ckpt.folders.objects.weights import write_object
-
-        write_object(place, write)
-    else:
-        replace_file(place, lambda path: write(path, LOCAL))
+    find_folder(place.parent).write_file(place.name, write)
 
 
 def _from_xla(leaf: torch.Tensor) -> torch.Tensor:
@@ -433,15 +331,12 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     kwargs.setdefault("weights_only", True)
     if isinstance(f, (str, os.PathLike)):
         place = location(f)
-        if isinstance(place, RemotePath):
-            from accel_ckpt.folders.objects.weights import fetch_file
+        with find_folder(place.parent).file(place.name) as path:
+            return _load(path, map_location, **kwargs)
+    return _load(f, map_location, **kwargs)
 
-            mirror = fetch_file(place)
-            try:
-                return load(mirror.folder / place.name, map_location, **kwargs)
-            finally:
-                mirror.remove()
-        f = place
+
+def _load(f: Path | IO[bytes], map_location: Any, **kwargs: Any) -> Any:
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         content = torch.load(f, map_location=map_location, **kwargs)
     return plain_data(content) if kwargs["weights_only"] else content

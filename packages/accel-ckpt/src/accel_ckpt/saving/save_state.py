@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from accel_ckpt.coordination import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
-from accel_ckpt.folders.local import Transaction
+from accel_ckpt.folders.find import find_folder
+from accel_ckpt.folders.folder import Transaction
 from accel_ckpt.format.tagged_json import Tree
-from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan
 from accel_ckpt.saving.plan import convert_file_size_to_int
@@ -172,16 +172,15 @@ def begin_save(
     ranks = coordinator or default_coordinator()
     collector = _Given(content) if isinstance(content, StateContent) else content
     each_node = collector.each_node
-    place = location(directory)
-    transaction = _kind_of_transaction(place).begin(
-        place, coordinator=ranks, each_node=each_node, disk=disk, prepare=collector.collect
+    transaction = find_folder(directory).begin(
+        ranks, each_node=each_node, disk=disk, prepare=collector.collect
     )
     drafts: list[StateDraft] = []
 
     def draft() -> tuple[int, Offer]:
         found = collector.content(transaction.prepared)
         if found.before_write is not None:
-            found.before_write(transaction.temporary)
+            found.before_write(transaction.scratch)
         drafts.append(found.draft(ranks.rank, transaction.leader, alone=ranks.world_size == 1))
         return ranks.local_rank, drafts[0].offer()
 
@@ -199,14 +198,6 @@ def begin_save(
             stacklevel=2,
         )
     return transaction, plan
-
-
-def _kind_of_transaction(place: Path) -> type[Transaction]:
-    if isinstance(place, RemotePath):
-        from accel_ckpt.folders.objects.transaction import RemoteTransaction
-
-        return RemoteTransaction
-    return Transaction
 
 
 class _Given:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from accel_ckpt.disk import Disk
-from accel_ckpt.folders.local import Contribution
+from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format.memory import FileImage, HostBuffers
 from accel_ckpt.format.writer import (
     FileLayout,

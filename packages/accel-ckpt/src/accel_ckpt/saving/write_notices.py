@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import default_coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_ckpt.locations import RemotePath, location
+from accel_ckpt.folders.find import find_folder
 from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.process import PartialState
@@ -87,12 +87,8 @@ def completed_by_writer(
             "the rank that writes, and wait_for_everyone() on all"
         )
     notices = WriteNotices(store, writer, ranks.rank)
-    call = Call(_name_of(location(directory)), collectives_so_far(), calling_lines())
+    call = Call(str(find_folder(directory).absolute), collectives_so_far(), calling_lines())
     return notices.write(call, write) if ranks.rank == writer else notices.wait(call)
-
-
-def _name_of(place: Path) -> str:
-    return str(place) if isinstance(place, RemotePath) else os.path.abspath(place)
 
 
 @dataclass(frozen=True, slots=True)

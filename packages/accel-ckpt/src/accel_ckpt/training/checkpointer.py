@@ -20,9 +20,13 @@ from accel_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_ckpt.folders.numbered import checkpoints_from, complete_checkpoints, prune_checkpoints
+from accel_ckpt.folders.find import (
+    checkpoints_from,
+    complete_checkpoints,
+    find_folder,
+    prune_checkpoints,
+)
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
-from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
@@ -92,8 +96,7 @@ class Checkpointer:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay, or None for all")
-        place = location(directory)
-        self.directory = place if isinstance(place, RemotePath) else Path(os.path.abspath(place))
+        self.directory = find_folder(directory).absolute
         self.keep = keep
         self.max_shard_size = max_shard_size
         self._coordinator = coordinator

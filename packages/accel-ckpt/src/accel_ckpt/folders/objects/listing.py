@@ -43,6 +43,7 @@ __all__ = [
     "clean_leftovers",
     "complete_checkpoints",
     "files_folder",
+    "is_complete",
     "new_token",
     "open_manifest",
     "prune_checkpoints",
@@ -163,7 +164,8 @@ def _numbered(base: RemotePath, prefix: str) -> Iterator[tuple[int, RemotePath]]
     yield from sorted((int(match.group(1)), base / match[0]) for match in matches)
 
 
-def _is_complete(directory: RemotePath) -> bool:
+def is_complete(directory: RemotePath) -> bool:
+    """Whether a complete checkpoint is at a URI."""
     store = open_store(directory)
     try:
         check_sizes(store, read_manifest(store))
@@ -187,7 +189,7 @@ def _exists(directory: RemotePath) -> bool:
 def complete_checkpoints(base: RemotePath, prefix: str) -> list[Path]:
     """The complete checkpoints ``<prefix><number>``, oldest first."""
     found = [path for _, path in _numbered(base, prefix)]
-    return [path for path, complete in zip(found, in_parallel(_is_complete, found), strict=True) if complete]
+    return [path for path, complete in zip(found, in_parallel(is_complete, found), strict=True) if complete]
 
 
 def checkpoints_from(base: RemotePath, number: int, prefix: str) -> list[Path]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
@@ -22,7 +21,7 @@ from accel_ckpt.errors import (
     CorruptCheckpointError,
     ObjectStorageError,
 )
-from accel_ckpt.folders.local import Contribution, Transaction
+from accel_ckpt.folders.folder import Contribution, Transaction
 from accel_ckpt.folders.objects.listing import (
     Mark,
     clean_leftovers,
@@ -38,85 +37,34 @@ from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.writer import FileRecord, FileWriter
 from accel_ckpt.locations import RemotePath
 
-__all__ = ["RemoteTransaction"]
+__all__ = ["ObjectTransaction"]
 
 
-class RemoteTransaction(Transaction):
-    """One rank's part in a commit to object storage.
+class ObjectTransaction(Transaction):
+    """One rank's part in a commit to object storage; the leading rank is rank 0.
 
-    ``temporary`` is a folder of this rank on this machine. What save hooks write there is uploaded; the files of the
-    checkpoint are never in it, because ``disk`` uploads them while they are written.
+    The scratch is a folder of this rank on this machine. What save hooks write there is uploaded; the files of the
+    checkpoint are never in it, because `disk` uploads them while they are written.
+
+    Args:
+        directory: the URI.
+        coordinator: the ranks.
     """
 
-    def __init__(self, directory: RemotePath, leader: bool, coordinator: Coordinator) -> None:
-        super().__init__(directory, directory, leader, coordinator, LOCAL)
+    runs_thread_pools = True
+
+    def __init__(self, directory: RemotePath, coordinator: Coordinator) -> None:
+        super().__init__(directory, new_token(), coordinator.rank == 0, coordinator, LOCAL)
         self._remote = directory
-        self._token = new_token()
-        self._scratch: Scratch | None = None
+        self._folder: Scratch | None = None
         self._uploads: UploadDisk | None = None
-        self._mine = Contribution({})
         self._marked = False
-        self._complete = False
         self._uncertain = False
-
-    @classmethod
-    def begin(
-        cls,
-        directory: Path,
-        *,
-        coordinator: Coordinator,
-        each_node: bool = False,
-        disk: Disk = LOCAL,
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> RemoteTransaction:
-        """Look at the destination, clean up after dead saves, mark this one. As ``Transaction.begin``.
-
-        Raises:
-            CheckpointSaveError: ``each_node``, which is for file systems that nodes do not share.
-        """
-        assert isinstance(directory, RemotePath), "local folders have a Transaction"
-        if each_node:
-            raise CheckpointSaveError(
-                f"{directory} is seen by all nodes, and save_on_each_node is for folders that are not; leave it out"
-            )
-        transaction = cls(directory, coordinator.rank == 0, coordinator)
-
-        def open_and_prepare() -> tuple[
-            str, str, Any
-        ]:  # as of local folders, which another rank may have been given
-            transaction._prepare_destination()
-            return str(directory), transaction.token, prepare()
-
-        answers = transaction.together(open_and_prepare)
-        names = sorted({name for name, _, _ in answers})
-        if len(names) > 1:
-            transaction.abort()
-            raise CheckpointSaveError(
-                f"ranks save to different folders: {names}; give the same one on all ranks"
-            )
-        transaction._use(answers[0][1])
-        transaction.prepared = [prepared for _, _, prepared in answers]
-        return transaction
-
-    @property
-    def token(self) -> str:
-        """What tells this save from all others; the same on all ranks."""
-        return self._token
-
-    def complete(self, write: Callable[[Path], Contribution]) -> Path:
-        """Upload this rank's files; when all ranks have, write the manifest."""
-        try:
-            answers = self.together(lambda: self._upload(write).to_plain())
-            self.together(lambda: self._conclude([Contribution.from_plain(answer) for answer in answers]))
-            self._complete = True
-        finally:
-            self.abort()  # after a success it only releases what this rank holds
-        return self.directory
 
     def abort(self) -> None:
         """Remove what this rank uploaded, unless the checkpoint is complete. Not collective."""
         uploads, self._uploads = self._uploads, None
-        scratch, self._scratch = self._scratch, None
+        folder, self._folder = self._folder, None
         try:
             if uploads is not None:
                 if self._complete or self._uncertain:
@@ -136,41 +84,25 @@ class RemoteTransaction(Transaction):
                 f"what was uploaded of {self.directory} could not be removed, a later save will: {error}",
                 stacklevel=2,
             )
-        if scratch is not None:
-            scratch.remove()
+        if folder is not None:
+            folder.remove()
 
     @property
     def _mark(self) -> Mark:
-        return Mark(self._remote, self._token)
+        return Mark(self._remote, self.token)
 
     @property
     def _prefix(self) -> str:
-        return f"{files_folder(self._token)}/"
+        return f"{files_folder(self.token)}/"
 
-    def _use(self, token: str) -> None:
-        """Upload to the folder of this save, which the leading rank has named."""
-        assert self._scratch is not None, "opened before"
-        self._token = token
-        self._uploads = UploadDisk(self._store, self._scratch.folder, self._prefix)
-        self.disk = self._uploads
-        self.temporary = self._scratch.folder
-
-    def _failing(self, error: CheckpointError) -> CheckpointSaveError:
-        return CheckpointSaveError(
-            f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
-        )
-
-    def _prepare_destination(self) -> None:
-        try:
-            self._store = open_store(self._remote)
-            self._scratch = Scratch()
-            if self.leader:
-                self._check_destination()
-                clean_leftovers(self._remote)
-                self._mark.write()
-                self._marked = True
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failing(error) from error
+    def _open(self) -> None:
+        self._store = open_store(self._remote)
+        self._folder = Scratch()
+        if self.leader:
+            self._check_destination()
+            clean_leftovers(self._remote)
+            self._mark.write()
+            self._marked = True
 
     def _check_destination(self) -> None:
         try:
@@ -183,36 +115,28 @@ class RemoteTransaction(Transaction):
                 f"replaced; remove it, or choose another name. {error}"
             ) from error
 
-    def _upload(self, write: Callable[[Path], Contribution]) -> Contribution:
+    def _join(self, token: str) -> None:
+        assert self._folder is not None, "opened before"
+        self.token = token
+        self.scratch = self._folder.folder
+        self.disk = self._uploads = UploadDisk(self._store, self.scratch, self._prefix)
+
+    def _write(self, write: Callable[[Path], Contribution]) -> Contribution:
         uploads = self._uploads
         assert uploads is not None, "begun, and not aborted"
-        try:
-            written = write(self.temporary)
-            files = {**self._added(written.files, uploads), **written.files}
-            uploads.drain()
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failing(error) from error
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointSaveError(
-                f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
-            ) from error
+        written = write(self.scratch)
+        files = {**self._added(written.files, uploads), **written.files}
+        uploads.drain()
         blocks = uploads.blocks
-        files = {name: replace(record, blocks=blocks[name]) for name, record in files.items()}
-        if not self.leader:
-            return replace(written, files=files)
-        # The others need no index of the leader's tensors, which can be large.
-        self._mine = replace(written, files=files)
-        return replace(written, files={n: replace(r, tensors={}, blocks=()) for n, r in files.items()})
+        return replace(written, files={n: replace(record, blocks=blocks[n]) for n, record in files.items()})
 
     def _added(self, written: Mapping[str, FileRecord], uploads: UploadDisk) -> dict[str, FileRecord]:
         """Upload what hooks put into this rank's folder."""
         records = {}
-        for root, folders, names in os.walk(self.temporary):
+        for root, folders, names in os.walk(self.scratch):
             for name in (*names, *(n for n in folders if Path(root, n).is_symlink())):
                 path = Path(root, name)
-                relative = path.relative_to(self.temporary).as_posix()
+                relative = path.relative_to(self.scratch).as_posix()
                 if path.is_symlink() or not path.is_file():
                     raise CheckpointSaveError(
                         f"{path} is not a regular file, and cannot be part of a checkpoint"
@@ -224,12 +148,10 @@ class RemoteTransaction(Transaction):
                 records[relative] = _copy(path, uploads)
         return records
 
-    def _conclude(self, parts: list[Contribution]) -> None:
-        if not self.leader:
-            return
+    def _publish(self, parts: Sequence[Contribution]) -> None:
         files: dict[str, FileRecord] = {}
-        for rank, part in enumerate(parts):
-            for name, record in (self._mine if rank == 0 else part).files.items():
+        for part in parts:
+            for name, record in part.files.items():
                 if files.setdefault(name, record).xxh3 != record.xxh3:
                     raise CheckpointSaveError(
                         f"save hooks of several ranks wrote different files {name} for {self.directory}; write on one "
@@ -237,17 +159,14 @@ class RemoteTransaction(Transaction):
                     )
         ranks = tuple(rank for rank, part in enumerate(parts) if part.files)
         manifest = Manifest(
-            self.coordinator.world_size, ranks, self._mine.models, files, files_folder(self._token)
+            self.coordinator.world_size, ranks, self._own.models, files, files_folder(self.token)
         )
-        try:
-            self._check_arrived(files)
-            self._write_manifest(manifest.encode())
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failing(error) from error
+        self._check_arrived(files)
+        self._write_manifest(manifest.encode())
         self._clean()
 
     def _check_arrived(self, files: Mapping[str, FileRecord]) -> None:
-        found = self._store.sizes(files_folder(self._token))
+        found = self._store.sizes(files_folder(self.token))
         for name, record in files.items():
             if found.get(self._prefix + name) != record.size:
                 raise ObjectStorageError(

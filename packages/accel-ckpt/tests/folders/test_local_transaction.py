@@ -18,7 +18,7 @@ from accel_ckpt import (
     save_training_state,
 )
 from accel_ckpt.disk import Disk
-from accel_ckpt.folders.local import Contribution
+from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.writer import FileRecord
 from testkit.disks import FailingDisk, PlainDisk, StubbornDisk

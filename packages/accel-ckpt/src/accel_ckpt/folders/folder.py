@@ -1,0 +1,346 @@
+"""What saving, loading and pruning ask of the place where a checkpoint lies, and the steps of every commit.
+
+A checkpoint exists completely or not at all. A save is a `Transaction` of these steps, each of which succeeds on all
+ranks or fails on all of them:
+
+begin (look at the destination, remove what dead saves left, reserve a scratch) → every rank writes its files there →
+all ranks report → the leading rank writes the manifest last, and the checkpoint has its name.
+
+`local.py` does this with folders of a file system, `objects/` with object storage, which has neither renames nor
+locks. `find.py` decides which of the two a path needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    ObjectStorageError,
+)
+from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
+from accel_ckpt.format.manifest import Manifest
+from accel_ckpt.format.saved_tensors import FileChecks
+from accel_ckpt.format.writer import FileRecord
+
+__all__ = ["Contribution", "Folder", "OpenFolder", "Transaction"]
+
+T = TypeVar("T")
+
+_RECORD = {"size": natural, "xxh3": checksum, "tensors": {}, "blocks": [checksum]}
+_CONTRIBUTION = {"files": {OTHERS: _RECORD}, "models": [[str]]}
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank wrote."""
+
+    files: Mapping[str, FileRecord]
+    models: tuple[tuple[str, ...], ...] = ()
+    """Per model, its files; from the ranks that write models."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As data, for the other ranks."""
+        return {"files": {name: asdict(record) for name, record in self.files.items()}, "models": self.models}
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Contribution:
+        """What `to_plain` of another rank returned.
+
+        Raises:
+            CorruptCheckpointError: something else.
+        """
+        check_form(data, _CONTRIBUTION, "what a rank says that it wrote")
+        files = {
+            name: FileRecord(**{k: record[k] for k in _RECORD}) for name, record in data["files"].items()
+        }
+        return cls(files, tuple(map(tuple, data["models"])))
+
+
+class Transaction(ABC):
+    """One rank's part in a commit: begun, then completed or aborted, perhaps in another thread.
+
+    Every method but `abort` is collective; one that raises has aborted the transaction, on all ranks.
+
+    Args:
+        directory: the final name, absolute.
+        token: what tells this save from all others; the leading rank's replaces it.
+        leader: whether this rank coordinates the save.
+        coordinator: the ranks.
+        disk: what files are written with.
+    """
+
+    runs_thread_pools: ClassVar[bool] = False
+    """Whether the end of the program must wait for it before thread pools end."""
+
+    def __init__(
+        self, directory: Path, token: str, leader: bool, coordinator: Coordinator, disk: Disk
+    ) -> None:
+        self.directory = directory
+        self.token = token
+        self.leader = leader
+        self.coordinator = coordinator
+        """The ranks; a background thread may put one here that does not need the training group."""
+        self.disk = disk
+        self.scratch = directory
+        """The folder to which this rank writes until the checkpoint is complete; known once it is begun."""
+        self.prepared: list[Any] = []
+        """What the ranks made ready when this began."""
+        self._own = Contribution({})
+        self._complete = False
+
+    def begin(self, prepare: Callable[[], Any], *, one_folder: bool = True) -> None:
+        """Reserve the scratch.
+
+        Args:
+            prepare: called on every rank in the same exchange; what the ranks returned (plain data) is `prepared`.
+            one_folder: all ranks save to the same folder.
+
+        Raises:
+            CheckpointSaveError: the destination cannot be saved to, or ranks name different ones.
+        """
+
+        def open_and_prepare() -> tuple[str, str, Any]:
+            with self._naming_the_cause():
+                self._open()
+            return str(self.directory), self.token, prepare()
+
+        answers = self.together(open_and_prepare)
+        names = sorted({name for name, _, _ in answers})
+        if one_folder and len(names) > 1:
+            self.abort()
+            raise CheckpointSaveError(
+                f"ranks save to different folders: {names}; give the same one on all ranks"
+            )
+        self._join(answers[0][1])
+        self.prepared = [prepared for _, _, prepared in answers]
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
+        try:
+            return run_together(
+                step,
+                self.coordinator,
+                doing=f"saving the checkpoint {self.directory}",
+                error=CheckpointSaveError,
+            )
+        except BaseException:  # also when the user interrupts
+            self.abort()
+            raise
+
+    def complete(self, write: Callable[[Path], Contribution]) -> Path:
+        """Write this rank's files; when all ranks have, give the checkpoint its name, which is returned.
+
+        Args:
+            write: writes this rank's files into the folder that it is given, with `disk`, and says what they are. It
+                may leave more files there; they become part of the checkpoint.
+
+        Raises:
+            CheckpointSaveError: this rank or another one failed; what was there before is unchanged.
+        """
+        try:
+            answers = self.together(lambda: self._report(write))
+            self.together(lambda: self._conclude(answers))
+            self._complete = True
+        finally:
+            self.abort()  # after a success nothing is left to remove, and what this rank holds is released
+        return self.directory
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what this rank reserved and wrote, unless the checkpoint is complete. Not collective."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Check the destination, remove what dead saves left, reserve the scratch."""
+
+    @abstractmethod
+    def _join(self, token: str) -> None:
+        """Write where the leading rank, whose token this is, has reserved the scratch."""
+
+    @abstractmethod
+    def _write(self, write: Callable[[Path], Contribution]) -> Contribution:
+        """Let this rank's files be written, and what hooks added beside them."""
+
+    @abstractmethod
+    def _publish(self, parts: Sequence[Contribution]) -> None:
+        """Write the manifest and give the checkpoint its name; on leading ranks."""
+
+    def _report(self, write: Callable[[Path], Contribution]) -> dict[str, Any]:
+        with self._naming_the_cause():
+            written = self._write(write)
+        if self.leader:  # the others need no index of the leader's tensors, which can be large
+            self._own = written
+            files = {name: replace(r, tensors={}, blocks=()) for name, r in written.files.items()}
+            written = replace(written, files=files)
+        return written.to_plain()
+
+    def _conclude(self, answers: Sequence[Any]) -> None:
+        if not self.leader:
+            return
+        parts = [
+            self._own if rank == self.coordinator.rank else Contribution.from_plain(answer)
+            for rank, answer in enumerate(answers)
+        ]
+        with self._naming_the_cause():
+            self._publish(parts)
+
+    @contextlib.contextmanager
+    def _naming_the_cause(self) -> Iterator[None]:
+        try:
+            yield
+        except (ObjectStorageError, CheckpointNotFoundError) as error:
+            raise self._failure(error) from error
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> CheckpointSaveError:
+        return CheckpointSaveError(
+            f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFolder:
+    """A complete checkpoint, opened for reading; the sizes of all its files are checked."""
+
+    directory: Path
+    """Its name."""
+    manifest: Manifest
+    files: Path
+    """The folder of its files on this machine, which are there once `checks` was told of them."""
+    checks: FileChecks
+    """Called before anything is read: compares checksums, or fetches what will be read."""
+    checksum: Callable[[str], str | None]
+    """Name of a file → its checksum, or None if contents are not compared; raises for files that are not listed."""
+    check_content: Callable[[], None]
+    """Reads every file and compares its checksum."""
+
+
+class Folder(ABC):
+    """A path or URI at which a checkpoint, weights or numbered checkpoints lie, or will.
+
+    Args:
+        path: as the user gave it, or a URI.
+    """
+
+    path: Path
+
+    @property
+    @abstractmethod
+    def absolute(self) -> Path:
+        """The same for every working directory."""
+
+    @property
+    @abstractmethod
+    def on_this_machine(self) -> bool:
+        """Whether it is a path of a file system, not a URI."""
+
+    # Training states
+
+    @abstractmethod
+    def begin(
+        self,
+        coordinator: Coordinator,
+        *,
+        each_node: bool = False,
+        disk: Disk = LOCAL,
+        prepare: Callable[[], Any] = lambda: None,
+    ) -> Transaction:
+        """Begin to save a checkpoint here. Collective; see `Transaction`.
+
+        Args:
+            coordinator: the ranks.
+            each_node: one rank of every node commits a folder of its node, for file systems that nodes do not share.
+            disk: the local file system.
+            prepare: called on every rank in the same exchange.
+
+        Raises:
+            CheckpointSaveError: it cannot begin, here or on another rank; nothing is changed.
+        """
+
+    @abstractmethod
+    def open(self, verify: bool) -> OpenFolder:
+        """Open the checkpoint that is here.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or it is not complete.
+            CheckpointVersionError: it was written by a newer version.
+            CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
+        """
+
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether a complete checkpoint of this library is here."""
+
+    @abstractmethod
+    def complete_checkpoints(self, prefix: str) -> list[Path]:
+        """The complete checkpoints ``<prefix><number>`` in it, oldest first."""
+
+    @abstractmethod
+    def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
+        """Whatever is called ``<prefix><n>`` in it with n of at least `number`, in rising order."""
+
+    @abstractmethod
+    def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
+        """Remove the oldest complete checkpoints until `keep` are left; what cannot be removed is a warning."""
+
+    # Weights and single files, for other programs to read
+
+    @abstractmethod
+    def check_for_weights(self) -> None:
+        """Refuse to write weights where a file or a training state is.
+
+        Raises:
+            CheckpointSaveError: one is there, or the place cannot be read.
+        """
+
+    @abstractmethod
+    def publish_weights(
+        self,
+        writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
+        index: tuple[str, str] | None,
+        disk: Disk = LOCAL,
+    ) -> tuple[str, ...]:
+        """Replace the weights: each file in one step, the index last, older files of weights removed.
+
+        Args:
+            writers: file name → writes it to the path and disk that it is given.
+            index: name and text of the index, if there is to be one.
+            disk: the local file system.
+
+        Returns:
+            The names of the files written, the index included.
+        """
+
+    @abstractmethod
+    def write_file(self, name: str, write: Callable[[Path, Disk], FileRecord]) -> None:
+        """Replace one file in it, in one step."""
+
+    @abstractmethod
+    def file(self, name: str) -> AbstractContextManager[Path]:
+        """A file in it as one of this machine, inside the block; what is mapped stays readable.
+
+        Raises:
+            CheckpointNotFoundError: there is no such object.
+        """
+
+    @abstractmethod
+    def local_weights(self) -> tuple[Path, Callable[[], object]]:
+        """The weights here, which may be those of a training state, in files of this machine.
+
+        Returns:
+            The local file or folder, and what removes it; until then, and while somebody holds that, it is there.
+        """

@@ -1,0 +1,282 @@
+"""The commit of a folder of a file system: a checkpoint has its name only when it is complete.
+
+temporary sibling → every rank writes, each file hashed and fsynced → all ranks report → manifest → fsync of
+the folder → rename, or swap with the folder that is there → fsync of the parent. Pruning older checkpoints
+comes after.
+
+An existing folder is replaced as a whole, in one step: on Linux the two folders swap names (``renameat2``);
+where that does not exist, the old folder is renamed away and the new one renamed in, and the next reader or writer
+undoes a swap that was interrupted between the two. Files in the old folder that no save of ours wrote are
+carried over; a name that both want is an error, raised before anything is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from accel_ckpt.coordination import Coordinator
+from accel_ckpt.disk import Disk
+from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.folders.folder import Contribution, Transaction
+from accel_ckpt.folders.leftovers import (
+    TemporaryFolder,
+    clean_leftovers,
+    host_token,
+    locked,
+    previous_name,
+    restore_interrupted_swaps,
+    temporary_name,
+)
+from accel_ckpt.format.index import inside
+from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.format.reader import file_digest
+from accel_ckpt.format.writer import FileRecord
+
+__all__ = ["LocalTransaction"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds to wait for another save that is just replacing the same folder. Removing the old one is all it has to do.
+_PATIENCE = 30.0
+
+
+class LocalTransaction(Transaction):
+    """One rank's part in a commit; the scratch is a hidden folder beside the final one, which all ranks see.
+
+    Args:
+        directory: the final name, absolute; the same on every rank, or with `each_node` on every rank of a node.
+        coordinator: the ranks.
+        each_node: one rank of every node commits a folder of its node.
+        disk: where.
+    """
+
+    def __init__(self, directory: Path, coordinator: Coordinator, each_node: bool, disk: Disk) -> None:
+        leader = coordinator.local_rank == 0 if each_node else coordinator.rank == 0
+        token = host_token(secrets.token_hex(6))
+        if each_node:  # by one name on all nodes, leaders notice that the nodes share a file system
+            token = coordinator.exchange(token)[0]
+        if directory.is_symlink():
+            directory = directory.resolve()
+        super().__init__(directory, token, leader, coordinator, disk)
+        self._join(token)
+        self._folder: TemporaryFolder | None = None
+        self._keep = False
+
+    def abort(self) -> None:
+        """Remove the temporary folder, if it still has that name, and release its lock. Not collective."""
+        if self._folder is None:
+            return
+        if self.scratch.exists() and not self._keep:
+            try:
+                self.disk.remove_tree(self.scratch)
+            except OSError as error:
+                warnings.warn(
+                    f"{self.scratch} could not be removed, the next save will: {error}", stacklevel=2
+                )
+        self._folder.release()
+        self._folder = None
+
+    def _open(self) -> None:
+        if not self.leader:
+            return
+        _make_folders(self.directory.parent, self.disk)
+        restore_interrupted_swaps(self.directory.parent, self.disk)
+        _check_destination(self.directory)
+        try:
+            self._folder = TemporaryFolder(self.scratch, self.disk)
+        except FileExistsError as error:
+            raise CheckpointSaveError(
+                f"{self.scratch} was made by another rank of this save: the nodes share this file "
+                "system, so save without save_on_each_node"
+            ) from error
+        clean_leftovers(self.directory.parent, self.scratch.stat().st_mtime, self.disk)
+
+    def _join(self, token: str) -> None:
+        self.token = token
+        self.scratch = temporary_name(self.directory, token)
+
+    def _write(self, write: Callable[[Path], Contribution]) -> Contribution:
+        if not self.scratch.is_dir():
+            raise CheckpointSaveError(
+                f"the folder {self.scratch} that the main process made is not visible here; save to a file "
+                "system that all nodes share, or save on each node (save_on_each_node=True)"
+            )
+        return write(self.scratch)
+
+    def _publish(self, parts: Sequence[Contribution]) -> None:
+        # With a folder on each node, leading ranks of other nodes have files of the same names.
+        files = {**_visible_files(self.scratch, parts), **self._own.files}
+        files |= _unreported_files(self.scratch, files, self.disk)
+        ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
+        manifest = Manifest(self.coordinator.world_size, ranks, self._own.models, files)
+        manifest.write(self.scratch, self.disk)
+        carried = _carry_over(self.directory, self.scratch, self.disk) if self.directory.exists() else set()
+        _sync_tree(self.scratch, self.disk)
+        self._give_the_name(carried)
+
+    def _give_the_name(self, carried: set[str]) -> None:
+        if not self.directory.exists():
+            self.disk.rename(self.scratch, self.directory)
+            self._sync_parent(None)
+            return
+        # The old folder is locked, too, so that no other save treats it as a dead one's while it is removed, and two
+        # saves of one name come one after the other.
+        with locked(self.directory, _PATIENCE):
+            old = swap(self.scratch, self.directory, self.disk)
+            self._sync_parent(old)
+            self._discard(old, carried)
+
+    def _sync_parent(self, old: Path | None) -> None:
+        try:
+            self.disk.sync_directory(self.directory.parent)
+        except OSError:
+            # The new names may not survive a power cut: go back to the state that surely does.
+            if old is None:
+                self.disk.rename(self.directory, self.scratch)
+            else:
+                self._swap_back(old)
+            raise
+
+    def _swap_back(self, old: Path) -> None:
+        rejected = swap(old, self.directory, self.disk)
+        if rejected != self.scratch:
+            self.disk.rename(rejected, self.scratch)
+
+    def _discard(self, old: Path, carried: set[str]) -> None:
+        try:
+            _rescue(old, self.directory, carried, self.disk)
+            self.disk.remove_tree(old)
+        except OSError as error:
+            self._keep = old.exists()
+            warnings.warn(
+                f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
+                stacklevel=2,
+            )
+
+
+def _make_folders(folder: Path, disk: Disk) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
+
+
+def _check_destination(directory: Path) -> None:
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise CheckpointSaveError(f"{directory} is a file; a checkpoint is a folder, choose another name")
+    mounted = os.path.ismount(directory)
+    if mounted or Path.cwd().resolve().is_relative_to(directory.resolve()):
+        kind = "a mount point" if mounted else "the current working folder, or above it"
+        raise CheckpointSaveError(
+            f"{directory} is {kind}, and a checkpoint replaces its folder as a whole; save to a folder inside "
+            f"it, such as {directory / 'checkpoint'}"
+        )
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for root, directories, names in os.walk(folder):
+        links = [name for name in directories if Path(root, name).is_symlink()]
+        for name in (*names, *links):
+            yield PurePosixPath(Path(root, name).relative_to(folder)).as_posix()
+
+
+def _visible_files(folder: Path, parts: Sequence[Contribution]) -> dict[str, FileRecord]:
+    return {
+        name: record for part in parts for name, record in part.files.items() if inside(folder, name).exists()
+    }
+
+
+def _unreported_files(folder: Path, reported: Mapping[str, Any], disk: Disk) -> dict[str, FileRecord]:
+    """What hooks added."""
+    records = {}
+    for name in _files_below(folder):
+        if name in reported:
+            continue
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointSaveError(f"{path} is not a regular file, and cannot be part of a checkpoint")
+        descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+        try:
+            disk.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        records[name] = FileRecord(path.stat().st_size, file_digest(path))
+    return records
+
+
+def _own_files(directory: Path) -> set[str]:
+    """The files that our last save put into a folder; none if it is not ours."""
+    if not (directory / MANIFEST_NAME).is_file():
+        return set()
+    try:
+        return {*Manifest.read(directory).files, MANIFEST_NAME}
+    except CheckpointError as error:
+        raise CheckpointSaveError(
+            f"{directory} holds a {MANIFEST_NAME} that cannot be read, so it is unknown which of its files "
+            f"may be replaced; remove the folder, or choose another name. {error}"
+        ) from error
+
+
+def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
+    """Give the other files of the old folder a second name in the new one."""
+    own = _own_files(directory)
+    foreign = {name for name in _files_below(directory) if name not in own}
+    clashes = sorted(name for name in foreign if (temporary / name).exists())
+    if clashes:
+        raise CheckpointSaveError(
+            f"{directory} holds files that no save of a training state wrote and that this one would replace: "
+            f"{', '.join(clashes)}; move them, or choose another folder"
+        )
+    for name in sorted(foreign):
+        source, target = directory / name, temporary / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(os.readlink(source))
+            continue
+        try:
+            disk.link(source, target)
+        except OSError as error:
+            logger.info("%s is copied, because it cannot be linked: %s", source, error)
+            shutil.copy2(source, target)
+            with open(target, "rb+") as copied:
+                disk.fsync(copied.fileno())
+    shutil.copymode(directory, temporary)
+    return foreign
+
+
+def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
+    """Move over what appeared in the old folder while it was being replaced."""
+    known = carried | _own_files(old)
+    for name in _files_below(old):
+        target = directory / name
+        if name not in known and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            disk.rename(old / name, target)
+
+
+def _sync_tree(folder: Path, disk: Disk) -> None:
+    for root, _, _ in os.walk(folder, topdown=False):
+        disk.sync_directory(Path(root))
+
+
+def swap(new: Path, directory: Path, disk: Disk) -> Path:
+    """Put ``new`` in the place of an existing folder, whose lock is held; returns where the old one is now."""
+    if disk.exchange(new, directory):
+        return new
+    old = previous_name(directory, new.name.partition(".saving-")[2] or host_token(secrets.token_hex(6)))
+    disk.rename(directory, old)
+    try:
+        disk.rename(new, directory)
+    except OSError:
+        disk.rename(old, directory)
+        raise
+    return old
