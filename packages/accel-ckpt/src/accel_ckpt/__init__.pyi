@@ -82,10 +82,10 @@ from accel_ckpt.tensor_storage import clean_state_dict_for_safetensors as clean_
 from accel_ckpt.tensor_storage import id_tensor_storage as id_tensor_storage
 from accel_ckpt.training.checkpointer import Checkpointer as Checkpointer
 from accel_ckpt.training.checkpointer import RandomState as RandomState
+from accel_ckpt.training.object_parts import Stateful as Stateful
 from accel_ckpt.training.optimizers import check_optimizer_state as check_optimizer_state
 from accel_ckpt.training.optimizers import load_optimizer_state as load_optimizer_state
 from accel_ckpt.training.optimizers import optimizer_state_by_name as optimizer_state_by_name
-from accel_ckpt.training.training_objects import Stateful as Stateful
 from accel_ckpt.training.tree_fill import check_tree as check_tree
 from accel_ckpt.training.tree_fill import fill_tree as fill_tree
 

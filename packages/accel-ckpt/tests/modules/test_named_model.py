@@ -17,9 +17,9 @@ def build():
 
 def test_names_are_those_of_the_plain_model_whatever_wraps_it(monkeypatch):
     walks = []
-    original = named_model.canonical_names
+    original = named_model.prefixed_modules
     monkeypatch.setattr(
-        named_model, "canonical_names", lambda module: walks.append(module) or original(module)
+        named_model, "prefixed_modules", lambda module: walks.append(module) or original(module)
     )
     model = build()
     wrapped = nn.DataParallel(torch.compile(model))

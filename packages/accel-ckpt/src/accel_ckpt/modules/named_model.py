@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from accel_ckpt.modules.names import by_prefix, canonical_names, own_versions, refuse_collisions
+from accel_ckpt.modules.names import by_prefix, own_versions, prefixed_modules, refuse_collisions
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import reshard
 
@@ -28,12 +28,16 @@ class NamedModel:
         self.module = module
 
     @cached_property
+    def _modules(self) -> list[tuple[str, str, nn.Module]]:
+        return prefixed_modules(self.module)
+
+    @cached_property
     def _prefixes(self) -> dict[str, str]:
-        return canonical_names(self.module)
+        return {prefix: canonical for prefix, canonical, _ in self._modules}
 
     @cached_property
     def _versions(self) -> dict[str, int]:
-        return own_versions(self.module)
+        return own_versions(self._modules)
 
     def _sharded(self) -> nn.Module:
         """The module, with this rank's parts in the place of what a forward may have left gathered."""

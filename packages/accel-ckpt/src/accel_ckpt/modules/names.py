@@ -35,6 +35,9 @@ WRAPPER_SEGMENTS = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"}
 )
 
+# Those that call their child "module", which models use for children of their own, too.
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
 
 def listed(names: Sequence[str], most: int = 12) -> str:
     """Names for a message: the first few, and how many more there are."""
@@ -83,14 +86,9 @@ def _walk(
     above |= {id(module)}
     for name, child in children.items():
         if child is not None and id(child) not in above:
-            step = "" if _is_wrapped_child(module, name) else f"{name}."
+            wrapped = name in WRAPPER_SEGMENTS or (name == "module" and isinstance(module, _PARALLEL))
+            step = "" if wrapped else f"{name}."
             _walk(child, f"{prefix}{name}.", f"{canonical}{step}", found, above)
-
-
-def _is_wrapped_child(module: nn.Module, name: str) -> bool:
-    if name in WRAPPER_SEGMENTS:
-        return True
-    return name == "module" and isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
 
 
 def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = None) -> dict[str, T]:
@@ -112,17 +110,21 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
     refuse_collisions(renamed)
     versions = versions_of(state_dict)
     if versions and model is not None:
-        versions = own_versions(model)
+        versions = own_versions(prefixed_modules(model))
     elif versions:  # of any module; those that never had an older form are of version 1
         versions = {_strip_segments(name): version for name, version in versions.items() if version != 1}
     return with_versions({new: state_dict[old] for old, new in renamed}, versions)
 
 
-def own_versions(model: nn.Module) -> dict[str, int]:
-    """The versions of modules that load their state dict by themselves, by canonical name; not those of torch.nn."""
+def own_versions(modules: Iterable[tuple[str, str, nn.Module]]) -> dict[str, int]:
+    """The versions of modules that load their state dict by themselves, by canonical name; not those of torch.nn.
+
+    Args:
+        modules: of a model, as `prefixed_modules` gives them.
+    """
     return {
         canonical.rstrip("."): module._version
-        for _, canonical, module in prefixed_modules(model)
+        for _, canonical, module in modules
         if loads_by_itself(module, also_torch=True) and not is_of_torch_nn(module)
     }
 
@@ -158,12 +160,15 @@ def loads_by_itself(module: nn.Module, also_torch: bool = False) -> bool:
     """
     if also_torch and type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
         return True
-    own = (type(module)._load_from_state_dict, type(module).load_state_dict)
-    if not all(method.__module__.startswith("torch.") for method in own):
+    kind = type(module)
+    if not (
+        kind._load_from_state_dict.__module__.startswith("torch.")
+        and kind.load_state_dict.__module__.startswith("torch.")
+    ):
         return True
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     # FSDP's hook only gives up whole weights that a forward has left.
-    return not all(module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
+    return bool(hooks) and not all(module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 def is_of_torch_nn(module: nn.Module) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import nn
@@ -26,20 +25,23 @@ from accel_ckpt.folders.find import (
     find_folder,
     prune_checkpoints,
 )
+from accel_ckpt.loading.load_module import check_weights, load_weights_into
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
+from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.saving.save_state import StateContent, save_collected
-from accel_ckpt.training.rank_trees import Marks, RankTree, ranks_that_differ
-from accel_ckpt.training.training_objects import (
-    Restore,
+from accel_ckpt.training.object_parts import (
+    ObjectPart,
+    OptimizerPart,
     Stateful,
-    TrainingObjects,
     averages_gradients,
     check_parts,
     replicated_optimizers,
 )
+from accel_ckpt.training.rank_trees import Marks, RankTree, ranks_that_differ
+from accel_ckpt.training.state_part import SavedTrees, StatePart, Trees
 from accel_ckpt.training.tree_fill import TreeFill
 
 __all__ = ["Checkpointer", "RandomState", "Stateful"]
@@ -209,18 +211,18 @@ class Checkpointer:
         """
         self.wait()
         ranks = self._ranks()
-        found: list[tuple[int, list[Restore]]] = []
+        found: list[tuple[int, list[_Restore]]] = []
 
         def read() -> int:
             chosen = self._choose(step)
             checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
-            leaves = _Leaves.of(state)
-            lazy = [_ABOUT, *leaves.objects.optimizers]
-            changes = leaves.restore(dict(checkpoint.lazy_shared(lazy)), checkpoint)
+            content = _State(state)
+            lazy = [_ABOUT, *content.optimizers]
+            changes = content.restore(dict(checkpoint.lazy_shared(lazy)), checkpoint, ranks)
             if per_rank is not None:
                 own = checkpoint.per_rank(ranks.rank, allow_missing=allow_new_ranks)
                 if own is not None:
-                    changes += _Leaves.of(per_rank).restore(dict(own), checkpoint)
+                    changes += _State(per_rank).restore(dict(own), checkpoint, ranks)
             found.append((chosen, changes))
             return chosen
 
@@ -295,24 +297,23 @@ class _Collector:
                 f"{taken[-1]} exists, so step {self._step} cannot be the newest. Continue with the step after load(), "
                 "remove the folder, or use another one"
             )
-        leaves, own = _Leaves.of(self._state), _Leaves.of(self._per_rank)
-        if own.objects.modules:
+        state, own = _State(self._state), _State(self._per_rank)
+        if own.modules:
             raise UnsupportedValueError(
-                f"{', '.join(own.objects.modules)}: a module is no part of per_rank; its weights belong to the state"
+                f"{', '.join(own.modules)}: a module is no part of per_rank; its weights belong to the state"
             )
-        modules = leaves.objects.modules.items()
-        self._replicas = {path: module for path, module in modules if averages_gradients(module)}
+        self._replicas = {path: m for path, m in state.modules.items() if averages_gradients(m)}
         self._content = StateContent(
-            models=leaves.objects.weights(),
-            shared=leaves.dump(),
+            models=[model.state_dict() for model in state.models],
+            shared=state.dump(),
             per_rank=own.dump(),
-            replicated=replicated_optimizers(leaves.objects.optimizers, [*self._replicas.values()]),
+            replicated=replicated_optimizers(state.optimizers, [*self._replicas.values()]),
             max_shard_size=self._owner.max_shard_size,
             canonical=True,
         )
         replicas = {path: replica_marks([*module.parameters()]) for path, module in self._replicas.items()}
         several = self._owner.has_several_ranks
-        shared = leaves.compared(self._content.shared) if several else {}
+        shared = state.compared(self._content.shared) if several else {}
         return replicas, {path: RankTree.of(path, tree).marks for path, tree in shared.items()}
 
     def content(self, collected: Sequence[Any]) -> StateContent:
@@ -335,72 +336,141 @@ class _Collector:
         return self._content
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaves:
-    """The leaves of a state, by their dotted path."""
+_Restore: TypeAlias = Callable[[], object]
+"""Puts one thing back; what can fail has been tried before."""
 
-    objects: TrainingObjects
-    values: Mapping[str, tuple[Any, Any]]
-    """Tensors and plain data: the dictionary that holds each, and its key there."""
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> _Leaves:
+class _State:
+    """The leaves of a state by their dotted path: modules, whose weights are models, and the parts of all else."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state, Mapping):
             raise UnsupportedValueError(
                 f"a state is a dictionary of named parts, got {type(state).__name__}; give {{'model': model, …}}"
             )
-        modules: dict[str, nn.Module] = {}
-        optimizers: dict[str, torch.optim.Optimizer] = {}
-        objects: dict[str, Stateful] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._objects: dict[str, Stateful] = {}
         values: dict[str, tuple[Any, Any]] = {}
         for path, holder, key in _walk(state, ""):
             leaf = holder[key]
             if isinstance(leaf, nn.Module):
-                modules[path] = leaf
+                self.modules[path] = leaf
             elif isinstance(leaf, torch.optim.Optimizer):
-                optimizers[path] = leaf
+                self.optimizers[path] = leaf
             elif _has_state(leaf):
-                objects[path] = leaf
+                self._objects[path] = leaf
             else:
                 values[path] = holder, key
-        return cls(TrainingObjects(modules, optimizers, objects), values)
+        self._values = _Values(values)
+
+    @cached_property
+    def models(self) -> Sequence[NamedModel]:
+        """The modules with their canonical names, which are worked out once."""
+        return [NamedModel(module) for module in self.modules.values()]
+
+    @property
+    def parts(self) -> list[StatePart]:
+        """In the order in which they are loaded."""
+        parts: list[StatePart] = [OptimizerPart(*named, self.models) for named in self.optimizers.items()]
+        return [*parts, *(ObjectPart(*named) for named in self._objects.items()), self._values]
 
     def dump(self) -> dict[str, Any]:
-        """The parts to be saved by name."""
-        values = {path: holder[key] for path, (holder, key) in self.values.items()}
-        return {_ABOUT: {"modules": list(self.objects.modules), "values": values}, **self.objects.trees()}
+        """The trees to be saved by name."""
+        trees = Trees(shared={_ABOUT: {"modules": list(self.modules)}})
+        for part in self.parts:
+            part.dump(trees)
+        return trees.shared
 
     def compared(self, dumped: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the dumped parts those that are to be the same on all ranks: data, and objects but optimizers."""
-        objects = {path: dumped[path] for path in self.objects.objects}
-        return {**dumped[_ABOUT]["values"], **objects}
+        """Of the dumped trees those that are to be the same on all ranks: data, and objects but optimizers."""
+        return {**dumped[_ABOUT]["values"], **{path: dumped[path] for path in self._objects}}
 
-    def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Restore]:
-        """What to call to go back to the saved state; everything is compared here."""
-        about = parts.pop(_ABOUT, None)
+    def restore(
+        self, trees: dict[str, Any], checkpoint: TrainingCheckpoint, ranks: Coordinator
+    ) -> list[_Restore]:
+        """What to call to go back to the saved state, in order; everything is compared here."""
+        about = trees.get(_ABOUT)
         if about is None:
             raise StateMismatchError(
                 f"{checkpoint.directory} is a training state that no Checkpointer saved; open it with "
                 "open_training_state()"
             )
         here = {
-            "objects": [*self.objects.optimizers, *self.objects.objects],
-            "modules": self.objects.modules,
-            "values": self.values,
+            "objects": [*self.optimizers, *self._objects],
+            "modules": self.modules,
+            "values": self._values.paths,
         }
-        check_parts(here, {"objects": parts, **about}, checkpoint.directory)
-        for path, (holder, key) in self.values.items():
-            _check_value(path, holder[key], about["values"][path])
-        live = {path: holder[key] for path, (holder, key) in self.values.items()}
-        values = TreeFill(about["values"], live, lambda saved, here, path: here if is_divided(here) else None)
-        values.check()
-        weights = {path: checkpoint.weights(about["modules"].index(path)) for path in self.objects.modules}
-        return [*self.objects.restores(weights, parts), partial(self._put_back, values)]
+        check_parts(here, {"objects": trees.keys() - {_ABOUT}, **about}, checkpoint.directory)
+        saved = _saved(trees, checkpoint, ranks)
+        taken = [(part, part.read(saved)) for part in self.parts]
+        weights = {path: checkpoint.weights(about["modules"].index(path)) for path in self.modules}
+        for path, module in self.modules.items():
+            check_weights(module, weights[path])
+        for part, found in taken:
+            part.check(found, saved)
+        fills = [partial(load_weights_into, module, weights[path]) for path, module in self.modules.items()]
+        return [*fills, *(partial(part.load, found, saved) for part, found in taken)]
 
-    def _put_back(self, values: TreeFill) -> None:
-        saved = values.run()
-        for path, (holder, key) in self.values.items():
-            _put(holder, key, saved[path])
+
+def _saved(trees: dict[str, Any], checkpoint: TrainingCheckpoint, ranks: Coordinator) -> SavedTrees:
+    def of_rank(rank: int) -> Mapping[str, Any]:
+        return checkpoint.per_rank(rank) or {}
+
+    manifest = checkpoint.manifest
+    return SavedTrees(
+        checkpoint.directory,
+        trees,
+        own=None,
+        known={},
+        rank=ranks.rank,
+        ranks=ranks.world_size,
+        saved_by=manifest.world_size,
+        saved_ranks=manifest.ranks,
+        world_size=manifest.world_size,
+        groups=frozenset(),
+        of_rank=of_rank,
+    )
+
+
+class _Values(StatePart):
+    """Tensors and plain data.
+
+    Args:
+        values: by path; the dictionary that holds each, and its key there.
+    """
+
+    def __init__(self, values: Mapping[str, tuple[Any, Any]]) -> None:
+        self._values = values
+
+    @property
+    def paths(self) -> Collection[str]:
+        """Of all."""
+        return self._values.keys()
+
+    def _live(self) -> dict[str, Any]:
+        return {path: holder[key] for path, (holder, key) in self._values.items()}
+
+    def dump(self, trees: Trees) -> None:
+        """Into the tree that says what the others are."""
+        trees.shared[_ABOUT]["values"] = self._live()
+
+    def read(self, saved: SavedTrees) -> TreeFill:
+        """What goes where; only what is divided among ranks is filled in place."""
+        values, live = saved.shared[_ABOUT]["values"], self._live()
+        for path, here in live.items():
+            _check_value(path, here, values[path])
+        return TreeFill(values, live, lambda saved, here, path: here if is_divided(here) else None)
+
+    def check(self, taken: TreeFill, saved: SavedTrees) -> None:
+        """The content of the files."""
+        taken.check()
+
+    def load(self, taken: TreeFill, saved: SavedTrees) -> None:
+        """Put everything where it was."""
+        values = taken.run()
+        for path, (holder, key) in self._values.items():
+            _put(holder, key, values[path])
 
 
 def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
