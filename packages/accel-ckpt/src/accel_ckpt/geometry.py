@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from operator import add, lt, sub
 from typing import NamedTuple
 
 __all__ = ["Box", "first_gap", "flat_boxes", "overlap"]
@@ -19,7 +20,7 @@ class Box(NamedTuple):
     @property
     def ends(self) -> tuple[int, ...]:
         """First index behind the box."""
-        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(map(add, self.offsets, self.sizes))
 
     @property
     def volume(self) -> int:
@@ -33,15 +34,15 @@ class Box(NamedTuple):
 
     def within(self, offsets: Sequence[int]) -> Box:
         """The same box, counted from another corner."""
-        return Box(tuple(own - other for own, other in zip(self.offsets, offsets, strict=True)), self.sizes)
+        return Box(tuple(map(sub, self.offsets, offsets)), self.sizes)
 
     def meet(self, other: Box) -> Box | None:
         """The elements that two boxes have in common; ``None`` if there are none."""
+        if self == other:
+            return self if all(self.sizes) else None
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(map(min, self.ends, other.ends))
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            return None
-        return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+        return Box(low, tuple(map(sub, high, low))) if all(map(lt, low, high)) else None
 
     def without(self, other: Box) -> Iterator[Box]:
         """Disjoint boxes of the elements that are not in another box."""
@@ -58,7 +59,7 @@ class Box(NamedTuple):
 
 
 def _between(low: Sequence[int], high: Sequence[int]) -> Box:
-    return Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+    return Box(tuple(low), tuple(map(sub, high, low)))
 
 
 def overlap(boxes: Iterable[Box]) -> bool:

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
@@ -132,9 +133,9 @@ def is_sharded(tensor: object) -> bool:
 def is_divided(value: object) -> TypeGuard[Leaf]:
     """Whether it is a leaf of which this rank may hold less than all: a ``DTensor``, a part, or parts of one tensor."""
     if isinstance(value, torch.Tensor):
-        return is_sharded(value)
+        return hasattr(value, "full_tensor")  # as `is_sharded`; every value of a tree is asked
     if isinstance(value, list | tuple):
-        return bool(value) and all(isinstance(item, Part) for item in value)
+        return bool(value) and isinstance(value[0], Part) and all(isinstance(item, Part) for item in value)
     return isinstance(value, Part)
 
 
@@ -202,31 +203,55 @@ def reshard(model: nn.Module) -> None:
 
 
 def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
-    """The boxes of a ``DTensor`` on this rank: one, or with strided shards several.
-
-    torch gives one offset per rank, also where a strided shard has gaps; so the boxes are computed here.
-    """
+    """The boxes of a ``DTensor`` on this rank: one, or with strided shards several."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return
-    local = _values(tensor.to_local().detach())
-    shape = tuple(tensor.shape)
-    for splits in _readings(_splits(tensor, coordinate)):
+    local, shape = _values(tensor.to_local().detach()), tuple(tensor.shape)
+    mesh = tuple(tensor.device_mesh.shape)
+    for where, offsets in _boxes(
+        shape, tuple(tensor.placements), mesh, tuple(coordinate), tuple(local.shape)
+    ):
+        yield Part(local[where], offsets, shape)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(
+    shape: tuple[int, ...],
+    placements: tuple[Any, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    local: tuple[int, ...],
+) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """The boxes of a ``DTensor``: where each is in the local tensor, and its offsets in the whole one.
+
+    torch gives one offset per rank, also where a strided shard has gaps; so the boxes are computed here. Parameters,
+    gradients and states have few different divisions, and a save or a load asks for each several times.
+
+    Args:
+        shape: of the whole tensor.
+        placements: on the mesh.
+        mesh: its shape.
+        coordinate: of this rank in it.
+        local: shape of what this rank holds.
+    """
+    for splits in _readings(_splits(shape, placements, mesh, coordinate)):
         runs = [_runs(size, [split for split in splits if split.dim == d]) for d, size in enumerate(shape)]
-        if tuple(sum(stop - start for start, stop in run) for run in runs) == tuple(local.shape):
+        if tuple(sum(stop - start for start, stop in run) for run in runs) == local:
             break
     else:
         raise UnsupportedValueError(
-            f"a DTensor of shape {list(shape)} and placements {tuple(tensor.placements)} holds {list(local.shape)} on "
-            f"this rank, at {tuple(coordinate)} of the mesh {tuple(tensor.device_mesh.shape)}, which is not what these "
-            "placements give; pass its Part, or full_tensor()"
+            f"a DTensor of shape {list(shape)} and placements {placements} holds {list(local)} on this rank, at "
+            f"{coordinate} of the mesh {mesh}, which is not what these placements give; pass its Part, or full_tensor()"
         )
-    if not local.numel() and math.prod(shape):
-        return
+    if 0 in local and 0 not in shape:
+        return []
     cuts = [list(itertools.accumulate((stop - start for start, stop in run), initial=0)) for run in runs]
+    found = []
     for chosen in itertools.product(*(range(len(run)) for run in runs)):
         where = tuple(slice(cut[i], cut[i + 1]) for cut, i in zip(cuts, chosen, strict=True))
-        yield Part(local[where], tuple(run[i][0] for run, i in zip(runs, chosen, strict=True)), shape)
+        found.append((where, tuple(run[i][0] for run, i in zip(runs, chosen, strict=True))))
+    return found
 
 
 def _values(local: torch.Tensor) -> torch.Tensor:
@@ -254,16 +279,18 @@ class _Split:
     """Of a strided shard: the pieces that are divided one by one."""
 
 
-def _splits(tensor: Any, coordinate: Sequence[int]) -> list[_Split]:
+def _splits(
+    shape: tuple[int, ...], placements: tuple[Any, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> list[_Split]:
     found = []
-    for placement, count, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
         kind = type(placement).__name__
         if kind in ("Shard", "_StridedShard"):
-            dim = placement.dim % max(1, len(tensor.shape))
+            dim = placement.dim % max(1, len(shape))
             found.append(_Split(dim, count, index, int(getattr(placement, "split_factor", 1))))
         elif kind != "Replicate":
             raise UnsupportedValueError(
-                f"a DTensor of shape {list(tensor.shape)} has the placement {placement}, of which this rank's "
+                f"a DTensor of shape {list(shape)} has the placement {placement}, of which this rank's "
                 "values are no box of the tensor; redistribute() it to Shard or Replicate first"
             )
     return found

@@ -70,7 +70,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat: Any = flat_bytes(tensor).numpy()
+    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
@@ -107,7 +107,7 @@ def is_lazy(tensor: Any) -> bool:
 
 def why_not_plain(tensor: Any) -> str | None:
     """Why a tensor is not plain values in memory, with advice; ``None`` if it is."""
-    if is_lazy(tensor):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "is lazy and has no shape yet; run the model once first"
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; load its weights first"

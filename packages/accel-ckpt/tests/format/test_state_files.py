@@ -1,6 +1,6 @@
 """Which file names belong to what."""
 
-from accel_ckpt.format.state_files import is_part_file, is_tensor_file, model_stem, part_file, rank_stem
+from accel_ckpt.format.state_files import model_stem, part_file, rank_stem, tensor_files
 
 
 def test_names_are_recognised_and_those_of_others_are_not():
@@ -13,9 +13,7 @@ def test_names_are_recognised_and_those_of_others_are_not():
     for stem in ("model", "model_1", "state"):
         for number in (0, 1, 12):
             name = part_file(stem, 3, number)
-            assert [s for s in ("model", "model_1", "state") if is_part_file(name, s)] == [stem]
-            assert not is_tensor_file(name, stem)
-    assert is_tensor_file("state.safetensors", "state")
-    assert is_tensor_file("state-00002.safetensors", "state")
-    assert not is_tensor_file("state_0.safetensors", "state")
-    assert not is_part_file("model-00001-of-00002.safetensors", "model")
+            assert [s for s in ("model", "model_1", "state") if tensor_files([name], s)] == [stem]
+    mine = ["state.safetensors", "state-00002.safetensors"]
+    assert tensor_files([*mine, "state_0.safetensors", "state.json"], "state") == mine
+    assert tensor_files(["model-00001-of-00002.safetensors"], "model") == []

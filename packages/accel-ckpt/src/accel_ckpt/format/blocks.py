@@ -8,7 +8,6 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from accel_ckpt.disk import Disk
@@ -49,13 +48,13 @@ class BlockStream:
         self.size += len(source)
         while len(source):
             count = min(_PIECE, BLOCK - self._filled, len(source))
-            piece = self._block[self._filled : self._filled + count]
+            piece: Any = self._block[self._filled : self._filled + count]
             np.copyto(piece, source[:count])
-            self.hash.update(_view(piece))
+            self.hash.update(memoryview(piece))
             self._filled += count
             source = source[count:]
             if self._filled == BLOCK:
-                self._send(_view(self._block))
+                self._send(memoryview(self._block))
                 self._block, self._spare, self._filled = self._spare, self._block, 0
 
     def write_block(self, block: memoryview) -> None:
@@ -75,7 +74,7 @@ class BlockStream:
             self._direct = self._disk.set_direct(
                 self._descriptor, False
             )  # the rest is no multiple of a sector
-        self._write(_view(self._block[: self._filled]))
+        self._write(memoryview(self._block[: self._filled]))
         self._disk.fsync(self._descriptor)
 
     def settle(self) -> None:
@@ -118,10 +117,6 @@ class BlockStream:
                 self._direct = self._disk.set_direct(self._descriptor, False)
 
 
-def _aligned() -> npt.NDArray[np.uint8]:
+def _aligned() -> Any:
     """A block that starts at a page; its memory is taken as it is filled."""
     return np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
-
-
-def _view(block: Any) -> memoryview:
-    return memoryview(block)

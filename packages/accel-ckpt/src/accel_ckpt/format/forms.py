@@ -96,17 +96,17 @@ def _list_misfit(value: Any, form: Form) -> str | None:
 def _mapping_misfit(value: Any, form: Mapping[str, Form]) -> str | None:
     if not isinstance(value, Mapping):
         return f" is {_shown(value)}, where a dictionary was expected"
-    lacking = [key for key in form if key not in value and key != OTHERS]
-    if lacking:
+    if not form.keys() - {OTHERS} <= value.keys():
+        lacking = [key for key in form if key not in value and key != OTHERS]
         return f" lacks {', '.join(map(repr, lacking))}"
     for key, inner in form.items():
         if key != OTHERS and (misfit := _misfit(value[key], inner)) is not None:
             return f"[{key!r}]{misfit}"
-    if OTHERS not in form:
+    if form.get(OTHERS, object) is object:  # of which every value is
         return None
-    for key in value:
+    for key, item in value.items():
         if key == OTHERS or key not in form:
-            misfit = _misfit(value[key], form[OTHERS])
+            misfit = _misfit(item, form[OTHERS])
             if misfit is not None:
                 return f"[{_shown(key)}]{misfit}"
     return None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
@@ -173,7 +174,7 @@ def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise CorruptCheckpointError(f"the metadata of {path} does not map strings to strings")
     entries = [_parse_entry(path, name, field, start) for name, field in fields.items()]
-    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    entries.sort(key=attrgetter("offset", "nbytes"))
     position = start
     for entry in entries:
         if entry.offset != position:
@@ -307,9 +308,17 @@ def _mapped_digest(content: torch.Tensor) -> str | None:
     return digest.hexdigest()
 
 
-def read_entry(entry: TensorEntry) -> torch.Tensor:
-    """Read one tensor of a safetensors file into memory of its own."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+def read_entry(entry: TensorEntry, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Read one tensor of a safetensors file.
+
+    Args:
+        entry: where it is.
+        into: contiguous memory on the CPU, of its shape and dtype; by default new memory.
+
+    Raises:
+        CorruptCheckpointError: the file has become shorter.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu") if into is None else into
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.offset)

@@ -20,6 +20,7 @@ from accel_ckpt.format.reader import (
     TensorEntry,
     check_digest,
     file_digest,
+    read_entry,
     read_header,
     read_pickled,
 )
@@ -31,6 +32,9 @@ from accel_ckpt.parts import Leaf, parts_of, shape_of
 from accel_ckpt.tensor_storage import tied_aliases
 
 __all__ = ["FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
+
+# Bytes. A smaller tensor is read in one request, which costs less than mapping the file.
+_SMALL = 1 << 20
 
 
 class FileChecks:
@@ -47,7 +51,8 @@ class FileChecks:
 
     def __init__(self, checksum: Callable[[str], str | None] = lambda name: None) -> None:
         self._checksum = checksum
-        self._checked: set[Path] = set()
+        self.checked: set[Path] = set()
+        """Files that need not be named again."""
 
     def __call__(self, files: Iterable[Path]) -> None:
         """Check these.
@@ -55,11 +60,11 @@ class FileChecks:
         Raises:
             CorruptCheckpointError: names the file that has changed.
         """
-        for path in sorted(set(files) - self._checked):
+        for path in sorted(set(files) - self.checked):
             expected = self._checksum(path.name)
             if expected is not None:
                 check_digest(path, file_digest(path), expected)
-            self._checked.add(path)
+            self.checked.add(path)
 
     def fetch(self, files: Iterable[Path]) -> None:
         """Called before files are read by what checks them itself; these are here."""
@@ -77,10 +82,10 @@ class FileChecks:
             CorruptCheckpointError: the file has changed.
         """
         path = shard.header.file
-        expected = None if path in self._checked else self._checksum(path.name)
+        expected = None if path in self.checked else self._checksum(path.name)
         if expected is not None:
             shard.verify(expected)
-        self._checked.add(path)
+        self.checked.add(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,10 @@ class SavedTensor:
             return self.pickled.clone()
         make = empty or partial(torch.empty, device="cpu")
         whole = make(self.shape, dtype=self.dtype)
+        content = self.boxes[0].content
+        if len(self.boxes) == 1 and isinstance(content, TensorEntry) and content.nbytes <= _SMALL:
+            verify_all([(self, whole)])
+            return read_entry(content, whole)
         fill_all([(self, whole)])
         return whole
 
@@ -168,7 +177,7 @@ def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
     for saved, target in pairs:
         if saved.check.by_range:
             reads.setdefault(saved.check, []).extend(saved.reads(target))
-        else:
+        elif not {box.file for box in saved.boxes} <= saved.check.checked:
             files.setdefault(saved.check, set()).update(saved.files(target))
     for check, paths in files.items():
         check(paths)
@@ -236,6 +245,10 @@ class SavedTensors(Mapping[str, SavedTensor]):
         self.aliases |= aliases
 
     def _tensor(self, name: str) -> SavedTensor:
+        if len(self._found[name]) == 1:
+            [(place, saved)] = self._found[name]
+            if place.shape == saved.box.sizes and not any(place.offsets):  # the whole tensor, as most are
+                return SavedTensor(name, torch.Size(place.shape), saved.dtype, (saved,), self._check)
         places = [place for place, _ in self._found[name]]
         boxes = [saved for _, saved in self._found[name]]
         ends = [saved.box.ends for saved in boxes]

@@ -50,13 +50,12 @@ def places_of(header: Header) -> dict[str, Place]:
     Raises:
         CorruptCheckpointError: the metadata does not fit the entries.
     """
+    if not is_divided(header):
+        return {n: Place((0,) * len(entry.shape), entry.shape) for n, entry in header.entries.items()}
     try:
-        raw = header.metadata.get(SHARDING_KEY, "null").encode("utf-8", "surrogatepass")
+        raw = header.metadata[SHARDING_KEY].encode("utf-8", "surrogatepass")
         saved = parse_json(raw, f"the field {SHARDING_KEY} of {header.file}")
-        places = {
-            name: Place((0,) * len(entry.shape), entry.shape) if saved is None else _place(saved[name])
-            for name, entry in header.entries.items()
-        }
+        places = {name: _place(saved[name]) for name in header.entries}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"the field {SHARDING_KEY} of {header.file} gives the places of its tensors, but cannot be read: {error!r}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-__all__ = ["EXTRA", "is_part_file", "is_tensor_file", "model_stem", "part_file", "rank_stem"]
+__all__ = ["EXTRA", "model_stem", "part_file", "rank_stem", "tensor_files"]
 
 EXTRA = "model_{}.extra"
 """Among the shared trees: what the state dict of a model holds besides tensors."""
@@ -25,11 +26,10 @@ def part_file(stem: str, rank: int, number: int = 0) -> str:
     return f"{stem}-shard-{rank:05d}{f'-{number}' if number else ''}.safetensors"
 
 
-def is_part_file(name: str, stem: str) -> bool:
-    """Whether a file holds parts of tensors of ``stem``."""
-    return re.fullmatch(re.escape(stem) + r"-shard-\d{5}(-\d+)?\.safetensors", name) is not None
+def tensor_files(names: Iterable[str], stem: str) -> list[str]:
+    """The files among others that hold tensors of the trees that ``<stem>.json`` describes.
 
-
-def is_tensor_file(name: str, stem: str) -> bool:
-    """Whether a file holds tensors of the trees that ``<stem>.json`` describes: all of them, or one rank's share."""
-    return re.fullmatch(re.escape(stem) + r"(-\d{5})?\.safetensors", name) is not None
+    All of them, one rank's share of whole tensors, or one rank's parts of divided ones.
+    """
+    pattern = re.compile(re.escape(stem) + r"((-\d{5})?|-shard-\d{5}(-\d+)?)\.safetensors")
+    return [name for name in names if pattern.fullmatch(name)]

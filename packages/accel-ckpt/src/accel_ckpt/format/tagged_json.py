@@ -41,6 +41,7 @@ TAG = "!"
 INLINE_BYTES = (
     4096  # bytes and arrays above this go to the sink: base64 costs a third more space and two copies
 )
+_PLAIN = 1 << 63  # integers below this magnitude are written as they are without another look
 _PLAIN_DIGITS = 4000  # Python refuses to parse decimal integers above 4300 digits
 _NUMPY_KINDS = "biufcmMSU"
 _FACTORIES = {
@@ -96,12 +97,12 @@ def decode(data: Json, source: Source | None = None) -> Any:
         CheckpointError: what the source raised.
     """
     if isinstance(data, list):
-        return [decode(item, source) for item in data]
+        return [decode(item, source) if type(item) in (dict, list) else item for item in data]
     if not isinstance(data, dict):
         return data
     tag = data.get(TAG)
     if tag is None:
-        return {key: decode(item, source) for key, item in data.items()}
+        return {k: decode(item, source) if type(item) in (dict, list) else item for k, item in data.items()}
     decoder = _DECODERS.get(tag) if isinstance(tag, str) else None
     if decoder is None:
         raise CorruptCheckpointError(
@@ -148,7 +149,14 @@ class Encoder:
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
-        if value is None or kind is bool:
+        # Most values are of JSON's own types, and in the range in which they stand for themselves.
+        if (
+            value is None
+            or kind is bool
+            or (kind is int and -_PLAIN < value < _PLAIN)
+            or (kind is float and math.isfinite(value))
+            or (kind is str and value.isascii())
+        ):
             return value
         handler = Encoder.tensor if kind not in _NEVER_DIVIDED and is_divided(value) else _ENCODERS.get(kind)
         if handler is None and isinstance(value, np.generic):
@@ -376,7 +384,7 @@ _ENCODERS: dict[type, Callable[[Encoder, Any, tuple[Any, ...]], Json]] = {
     int: Encoder.integer,
     float: Encoder.float,
     str: Encoder.string,
-    list: lambda e, v, p: e.items(v, p),
+    list: Encoder.items,
     tuple: lambda e, v, p: _tag("tuple", e.items(v, p)),
     dict: Encoder.dictionary,
     collections.OrderedDict: lambda e, v, p: _tag("OrderedDict", e.pairs(v, p)),

@@ -131,17 +131,13 @@ def write_safetensors(
     Raises:
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
+    for name, tensor in tensors.items():
+        check_writable(name, tensor)
     return write_safetensors_from(path, about_tensors(tensors), lambda name: (tensors[name],), metadata, disk)
 
 
 def about_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-    """Shape and dtype by name.
-
-    Raises:
-        UnsupportedValueError: as :func:`check_writable`.
-    """
-    for name, tensor in tensors.items():
-        check_writable(name, tensor)
+    """Shape and dtype by name, of tensors that are writable."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -166,8 +162,10 @@ def write_safetensors_from(
         file.write(layout.header)
         for name in layout.entries:
             for run in runs(name):
-                _write_tensor(file, run)
-                del run  # before the next one is read
+                plain = plain_on(run, "cpu")
+                if plain.numel():
+                    file.write(as_bytes(plain))
+                del run, plain  # before the next one is read
         record = file.finish()
     if record.size != layout.size:
         raise CorruptCheckpointError(
@@ -197,9 +195,13 @@ def lay_out(
 ) -> FileLayout:
     """Lay out a safetensors file for tensors of these shapes and dtypes."""
     entries, end = {}, 0
-    for name in sorted(about, key=lambda name: _alignment_order(name, *about[name])):
+    # The format allows no holes. Multiples of the alignment come first, so they start at multiples of it,
+    # as memory from torch's allocator does; then wide dtypes, so that all start at multiples of their width.
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in about.items()}
+    order = sorted([(bool(sizes[name] % _ALIGNMENT), -about[name][1].itemsize, name) for name in about])
+    for _, _, name in order:
         shape, dtype = about[name]
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        begin, end = end, end + sizes[name]
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     extra = {"__metadata__": dict(metadata)} if metadata else {}
     header = json.dumps({**extra, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
@@ -221,7 +223,7 @@ def write_image(path: Path, image: FileImage, disk: Disk = LOCAL) -> FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file of tensors that is to be written."""
+    """A file of tensors that is to be written; they are writable (:func:`check_writable`)."""
 
     name: str
     tensors: Mapping[str, torch.Tensor]
@@ -240,7 +242,8 @@ class PlannedFile:
         """Write it, one tensor at a time."""
         if self.metadata is None:
             return write_torch(path, self.content(), disk)
-        return write_safetensors(path, self.tensors, self.metadata, disk)
+        about, tensors = about_tensors(self.tensors), self.tensors
+        return write_safetensors_from(path, about, lambda name: (tensors[name],), self.metadata, disk)
 
 
 def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = LOCAL) -> FileRecord:
@@ -260,12 +263,6 @@ def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = L
     return record
 
 
-def _alignment_order(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[bool, int, str]:
-    # The format allows no holes. Multiples of the alignment come first, so they start at multiples of it,
-    # as memory from torch's allocator does; then wide dtypes, so that all start at multiples of their width.
-    return bool(math.prod(shape) * dtype.itemsize % _ALIGNMENT), -dtype.itemsize, name
-
-
 def check_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse what a safetensors file cannot hold.
 
@@ -283,12 +280,6 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         reason = "has a name that is not valid Unicode; rename it"
     if reason is not None:
         raise UnsupportedValueError(f"the tensor {name!r} {reason}")
-
-
-def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
-    plain = plain_on(tensor, "cpu")
-    if plain.numel():
-        file.write(as_bytes(plain))
 
 
 def plain_on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.reader import MappedShard, read_json
 from accel_ckpt.format.saved_tensors import SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.format.sharding import is_divided
-from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
+from accel_ckpt.format.state_files import EXTRA, rank_stem, tensor_files
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
@@ -56,6 +56,7 @@ class TrainingCheckpoint:
         self._opened = opened
         self._folder = opened.files
         self._check = opened.checks
+        self._parsed: dict[str, dict[str, Any]] = {}
 
     def local_folder(self) -> Path:
         """The folder of the files on this machine; those of object storage are fetched first.
@@ -132,11 +133,7 @@ class TrainingCheckpoint:
         lazy: Collection[str] = (),
     ) -> dict[str, Tree]:
         """Trees by name; files of tensors are only read if one of these trees holds some."""
-        path = inside(self._folder, f"{stem}.json")
-        self._check.fetch([path])
-        content = read_json(path, self._opened.checksum(path.name))
-        if not isinstance(content, dict):
-            raise CorruptCheckpointError(f"{path} does not hold trees by name")
+        path, content = self._described(stem)
         opened: list[Mapping[str, Any]] = []
         views: list[Mapping[str, torch.Tensor]] = []
         copies: dict[str, torch.Tensor] = {}
@@ -170,10 +167,19 @@ class TrainingCheckpoint:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
+    def _described(self, stem: str) -> tuple[Path, dict[str, Any]]:
+        """The file that describes trees, and what it holds, which is parsed once for all that ask for some of it."""
+        path = inside(self._folder, f"{stem}.json")
+        if stem not in self._parsed:
+            self._check.fetch([path])
+            content = read_json(path, self._opened.checksum(path.name))
+            if not isinstance(content, dict):
+                raise CorruptCheckpointError(f"{path} does not hold trees by name")
+            self._parsed[stem] = content
+        return path, self._parsed[stem]
+
     def _state_files(self, stem: str) -> list[str]:
-        return [
-            name for name in self.manifest.files if is_tensor_file(name, stem) or is_part_file(name, stem)
-        ]
+        return tensor_files(self.manifest.files, stem)
 
     def _files(self, names: Iterable[str]) -> list[Path]:
         return [inside(self._folder, name) for name in names]
@@ -368,6 +374,9 @@ class NamedTrees(Mapping[str, Tree]):
                 f"{self._what} in this checkpoint has no part {name!r}; it has "
                 f"{', '.join(sorted(self._trees)) or 'none'}"
             ) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._trees
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._trees)

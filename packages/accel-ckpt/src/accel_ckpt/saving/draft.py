@@ -158,8 +158,6 @@ class StateDraft:
                 f"{listed(sorted(own_parts))}: trees of each rank hold whole tensors; give what is divided among ranks "
                 "in the shared trees"
             )
-        for name, tensor in {**tensors, **own_tensors}.items():
-            check_writable(name, tensor)
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
         return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors, versions)
@@ -173,7 +171,7 @@ class StateDraft:
         alike = {name: self.shared[name] for name in sorted(self.replicated)}
         marks = fingerprints(list(alike.values()))
         return {
-            "load": sum(tensor.nbytes for tensor in alone),
+            "load": sum([tensor.nbytes for tensor in alone]),
             "alike": {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)},
             "parts": describe_parts(self.parts),
             "tied": {stem: tied_parts(named) for stem, named in self.parts.items()},

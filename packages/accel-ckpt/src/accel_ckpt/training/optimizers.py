@@ -120,26 +120,7 @@ def check_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
-    check_form(tree, FORM, "the saved optimizer")
-    names = _parameter_names(_groups(optimizer), models)
-    _check_parameters(names, tree["param_groups"])
-    # Versions of torch add switches, but not numbers, to the options of an optimizer.
-    defaults = getattr(optimizer, "defaults", {})
-    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
-    if lacking := sorted({name for group in tree["param_groups"] for name in numbers - set(group)}):
-        raise StateMismatchError(
-            f"the saved optimizer has no {', '.join(lacking)}, which {type(optimizer).__name__} needs: it was of "
-            "another class. Build the optimizer as it was when the checkpoint was saved"
-        )
-    known = {name for group in names for name in group}
-    if unknown := sorted(set(tree["state"]) - known):
-        raise StateMismatchError(
-            f"the saved optimizer holds state for {listed(unknown)}, which are in none of its groups"
-        )
-    if _is_torchs(optimizer):
-        _check_options(defaults, tree["param_groups"])
-        _check_shapes(optimizer, names, tree["state"])
-    _state_fill(optimizer, tree, names, optimizer.state_dict()).check()
+    _checked(optimizer, tree, models)
 
 
 def load_optimizer_state(
@@ -161,22 +142,53 @@ def load_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
         CorruptCheckpointError: a file is not what was written; nothing was changed.
     """
-    check_optimizer_state(optimizer, tree, models)
-    names = _parameter_names(_groups(optimizer), models)
+    names, current, fill = _checked(optimizer, tree, models)
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
-    current = optimizer.state_dict()
     groups = [
         {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
         for group_names, group in zip(names, current["param_groups"], strict=True)
     ]
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
     with torch.no_grad():
-        parts = {"state": _state_fill(optimizer, tree, names, current).run()}
+        parts = {"state": fill.run()}
         parts |= TreeFill({**rest, "param_groups": groups}, {}, lambda saved, here, path: None).run()
     parts["state"] = {number: unpack_low_bit(value) for number, value in parts["state"].items()}
     optimizer.load_state_dict(parts)
+
+
+def _checked(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+) -> tuple[list[list[str]], dict[str, Any], TreeFill]:
+    """Names of the parameters of each group, the optimizer's present state dict, and what goes where in it.
+
+    Raises:
+        Exception: as `check_optimizer_state`.
+    """
+    check_form(tree, FORM, "the saved optimizer")
+    names = _parameter_names(_groups(optimizer), models)
+    _check_parameters(names, tree["param_groups"])
+    # Versions of torch add switches, but not numbers, to the options of an optimizer.
+    defaults = getattr(optimizer, "defaults", {})
+    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
+    if lacking := sorted({name for group in tree["param_groups"] for name in numbers - set(group)}):
+        raise StateMismatchError(
+            f"the saved optimizer has no {', '.join(lacking)}, which {type(optimizer).__name__} needs: it was of "
+            "another class. Build the optimizer as it was when the checkpoint was saved"
+        )
+    known = {name for group in names for name in group}
+    if unknown := sorted(set(tree["state"]) - known):
+        raise StateMismatchError(
+            f"the saved optimizer holds state for {listed(unknown)}, which are in none of its groups"
+        )
+    if _is_torchs(optimizer):
+        _check_options(defaults, tree["param_groups"])
+        _check_shapes(optimizer, names, tree["state"])
+    current = optimizer.state_dict()
+    fill = _state_fill(optimizer, tree, names, current)
+    fill.check()
+    return names, current, fill
 
 
 def _state_fill(
@@ -264,7 +276,10 @@ def _check_shapes(
         for parameter, name in zip(group, group_names, strict=True):
             if name not in state:
                 continue
-            check_form(state[name], {}, f"the saved optimizer's state of {name}")
+            if not isinstance(state[name], Mapping):
+                check_form(
+                    state[name], {}, f"the saved optimizer's state of {name}"
+                )  # says what it is instead
             for key, value in state[name].items():
                 shape = (
                     parameter.shape if key in _LIKE_PARAMETER else torch.Size() if key in _SCALARS else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +14,16 @@ from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.saved_tensors import SavedTensor, fill_all, verify_all
 from accel_ckpt.format.tagged_json import Tree, show_path
 from accel_ckpt.modules.names import listed
-from accel_ckpt.parts import Leaf, fill_part, is_leaf, parts_of, shape_of
+from accel_ckpt.parts import Leaf, Part, fill_part, is_leaf, parts_of, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
 
 __all__ = ["Like", "TreeFill", "check_tree", "fill_tree"]
 
 Saved: TypeAlias = SavedTensor | torch.Tensor
 Path: TypeAlias = tuple[Any, ...]
+
+_HOLDING = (SavedTensor, torch.Tensor, Mapping, list, tuple)
+"""What is, or can hold, a saved tensor; the numbers and strings of a tree are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,16 @@ class TreeFill:
         if isinstance(saved, SavedTensor | torch.Tensor):
             self._plan.append((saved, self._choose(saved, live, path), path[:1] if self._apart else ()))
             return
-        for key, value, counterpart in _children(saved, live):
-            self._collect(value, counterpart, (*path, key))
+        if isinstance(saved, Mapping):
+            named = live if isinstance(live, Mapping) else {}
+            for key, value in saved.items():
+                if isinstance(value, _HOLDING):
+                    self._collect(value, named.get(key), (*path, key))
+        elif type(saved) in (list, tuple):
+            known = live if isinstance(live, list | tuple) else ()
+            for index, value in enumerate(saved):
+                if isinstance(value, _HOLDING):
+                    self._collect(value, known[index] if index < len(known) else None, (*path, index))
 
 
 def _model_of(target: Leaf | Like) -> Leaf:
@@ -128,23 +139,12 @@ def _rebuilt(saved: Any, leaves: Iterator[Leaf]) -> Any:
     if isinstance(saved, SavedTensor | torch.Tensor):
         return next(leaves)
     if isinstance(saved, Mapping):
-        mapping = {key: _rebuilt(value, leaves) for key, value in saved.items()}
-        return saved if all(mapping[key] is value for key, value in saved.items()) else mapping
+        mapping = {k: _rebuilt(v, leaves) if isinstance(v, _HOLDING) else v for k, v in saved.items()}
+        return mapping if any(map(is_not, mapping.values(), saved.values())) else saved
     if type(saved) in (list, tuple):
-        items = [_rebuilt(value, leaves) for value in saved]
-        return saved if all(new is old for new, old in zip(items, saved, strict=True)) else type(saved)(items)
+        items = [_rebuilt(value, leaves) if isinstance(value, _HOLDING) else value for value in saved]
+        return type(saved)(items) if any(map(is_not, items, saved)) else saved
     return saved
-
-
-def _children(saved: Any, live: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Keys and members of a container, with their live counterparts."""
-    if isinstance(saved, Mapping):
-        named = live if isinstance(live, Mapping) else {}
-        yield from ((key, value, named.get(key)) for key, value in saved.items())
-    elif type(saved) in (list, tuple):
-        known = live[: len(saved)] if isinstance(live, list | tuple) else ()
-        pairs = itertools.zip_longest(saved, known)
-        yield from ((index, value, counterpart) for index, (value, counterpart) in enumerate(pairs))
 
 
 def _match(saved: Tree, targets: Tree) -> TreeFill:
@@ -174,8 +174,13 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if is_leaf(tree):
         yield path, tree
         return
-    for key, value, _ in _children(tree, None):
-        yield from _leaves(value, (*path, key))
+    if isinstance(tree, Mapping):
+        children: Iterable[tuple[Any, Any]] = tree.items()
+    else:
+        children = enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in children:
+        if isinstance(value, (*_HOLDING, Part)):
+            yield from _leaves(value, (*path, key))
 
 
 def check_tree(saved: Tree, targets: Tree) -> None:
