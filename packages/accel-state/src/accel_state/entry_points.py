@@ -10,6 +10,8 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -57,16 +59,12 @@ def _in_folders(group: str, folders: tuple[str, ...]) -> Mapping[str, str]:
 
 def _texts(folders: tuple[str, ...]) -> Iterator[str]:
     for folder in dict.fromkeys(folders):
-        try:
+        names: list[str] = []
+        with suppress(OSError):  # of a ZIP file, or of a folder that does not exist
             names = sorted(name for name in os.listdir(folder or ".") if name.endswith(_METADATA))
-        except OSError:  # a ZIP file, or a folder that does not exist
-            continue
         for name in names:
-            try:
-                with open(os.path.join(folder, name, "entry_points.txt"), encoding="utf-8") as file:
-                    yield file.read()
-            except OSError:  # a distribution without entry points
-                continue
+            with suppress(OSError):  # of a distribution without entry points
+                yield Path(folder, name, "entry_points.txt").read_text(encoding="utf-8")
 
 
 def _of_group(text: str, header: str) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast, overload
@@ -19,43 +19,52 @@ from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.launched import launched_config
 from accel_state.constants import PREEMPTED
-from accel_state.enums import DistributedType, DynamoBackend, RNGType
+from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
+from accel_state.errors import StateError
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
+from accel_state.log import get_logger
 from accel_state.monitoring.answers import training_heartbeat
+from accel_state.operations import collectives, differentiable
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
-from accel_train.client_lists_view import ClientListsView
-from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
-from accel_train.loader_view import LoaderView
+from accel_train.data.loader import PreparedLoader
+from accel_train.errors import (
+    ArgumentTypeError,
+    IncompatibleOptionsError,
+    OptionError,
+    PrepareError,
+    TrackerError,
+)
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.first_windows import explain_no_gradient
+from accel_train.loop.garbage import GarbageCollector, collect_garbage
+from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
 from accel_train.loop.observers import Progress
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.loop.state import AcceleratorState, GradientState, register_newest
-from accel_train.loop_view import LoopView
-from accel_train.mesh_view import MeshView
 from accel_train.plugins import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     StrategyPlugin,
+    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
-from accel_train.precision_view import PrecisionView
-from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
@@ -63,9 +72,9 @@ from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
-from accel_train.tracking.running import Trackers
+from accel_train.tracking.base import GeneralTracker
+from accel_train.tracking.running import OnFailure, Trackers
 from accel_train.tracking.selection import select_trackers
-from accel_train.tracking_view import TrackingView
 
 __all__ = ["Accelerator"]
 
@@ -89,9 +98,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(
-    CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView, ClientListsView
-):
+class Accelerator:
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -985,3 +992,576 @@ class Accelerator(
             f"Accelerator(rank {self.process_index} of {self.num_processes}, device={str(self.device)!r}, "
             f"strategy={self._plan.strategy.name!r}, mixed_precision={self.mixed_precision!r})"
         )
+
+    # Processes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes."""
+        return self._process.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self._process.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its node."""
+        return self._process.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._process.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._process.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each with an accelerator device."""
+        return self._process.use_distributed and self._process.device.type != "cpu"
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on one process of all."""
+        return self._process.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on one process of each node."""
+        return self._process.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the process with the highest rank."""
+        return self._process.is_last_process
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the main process only, return None elsewhere."""
+        return self._process.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the main process of each node only."""
+        return self._process.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run on the last process only."""
+        return self._process.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run on the process with this rank only."""
+        return self._process.on_process(function, process_index=process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: run on the process with this local rank only, on every node."""
+        return self._process.on_local_process(function, local_process_index=local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Context that the main process enters first; the others follow when it has left."""
+        return self._process.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Context that the main process of each node enters first."""
+        return self._process.local_main_process_first()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Context with this process's part of a list, tuple, dict, tensor or dataset."""
+        return self._process.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        self._process.print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process got here."""
+        self._process.wait_for_everyone()
+
+    # Collectives
+
+    def gather(self, tensor: T) -> T:
+        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too.
+
+        The result has no gradient; `gather_with_grad` has one.
+        """
+        gathered: T = collectives.gather(tensor)
+        return gathered
+
+    def gather_with_grad(self, tensor: T, *, ragged: bool = False) -> T:
+        """As `gather`, and gradients flow back to every rank's tensors, for a loss over the samples of all ranks.
+
+        With gradients averaged over ranks the result is that of one big batch. All ranks must use it in their loss.
+
+        Args:
+            tensor: nested tensors; those that require no gradient, such as labels, are gathered as they are.
+            ragged: allow first dimensions that differ between ranks.
+        """
+        self._accumulator.expect_equal_losses()
+        gathered: T = differentiable.gather_with_grad(tensor, ragged=ragged)
+        return gathered
+
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
+        """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
+        reduced: T = collectives.reduce(tensor, reduction=reduction, scale=scale)
+        return reduced
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Tensors padded along `dim` to the longest of all ranks."""
+        padded: T = collectives.pad_across_processes(
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
+        )
+        return padded
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
+        self.flag_tensor = torch.tensor(1, device=self._process.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
+        flag = self.flag_tensor
+        raised = torch.tensor(0, device=self._process.device) if flag is None else flag
+        if collectives.reduce(raised, reduction="sum").item() < 1:
+            return False
+        self.flag_tensor = None
+        return True
+
+    # Precision
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models compute in fp8."""
+        return self._plan.recipe is not None
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8; without fp8 the one that the launcher names, or NO."""
+        return self._plan.fp8_backend
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether there is a recipe, the script's or one that was made for it."""
+        return self._plan.recipe is not None
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe, if torchao computes in fp8."""
+        recipe = self._plan.recipe
+        return recipe if isinstance(recipe, AORecipeKwargs) else None
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The recipe, if TransformerEngine computes in fp8."""
+        recipe = self._plan.recipe
+        return recipe if isinstance(recipe, TERecipeKwargs) else None
+
+    @property
+    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
+        """The recipe, if the script gave it as the deprecated class."""
+        recipe = self._plan.recipe
+        return recipe if isinstance(recipe, FP8RecipeKwargs) else None
+
+    @property
+    def msamp_recipe_handler(self) -> None:
+        """Always None: MS-AMP is not supported."""
+        return
+
+    # Loaders
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are prepared."""
+        return self._options.loaders
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._options.loaders = config
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is divided among ranks."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every rank gets the same number of batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling depends on seed and epoch alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches move without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders restore their position."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    # Places in the mesh
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Ranks of each kind of parallelism; None if neither the script nor the launcher gave any."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded with FSDP2."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same as `is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """True where a script calls what writes models: one process of each node, or all that hold parts."""
+        return self.parallelism_config is not None or self._process.is_local_main_process
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place among those that tensors are divided over; 0 without tensor parallelism."""
+        return self._place("tp", "tensor_parallel_rank")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place among those of context parallelism; 0 without it."""
+        return self._place("cp", "context_parallel_rank")
+
+    @property
+    def sequence_parallel_rank(self) -> int:
+        """This rank's place among those of sequence parallelism; 0 without it."""
+        return self._place("sp", "sequence_parallel_rank")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's replica; 0 if there is one."""
+        return self._place("dp_replicate", "data_parallel_rank")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among those that a replica is sharded over; 0 without sharding."""
+        return self._place("dp_shard", "data_parallel_shard_rank")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's stage; always 0, as a parallelism configuration has no pipelines."""
+        return self._place("pp", "pipeline_parallel_rank")
+
+    def _place(self, dimension: str, name: str) -> int:
+        if self.parallelism_config is None:
+            raise StateError(
+                f"accelerator.{name} is a place in a mesh, and there is none. Pass Accelerator(parallelism_config="
+                "ParallelismConfig(…)), or launch with --use_parallelism_config."
+            )
+        return self._plan.mesh.index(dimension)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: DataLoader[Any], model: Any) -> DataLoader[Any]:
+        """The loader whose batches hold this rank's positions of each sequence: a prepared loader is that itself.
+
+        Args:
+            dl: a loader.
+            model: not used; kept for scripts that call this after they have prepared it.
+
+        Raises:
+            PrepareError: sequences are divided among ranks (`sp_size`, `cp_size`), and the loader is not prepared.
+        """
+        if self._plan.sequence is not None and not isinstance(dl, PreparedLoader):
+            raise PrepareError(
+                f"deepspeed_ulysses_dl_adapter() got a {type(dl).__name__} that is not prepared, so its batches hold "
+                "whole sequences. Call accelerator.prepare(dataloader) first; what that returns divides them."
+            )
+        return dl
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Context in which tensors hold this rank's positions of each sequence; without divided sequences, nothing.
+
+        Prepared loaders divide their batches already, and those stay as they are here. So this is for tensors from
+        elsewhere, and for scripts that were written with it.
+
+        Args:
+            buffers: changed in place, and put back when the context ends.
+            buffer_seq_dims: the dimension of the positions, for each buffer.
+            no_restore_buffers: those that are not put back.
+
+        Raises:
+            OptionError: not as many dimensions as buffers.
+            IncompatibleOptionsError: a size that cannot be divided.
+        """
+        sequence = self._plan.sequence
+        if sequence is None:
+            _logger.warning_once(
+                "maybe_context_parallel() does nothing: no cp_size or sp_size above 1 was asked for"
+            )
+            return contextlib.nullcontext()
+        return sequence.cut_buffers(buffers or (), buffer_seq_dims or (), list(no_restore_buffers or ()))
+
+    # Trackers. Any rank may call these, alone or with others, and none waits. What a rank passes is logged where a tracker
+    # runs: on the main process, unless its class has `main_process_only = False`.
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """Names and objects of the trackers that were asked for, each once."""
+        return self._trackers.chosen
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run on this rank, since `init_trackers`."""
+        return self._trackers.running
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[GeneralTracker]) -> None:
+        self._trackers.keep(trackers)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+        *,
+        on_failure: OnFailure = "warn",
+    ) -> None:
+        """Start the trackers that `log_with` asked for, and store the configuration of the run in them.
+
+        All are checked before the first starts. A second call ends the runs of the first.
+
+        Args:
+            project_name: the project, or what the tracker calls it (experiment, folder of runs).
+            config: names to numbers, strings, booleans or None.
+            init_kwargs: name of a tracker to a dictionary of keyword arguments, which its engine's own function gets
+                (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
+            on_failure: what happens when a tracker fails, here and later: "warn" says it once and goes on without,
+                "raise" raises.
+
+        Raises:
+            OptionError: a name or an argument is unknown, or a tracker is not logged in.
+            TrackerError: a tracker failed, with `on_failure="raise"`.
+        """
+        logging_dir = self.project_configuration.logging_dir
+        self._trackers.start(project_name, config, init_kwargs, on_failure, logging_dir)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log values of a step with every tracker.
+
+        Args:
+            values: names to values. Tensors and NumPy values of one element become Python numbers, those on a device
+                in one copy; anything else goes to the tracker as it is.
+            step: the step; None: the tracker counts.
+            log_kwargs: name of a tracker to a dictionary of keyword arguments for its `log`.
+        """
+        self._trackers.log(values, step, log_kwargs)
+
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Log images with every tracker that stores images; each of the others warns once.
+
+        Args:
+            values: names to an image, a list of images, or a batch in one tensor or array. An image is a PIL image, a
+                tensor [channels, height, width], an array [height, width, channels], either [height, width], or a pair
+                `(image, caption)`; floating values are from 0 to 1, whole numbers from 0 to 255.
+            step: the step; None: the tracker counts.
+            log_kwargs: name of a tracker to a dictionary of keyword arguments for its `log_images`.
+
+        Raises:
+            OptionError: an image has another shape or range.
+        """
+        self._trackers.log_images(values, step, log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        log_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Log a table with every tracker that stores tables; each of the others warns once.
+
+        Args:
+            table_name: the name.
+            columns: names of columns; None with `data`: the first row holds them.
+            data: rows.
+            dataframe: a pandas dataframe, instead of `columns` and `data`.
+            step: the step; None: the tracker counts.
+            log_kwargs: name of a tracker to a dictionary of keyword arguments for its `log_table`.
+
+        Raises:
+            OptionError: there are no rows, or a row is of another length than `columns`.
+        """
+        self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name.
+
+        Args:
+            name: of a tracker that `log_with` asked for.
+            unwrap: return the engine's own object (a SummaryWriter, a run).
+
+        Returns:
+            The tracker. On a rank where it does not run, if it failed to start, and if it is not installed, an
+            object that does nothing whatever is called on it.
+
+        Raises:
+            OptionError: `log_with` did not ask for it, or `init_trackers` was not called.
+        """
+        return self._trackers.get(name, unwrap)
+
+    # Watching over steps
+
+    @property
+    def step_guard(self) -> StepGuard | None:
+        """Skips harmful updates, and counts them; None unless `guard_steps` was called."""
+        observers = self._prepared.accumulator.observers
+        return next((item for item in observers if isinstance(item, StepGuard)), None)
+
+    def guard_steps(
+        self,
+        *,
+        nonfinite_gradients: bool = True,
+        loss_spike: float | None = None,
+        reference: Literal["median", "ema"] = "median",
+        history: int = 100,
+        warmup: int = 20,
+        max_consecutive: int | None = 10,
+    ) -> StepGuard:
+        """From now on skip updates that would harm the model, on all ranks alike; call it before the first backward.
+
+        Prepared schedulers wait where an update is skipped, and `optimizer.step_was_skipped` is true, as after an
+        overflow under fp16. Counts and history are part of `save_state`.
+
+        Args:
+            nonfinite_gradients: skip an update if a gradient of the optimizer is inf or NaN. Under fp16 the gradient
+                scaler does so, and its skipped updates are counted here.
+            loss_spike: skip one whose loss, the mean over the window and over ranks, is more than this many times the
+                reference, or not finite; None: losses are not looked at.
+            reference: "median" of the last losses, or their exponential moving average, "ema". Losses of skipped
+                updates do not count.
+            history: over how many updates of an optimizer.
+            warmup: how many losses are needed before any is judged.
+            max_consecutive: skipped updates in a row after which `StepGuardError` is raised; None: never.
+
+        Raises:
+            OptionError: a value that cannot be used, or a second call.
+            IncompatibleOptionsError: the strategy's engine owns the step (DeepSpeed, Megatron-LM), or an optimizer
+                updates during backward (LOMO).
+        """
+        options = StepGuardOptions(
+            nonfinite_gradients, loss_spike, reference, history, warmup, max_consecutive
+        )
+        here = self._prepared
+        if self.step_guard is not None:
+            raise OptionError("guard_steps() was called twice; one guard decides about all updates.")
+        guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models)
+        for optimizer in here.inner_optimizers:
+            guard.check_optimizer(optimizer)
+        here.accumulator.observers.append(guard)
+        here.parts.append(GuardState(guard, here.optimizers))
+        return guard
+
+    def collect_garbage(
+        self, every: int = 1000, *, generation: int = 2
+    ) -> AbstractContextManager[GarbageCollector]:
+        """Context in which Python collects garbage after every `every` optimizer steps only, on all ranks together.
+
+        Otherwise each rank collects at moments of its own, and the others wait for it at the next reduction. Everything
+        is collected once at the beginning. At the end, also after an error, collection is as it was before.
+
+        Args:
+            every: steps of prepared optimizers, skipped ones included.
+            generation: as `gc.collect` takes it. Below 2 it is faster, and cycles that live longer stay until the end.
+
+        Raises:
+            OptionError: a number below 1, or an unknown generation.
+        """
+        return collect_garbage(self._prepared.accumulator.observers, GarbageCollector(every, generation))
+
+    # Lists that clients of Accelerate read and write
+
+    @property
+    def _models(self) -> MutableSequence[nn.Module]:
+        return self._prepared.models_view()
+
+    @_models.setter
+    def _models(self, models: Iterable[nn.Module]) -> None:
+        _replace(self._models, models)
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, optimizers: Iterable[AcceleratedOptimizer]) -> None:
+        _replace(self._prepared.optimizers, optimizers)
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @_schedulers.setter
+    def _schedulers(self, schedulers: Iterable[AcceleratedScheduler]) -> None:
+        _replace(self._prepared.schedulers, schedulers)
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._prepared.loaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, loaders: Iterable[Any]) -> None:
+        _replace(self._prepared.loaders, loaders)
+
+    @property
+    def _custom_objects(self) -> MutableSequence[Any]:
+        return self._prepared.registered_view()
+
+    @_custom_objects.setter
+    def _custom_objects(self, objects: Iterable[Any]) -> None:
+        _replace(self._custom_objects, objects)
+
+
+T = TypeVar("T")
+
+
+_logger = get_logger(__name__)
+
+
+T = TypeVar("T")
+
+
+def _replace(items: MutableSequence[T], values: Iterable[T]) -> None:
+    """Give a list other items; it stays the object that others hold."""
+    items[:] = list(values)

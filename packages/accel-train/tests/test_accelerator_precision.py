@@ -7,10 +7,9 @@ import pytest
 from accel_state.enums import FP8BackendType
 from accel_train import Accelerator
 from accel_train.plugins import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs, fp8
-from accel_train.precision_view import PrecisionView
 
 
-class View(PrecisionView):
+class View(Accelerator):
     """Of a plan as the resolver makes it where the libraries are installed."""
 
     def __init__(self, recipe, backend):

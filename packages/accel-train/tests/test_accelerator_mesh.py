@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from accel_state.errors import StateError
 from accel_train import Accelerator, ParallelismConfig
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
-from accel_train.mesh_view import MeshView
 from testkit import worlds
 
 #: The dimension that each name asks for.
@@ -25,7 +24,7 @@ PLACES = {
 }
 
 
-class View(MeshView):
+class View(Accelerator):
     """Of a mesh whose dimensions have different places, which needs 720 ranks to exist."""
 
     def __init__(self, places, config="a configuration", is_local_main=False):
