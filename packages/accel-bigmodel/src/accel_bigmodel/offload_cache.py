@@ -51,7 +51,8 @@ class OffloadCache:
     """Files of weights in a folder, each named after a fingerprint of its source.
 
     A file is used only if its header is complete and has the same fingerprint; otherwise it is written again. Other
-    files in the folder, such as those of Accelerate, are ignored.
+    files in the folder, such as those of Accelerate, are ignored. Old cache files are never removed, because another
+    process may be about to map them.
 
     Args:
         folder: made when something is written.

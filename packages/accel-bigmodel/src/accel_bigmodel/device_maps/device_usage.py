@@ -1,4 +1,9 @@
-"""The memory that a device map needs on each device, compared with the budgets."""
+"""The memory that a device map needs on each device, compared with the budgets.
+
+A device needs the bytes that stay on it and room for the largest group of offloaded layers that passes through it. Such
+a group is what moves at once: a module without submodules, a module of a class that stays whole, or all direct tensors
+of a module. Explanations use the same counts, so they hold for maps that users wrote as well.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""A thread that reads pages of mapped files into memory according to a plan."""
+"""A thread that reads pages of mapped files into memory according to a plan.
+
+One thread populates 4 MB at a time, and pages that are not needed soon are evicted (``MADV_PAGEOUT``). Measured in GB/s
+under control groups of 250 MB with 1 GB of files, on a disk of 1.7 to 2.1 GB/s (kernel 6.18, ext4, two cores):
+
+- ``read`` of 4 MB by 1, 2 or 4 threads: 1.8, 1.7, 1.5; past the page cache by 4 threads: 1.4 to 2.7
+- ``MADV_POPULATE_READ`` of 4 MB by 1, 2 or 4 threads: 2.0, 1.7, 1.3
+- the same by 1 thread in pieces of 1, 2, 8 or 16 MB: 1.6, 2.0, 1.9, 2.1
+- ``MADV_WILLNEED`` of 4 MB ahead of populating: 1.3 to 1.6, because it makes small folios, which cost five times the
+  processor time
+- populating by 1 thread, ``MADV_PAGEOUT`` 64 MB behind: 1.9 to 2.2, with a peak of 96 MB in the group
+- populating, and the kernel alone evicts: 1.5 to 2.1, with a peak of 250 MB
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,11 @@
 
 All of it is copied before :class:`Staging` returns. Nothing less holds the values of the call: between two steps a
 script may change any tensor by ways that nobody can observe (``.data``, NumPy views, other threads and streams).
+
+Cheaper ways that were tried and rejected: hooks of optimizers see only the steps of known optimizers; version counters
+miss writes through ``.data`` and NumPy; a dispatch mode sees one thread and slows every operation down; a forked child
+costs a page fault for every page that training changes, which is more than the copy, and does not hold shared memory or
+devices.
 """
 
 from __future__ import annotations

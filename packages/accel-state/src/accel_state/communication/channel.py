@@ -58,7 +58,7 @@ class CheckSettings:
 
     Attributes:
         mode: "on": compare fingerprints before every collective; "off": only where it is free; "auto": on
-            for CPU tensors, off for tensors on a device.
+            for CPU tensors, off for tensors on a device, where the host would have to wait for the comparison.
         report_after: seconds until a stuck collective is reported; 0: no watchdog.
     """
 
@@ -110,8 +110,7 @@ class Channel:
         wire: a group of the same ranks that nothing else uses, through which all is sent; None: ``group``. Messages of
             torch's collectives, such as DDP's, are never taken for those of this channel then, on whatever rank one of
             them is missing.
-        compared: in a rehearsal, where every other rank is answered for as if it had said the same as this one: called
-            before every exchange.
+        compared: called before every exchange of a rehearsal, where other ranks are simulated; None in a real world.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Channel:
 
     @property
     def rehearsed(self) -> bool:
-        """Whether every other rank is answered for as if it had said the same as this one."""
+        """Whether the other ranks are simulated: each is assumed to send what this rank sends."""
         return self._compared is not None
 
     # --- position of this rank; read by the watchdog ---

@@ -12,6 +12,8 @@ however often it is called: the answer depends only on the count, and every call
 step 1, at a count below the decided one. The decision waits for threads only, never for a rank's main program, which
 may be blocked in a collective until another rank arrives.
 
+Counting calls of ``should_stop()`` instead of boundaries would force all ranks to ask equally often.
+
 The program and the thread need no lock: whether or not a boundary passed between steps 1 and 2 is included in the
 published count, the next call to ``should_stop()`` blocks.
 """

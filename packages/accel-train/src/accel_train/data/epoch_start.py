@@ -1,4 +1,9 @@
-"""Beginning an epoch: one function builds the iteration, with all that it reads from."""
+"""Beginning an epoch: one function builds the iteration, with all that it reads from.
+
+An interrupted epoch is begun again as of its beginning: all generators that reading can draw from get their states of
+that moment, the order is drawn, the batches that were yielded are skipped, and the generators are put back. So resuming
+needs no code path of its own, and draws of user code are repeated, not modelled.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checkpoints in object storage, by fsspec; see ``docs/architecture.md``."""
+"""Checkpoints in object storage, by fsspec; the layout is in ``docs/format.md``."""
