@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Coordinator(Protocol):
-    """What a save needs to know of the other ranks."""
+    """How a save talks to the other ranks."""
 
     rank: int
     world_size: int

@@ -19,7 +19,7 @@ class Box(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """First index behind the box."""
+        """One past the last index of the box, per dimension."""
         return tuple(map(add, self.offsets, self.sizes))
 
     @property
@@ -29,11 +29,11 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What selects the box from its tensor."""
+        """The slices that select the box from the whole tensor."""
         return tuple(map(slice, self.offsets, self.ends))
 
     def within(self, offsets: Sequence[int]) -> Box:
-        """The same box, counted from another corner."""
+        """The same box, with offsets relative to ``offsets``."""
         return Box(tuple(map(sub, self.offsets, offsets)), self.sizes)
 
     def meet(self, other: Box) -> Box | None:

@@ -1,4 +1,4 @@
-"""Weights on a model hub, through huggingface_hub: which hub, tokens, the cache and being offline are its matters."""
+"""Weights on a model hub. huggingface_hub handles the endpoint, tokens, the cache and offline mode."""
 
 from __future__ import annotations
 

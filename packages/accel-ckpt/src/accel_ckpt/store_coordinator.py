@@ -33,8 +33,8 @@ class StoreCoordinator:
     Args:
         store: a connection that nothing else uses, for keys of this save alone.
         ranks: the same ranks in their training.
-        stopped: says why this rank gives up, if it does.
-        patience: seconds that others may take.
+        stopped: returns why this rank gives up; None while it goes on.
+        patience: seconds to wait for the other ranks.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class StoreCoordinator:
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order.
 
-        Whatever reaches the store can write to it, so values are data, which no code of theirs can build.
+        Every program that reaches the store can write to it. So values are plain data, and reading them runs no code.
 
         Raises:
             CheckpointSaveError: a rank has ended or given up, does not answer, or the store is gone.
-            CorruptCheckpointError: what is there is no data.
+            CorruptCheckpointError: an answer in the store is not plain data.
             UnsupportedValueError: the value is more than plain data.
         """
         self._round += 1

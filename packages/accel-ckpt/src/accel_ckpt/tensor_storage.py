@@ -1,4 +1,4 @@
-"""Which tensors are one and the same memory, and plain copies of those that are not."""
+"""Tensors that share memory, plain dense copies of other tensors, and names of dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders of the package and the command ``accelerate`` that answer in the place of Hugging Face Accelerate's.
+"""The folders of the package and the command ``accelerate`` that replace those of Hugging Face Accelerate.
 
 `accel_cli.as_accelerate` says when they do. They are named here, because ``accel launch`` only passes them on.
 """

@@ -53,7 +53,7 @@ COMMANDS: dict[str, Entry] = {
     "rehearse": Entry(
         "plan",
         "accel_cli.commands.rehearse",
-        "Run one rank of a world that is not there, and say what would fail.",
+        "Simulate one rank of a larger run on this machine, and report what would fail.",
     ),
     "plan": Entry(
         "plan", "accel_cli.commands.plan", "Show which strategies fit a model into the memory of devices."

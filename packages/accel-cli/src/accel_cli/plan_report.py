@@ -115,16 +115,16 @@ def _why(plan: Plan, best: Row) -> str:
         return "nothing fits that neither recomputes nor offloads"
     sends = f"{gigabytes(best.traffic)} GB per rank and step"
     # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
-    whose = "of what fits without recomputing"
+    whose = "among the strategies that fit without recomputation"
     if not best.kind.blocks and any(row.kind.blocks for row in others):
-        whose += ", and whose ranks read batches of their own,"
+        whose += " and whose ranks read different batches"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:
         return (
-            f"it needs no other package, and sends {sends}; {whose} "
+            f"it needs no other package, and sends {sends}; {whose}, "
             f"{least.setting.name} sends least, {gigabytes(least.traffic)} GB"
         )
-    return f"{whose} it sends least, {sends}"
+    return f"{whose}, it sends least, {sends}"
 
 
 def as_json(plan: Plan, suggested: list[Suggestion]) -> str:

@@ -1,4 +1,4 @@
-"""The dimensions of a run: how many ranks each kind of parallelism has, and which ranks differ in what.
+"""The device mesh of a run: the degree of each kind of parallelism, and the groups of ranks that follow from it.
 
 Ranks are laid out row by row over ``pp, dp_replicate, dp_shard, cp, sp, tp``: neighbours share a tensor-parallel group.
 """
@@ -146,7 +146,7 @@ class Mesh:
 
     @staticmethod
     def _flat_name(names: Sequence[str]) -> str:
-        """What a union of several dimensions is called."""
+        """The name of a union of several dimensions."""
         known = (name for name, members in _UNIONS.items() if tuple(names) == members)
         return names[0] if len(names) == 1 else next(known, "_".join(names))
 

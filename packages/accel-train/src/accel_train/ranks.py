@@ -1,4 +1,4 @@
-"""Which ranks differ in one respect: whose samples differ, or whose losses are parts of one."""
+"""Groups of ranks: those that read different samples, and those that have different losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ranks:
         size: how many differ.
         index: this rank's place among them.
         group: the process group in which each index occurs once; None: all ranks of the world (or, with `size` 1, this
-            rank alone: there is nobody to talk to).
+            rank alone, which communicates with no other).
         index_of: the index of every rank of the world, by rank.
         rank: this rank's number in the world.
     """

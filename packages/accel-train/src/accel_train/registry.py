@@ -1,4 +1,4 @@
-"""A table of names whose classes are imported when they are asked for."""
+"""A table from names to classes, which are imported on first use."""
 
 from __future__ import annotations
 

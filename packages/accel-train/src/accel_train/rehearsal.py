@@ -1,7 +1,7 @@
 """What a rehearsal observes of training: steps, loaders, and what this rank holds in memory.
 
-A rehearsed process is one rank of a world that is not there (`accel_state.world.rehearsal`). Here its training ends
-after a number of optimizer steps, nothing is saved, and what is prepared is described for `accel rehearse`.
+A rehearsed process is one rank of a simulated world (`accel_state.world.rehearsal`). Its training ends after a number
+of optimizer steps, and nothing is saved. `accel rehearse` gets a description of what the script prepared.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def estimate_memory(
     Raises:
         EstimateError: a dtype is unknown, a number is negative or not whole, or the model cannot run on the given
             inputs.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     inputs = dict(example_kwargs or {})
@@ -190,7 +190,7 @@ def estimate_weights(
 
     Raises:
         EstimateError: a dtype is unknown.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     listed = [dtypes] if isinstance(dtypes, str | torch.dtype | Enum) else dtypes
@@ -215,7 +215,7 @@ def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> Train
 
     Raises:
         EstimateError: another precision.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     if mixed_precision not in ("no", "fp16", "bf16"):

@@ -29,7 +29,7 @@ class TensorLocation:
     leaf: str
     is_parameter: bool
     is_saved: bool
-    """It is in the state dict."""
+    """Whether the tensor is in the state dict."""
     keeper: nn.Module | None
     """The submodule, if it keeps its own references to what is set, as recurrent layers do."""
 

@@ -210,7 +210,7 @@ class _Paging:
             running.append(name)
 
     def end(self, complete: bool) -> None:
-        """It ended."""
+        """A module that contains groups has ended its forward."""
         with self._alone():
             running = self._open.get(threading.get_ident(), [])
             if running:

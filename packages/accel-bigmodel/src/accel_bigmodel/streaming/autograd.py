@@ -1,4 +1,4 @@
-"""What autograd saves of weights in a slot, which holds other weights by the time of the backward pass."""
+"""Saves a reference in place of a weight in a slot, which holds other weights by the time of the backward pass."""
 
 from __future__ import annotations
 

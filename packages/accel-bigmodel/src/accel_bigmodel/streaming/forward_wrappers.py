@@ -40,7 +40,7 @@ class WeightStream(Protocol):
         """A forward begins that may use these groups, by default in this order."""
 
     def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
-        """It ended."""
+        """A forward ended that may have used groups."""
 
     def enter(self, group: int) -> None:
         """A group's module needs its weights now."""

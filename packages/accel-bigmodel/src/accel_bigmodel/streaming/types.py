@@ -1,4 +1,4 @@
-"""What the parts of the streaming engine share: slots of device memory, and the seam to the hardware."""
+"""Types that the streaming engine shares: slots of device memory, and ``Transfer``, the interface to the hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a training state of ours as Accelerate would have written it."""
+"""Writing a training state of this project as Accelerate would have written it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export_to_accelerate(
     with one process or DDP. Optimizer states get the order of the optimizer that was saved.
 
     Args:
-        checkpoint_dir: a training state of ours; every checksum is checked first.
+        checkpoint_dir: a training state of this project; every checksum is checked first.
         output_dir: a new folder, or an empty one.
         disk: where.
 

@@ -2,8 +2,8 @@
 
 Such a folder has a ``.metadata`` file, a pickle that says which piece of which tensor is where, and files
 ``__<rank>_<n>.distcp`` in which every piece, and every plain value, is a small file of ``torch.save`` of its
-own. torch's reader unpickles both without limits; here the metadata is read with stand-ins for the few classes
-that it may name, and values with ``weights_only=True``.
+own. torch's reader unpickles both without limits. Here the metadata may name only a few classes, which are replaced by
+stand-ins, and values are read with ``weights_only=True``.
 """
 
 from __future__ import annotations

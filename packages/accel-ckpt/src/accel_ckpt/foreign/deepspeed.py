@@ -333,10 +333,10 @@ class DeepSpeedFolder:
 
 @contextmanager
 def _taking_apart(path: Path) -> Iterator[None]:
-    """Files that can be read may still hold anything.
+    """Turn errors about the structure of a file's content into one that names the file.
 
     Raises:
-        CorruptCheckpointError: they do not hold what the code inside looks for.
+        CorruptCheckpointError: the content lacks what the code inside looks for.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reading pickled files of others. What may be unpickled is decided here and nowhere else."""
+"""Reading pickled files of other programs: the only module that decides which classes may be unpickled."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class FileSlice(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
@@ -90,7 +90,7 @@ def unpickle(
         what: what is read, for messages.
         trusted: build whatever objects the file describes. That can run any code: only for files that come
             from yourself.
-        opt_in: how the caller's user would say so; empty where there is no way.
+        opt_in: the argument by which a user allows this, for messages; empty if there is none.
         mapped: map the tensors of a file privately instead of reading them, where its layout allows.
         stand_ins: classes that take the place of those that the file names, by full name.
 
@@ -138,7 +138,7 @@ def read_plain(path: Path, find: Callable[[str, str], Any]) -> Any:
 
     Raises:
         UnsafeCheckpointError: it names something that has no stand-in.
-        CorruptCheckpointError: it is no pickle, or truncated.
+        CorruptCheckpointError: it is not a pickle, or truncated.
     """
 
     def lookup(module: str, name: str) -> Any:

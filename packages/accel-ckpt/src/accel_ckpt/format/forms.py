@@ -1,4 +1,4 @@
-"""What a value from a file must be like before anything is done with it.
+"""Checks of the types and structure of values from files, before they are used.
 
 A *form* is written as the value is: a type, ``None``, a list of one form, a dictionary of forms by key, a tuple of
 forms of which one fits, or a function that says whether a value fits. A float may be an integer; a

@@ -1,4 +1,4 @@
-"""Host memory: used again, laid out as the files that it will become; and files in memory."""
+"""Host memory: reusable buffers, images of files that will be written, and mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoint files: headers first, and nothing that a file says is believed before it is checked."""
+"""Reading checkpoint files: headers first; every value from a file is checked before it is used."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ def refuse_irregular(path: Path) -> None:
     """Refuse pipes and devices, which would be read without an end, and directories.
 
     Raises:
-        CorruptCheckpointError: the path is there, and is no file.
+        CorruptCheckpointError: the path is there, and is not a file.
     """
     try:
         mode = path.stat().st_mode
@@ -487,7 +487,7 @@ def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file of ``torch.save`` by name, and nothing else; see `read_pickled_model`.
 
     Raises:
-        UnsupportedValueError: it holds extra state that is no tensor.
+        UnsupportedValueError: it holds extra state that is not a tensor.
     """
     tensors, objects = read_pickled_model(path)
     for name, value in objects.items():

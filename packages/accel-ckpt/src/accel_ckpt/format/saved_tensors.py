@@ -110,11 +110,11 @@ class SavedTensor:
     """
 
     name: str
-    """In the files."""
+    """The name of the tensor in the files."""
     shape: torch.Size
     dtype: torch.dtype
     boxes: tuple[_Saved, ...]
-    """That fill it exactly."""
+    """The saved boxes. Together they hold every element exactly once."""
     check: FileChecks
 
     @property

@@ -48,7 +48,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What the manifest says of a file."""
+    """A file of a checkpoint, as the manifest lists it."""
 
     size: int
     xxh3: str
@@ -69,7 +69,7 @@ class FileWriter(io.RawIOBase):
         self._stream = BlockStream(self.descriptor, disk)
 
     def writable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def write(self, data: Any) -> int:

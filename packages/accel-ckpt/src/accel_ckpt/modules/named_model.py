@@ -1,4 +1,4 @@
-"""A module whose canonical names are worked out once, for all that a save or a load needs of them."""
+"""A module whose canonical names are computed once and used by all steps of a save or a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canonical names: what a tensor is called whatever its model is wrapped in."""
+"""Canonical names: names of tensors without the prefixes that wrappers of the model add."""
 
 from __future__ import annotations
 

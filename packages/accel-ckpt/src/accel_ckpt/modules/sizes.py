@@ -68,7 +68,7 @@ def compute_module_sizes(
         buffers_only: leave out the parameters.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     cap = None if dtype is None else dtype_byte_size(dtype)

@@ -1,4 +1,4 @@
-"""The versions of modules' state dicts: they tell a module in which form the values are that it loads.
+"""Versions of modules' state dicts: they tell a module the form of the values that it loads.
 
 torch keeps them beside the names of a state dict, as its attribute ``_metadata``, which a copy to a plain dictionary
 loses. A module that translates older forms would take current values for old ones then.

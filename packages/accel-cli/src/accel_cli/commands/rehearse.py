@@ -1,4 +1,4 @@
-"""``accel rehearse``: run one rank of a world that is not there, and say what would fail."""
+"""``accel rehearse``: simulate one rank of a larger run in one process, and report what would fail."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _OWN = {
 
 _USAGE = "accel rehearse --num_processes N [flags] script.py [the script's own arguments]"
 _ABOUT = """\
-Run configuration, mesh, prepare and one optimizer step of a rank of a world that is not there, in one process on the \
-CPU, and say what would fail: a degree that does not fit, a loader without data for every rank, a shape that cannot be \
-divided, ranks that enter different collectives. Also what the rank would read, and its memory.
+Simulate one rank of a larger run in one process on the CPU: configuration, mesh, prepare and one optimizer step. \
+Report what would fail: a degree that does not fit, a loader without data for every rank, a shape that cannot be \
+divided, ranks that enter different collectives. Also report what the rank would read, and its memory.
 
   accel rehearse --num_processes 1024 --num_machines 128 train.py --lr 0.1
   accel rehearse --num_processes 64 --use_fsdp --ranks 0,1,last train.py
@@ -66,7 +66,7 @@ app = App()
 
 @app.command(cls=RehearseCommand)
 def rehearse_script() -> None:
-    """Run one rank of a world that is not there, and say what would fail."""
+    """Simulate one rank of a larger run, and report what would fail."""
 
 
 def main(arguments: Sequence[str]) -> int:

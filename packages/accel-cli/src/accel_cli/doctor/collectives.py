@@ -1,4 +1,4 @@
-"""The collectives that ``accel doctor`` runs on each rank: each is checked for rightness, and timed."""
+"""The collectives that ``accel doctor`` runs on each rank: the result of each is checked, and its time is measured."""
 
 from __future__ import annotations
 

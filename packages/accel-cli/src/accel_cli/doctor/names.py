@@ -1,4 +1,4 @@
-"""Words that ranks and the judgement share; without torch."""
+"""Constants that ranks and the verdict share; loads no torch."""
 
 __all__ = ["NOT_IN_BACKEND"]
 

@@ -1,4 +1,4 @@
-"""Judges what the ranks of ``accel doctor``'s world have found."""
+"""The verdict of ``accel doctor`` on the measurements of its ranks."""
 
 from __future__ import annotations
 

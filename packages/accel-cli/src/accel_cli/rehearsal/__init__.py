@@ -1,1 +1,1 @@
-"""``accel rehearse``: one rank of a world that is not there, and what would fail on it."""
+"""``accel rehearse``: one simulated rank of a larger run, and what would fail on it."""

@@ -1,4 +1,4 @@
-"""The process of the rehearsed rank: runs the script, and writes what was seen as JSON.
+"""The process of the rehearsed rank: runs the script, and writes its observations as JSON.
 
 ``python -m accel_cli.rehearsal.child REPORT KIND NAME ARGUMENTS…``: KIND is ``script`` or ``module``.
 """

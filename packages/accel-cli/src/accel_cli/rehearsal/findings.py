@@ -1,4 +1,4 @@
-"""From what was seen of the rehearsed ranks: what would fail, and what is odd."""
+"""Judges the rehearsed ranks: errors that a real run would meet, and oddities."""
 
 from __future__ import annotations
 

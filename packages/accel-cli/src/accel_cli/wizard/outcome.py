@@ -1,4 +1,4 @@
-"""From answers to a configuration, its text, and the commands that start it."""
+"""Turns answers into a configuration, its text, and the commands that start the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _CONTEXT: Mapping[str, Mapping[str, Any]] = {
     "deepspeed.deepspeed_multinode_launcher": {"distributed_type": "DEEPSPEED"},
     "tpu.tpu_use_cluster": {"distributed_type": "XLA"},
 }
-"""What an option needs beside it to be looked at."""
+"""Options that must be set for another option to be validated."""
 
 
 def offers(path: str, value: Any) -> bool:

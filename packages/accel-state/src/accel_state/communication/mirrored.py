@@ -1,11 +1,11 @@
-"""A process group without other processes: every other rank is answered for as if it had said the same as this one.
+"""A process group without other processes: collectives behave as if every other rank had sent what this rank sends.
 
-``accel rehearse`` runs one rank of a world that is not there on such groups. Shapes, dtypes and the order of
-collectives are those of the real rank. Values are those of a world whose ranks all have this rank's: sums are exact for
-that, so losses and gradients stay finite; a mean is this rank's own value.
+``accel rehearse`` runs one rank of a simulated world on such groups. Shapes, dtypes and the order of collectives are
+those of the real rank. Every other rank has the values of this rank: a sum is this rank's value times the number of
+ranks, and a mean is this rank's value. So losses and gradients stay finite.
 
-torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It leaves the results of reductions
-as they were, memory that was never written among them, so that a loop that looks at a norm or a loss would find NaN.
+torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It does not write the results of
+reductions, so a loop that reads a norm or a loss could find NaN in uninitialised memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Done(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """The results, which are there."""
+        """A future that is complete."""
         return self._future
 
 
@@ -240,7 +240,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done(tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """What would arrive is not known: see ``_make_up``."""
+        """Fill the tensors with made-up values: what would arrive is unknown; see ``_make_up``."""
         self._enter("recv", tensors)
         for tensor in tensors:
             _make_up(tensor)

@@ -1,7 +1,8 @@
-"""What ranks tell each other through the store of their world, and who can reach that store.
+"""Signed messages between ranks in the store of their world, and the address on which that store listens.
 
-torch's store knows no users: every program that reaches its port reads and writes every key. So on one machine it
-listens on a loopback address only, and where the launcher gave the ranks a secret, each message is signed with it.
+torch's store has no authentication: every program that reaches its port can read and write every key. So on one
+machine it listens on a loopback address only, and where the launcher gave the ranks a secret, each message is signed
+with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives that torch runs without this project: those of DDP, FSDP2 and the script, which are in progress.
+"""Collectives in progress that torch runs by itself: those of DDP, FSDP2 and the script.
 
-Torch's flight recorder knows them. Nothing is recorded here; it is read only when ranks ask each other where they are.
+They are read from torch's flight recorder, and only when ranks ask each other where they are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Colours of plain text: on terminals that want them, and nowhere else."""
+"""Colours of plain text, on terminals that support them and where the user did not switch them off."""
 
 from __future__ import annotations
 

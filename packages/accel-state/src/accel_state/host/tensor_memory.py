@@ -1,4 +1,4 @@
-"""How many bytes the tensors of this process take, now and at most."""
+"""Bytes of the tensors of this process: now, and at the peak."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a rank lets its launcher know: its progress, its stack, and the collectives that it waits in."""
+"""What a rank reports to its launcher: its progress, its stack, and the collectives that it waits in."""

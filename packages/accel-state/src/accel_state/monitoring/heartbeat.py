@@ -1,4 +1,4 @@
-"""What ranks tell their launcher at every step, through memory that both map: progress, and time per phase of a step.
+"""Progress and time per phase of a step, which ranks write to memory that they share with their launcher.
 
 A file holds one record of integers per rank. A rank writes its own record and nothing else, so that no lock is needed;
 the launcher reads all of them. One change of phase takes about half a microsecond, and no system call.
@@ -190,7 +190,7 @@ class HeartbeatFile:
         return Heartbeat(view)
 
     def read(self, rank: int) -> Pulse:
-        """What rank ``rank`` has told so far."""
+        """The progress that rank ``rank`` has reported so far."""
         view = self._record(rank)
         assert view is not None, "the launcher knows how many ranks there are"
         pulse = Pulse(

@@ -76,8 +76,8 @@ class PartialState:
         channels: one communication channel per process group, used by collectives; None in a world of one.
         participation: which ranks take part in an operation that the main process may call alone; None in a world of
             one.
-        rehearsal: observes this rank, which is alone in a world that is not there (``accel rehearse``); None in a real
-            world.
+        rehearsal: observes this rank in a simulated world, where it is the only process (``accel rehearse``); None in a
+            real world.
 
     Raises:
         ConfigError: an environment variable or option is wrong.

@@ -1,4 +1,4 @@
-"""A rehearsal: this process is one rank of a world of which no other rank exists.
+"""A rehearsal: this process is one rank of a simulated world; the other ranks do not exist.
 
 ``accel rehearse`` starts such a process. It has the environment that the rank would have, and ACCELERATE_REHEARSAL, by
 which ``PartialState`` makes the process groups of ``accel_state.communication.mirrored`` in place of real ones. Nothing
@@ -99,7 +99,7 @@ class Rehearsal:
 def rehearse(
     rehearsal: Rehearsal, topology: Topology, choose: Callable[[], tuple[torch.device, str]]
 ) -> Membership:
-    """Be one rank of a world that is not there.
+    """Join a simulated world as one of its ranks.
 
     Args:
         rehearsal: what observes this rank.

@@ -1,4 +1,4 @@
-"""Which epoch a loader is in, and what is saved of it."""
+"""The epoch that a loader is in, and its saved state."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Epoch:
 
         Args:
             left_out: how many batches it skips. The rest of an epoch that was left after so many belongs to it.
-            told: what followers, by their `id`, were told last by any loader; that is no choice of the script.
+            told: by `id` of the sampler or dataset, the epoch that a loader set last, not the script.
         """
         running = self.running
         if running is None or not left_out or running.place()[0] != left_out:

@@ -1,4 +1,4 @@
-"""Grain's datasets as streams of torch's loaders, which know where they are."""
+"""Grain's datasets as streams of torch's loaders that can save their position."""
 
 from __future__ import annotations
 

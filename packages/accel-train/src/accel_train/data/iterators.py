@@ -115,9 +115,8 @@ class LoaderIterator:
         if exhausted:
             loader.epoch_state.end(iteration)
         around, self._around = self._around, None
-        # A loop within a loop over one loader: the outer one goes on. One that has yielded nothing is no loop:
-        # tqdm begins an iterator of its own, which it never uses.
-        # One that is only kept, for a first batch say, does not go on, so an epoch that was left here stays the last.
+        # A loop within a loop over the same loader: the outer loop continues. An iterator that yielded nothing does not
+        # count, because tqdm begins one that it never uses. Nor does one that is only kept, as for a first batch.
         if loader.current is iteration and around is not None and around.yielded and not around.closed:
             loader.current = around
             if exhausted or not iteration.yielded:

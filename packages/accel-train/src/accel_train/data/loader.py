@@ -364,7 +364,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self._note_epochs()
 
     def _note_epochs(self) -> None:
-        """What samplers and dataset say now is no choice of the script."""
+        """Note the epochs that samplers and the dataset report now, which the script did not choose."""
         told = self.epoch_state.told = epochs_of(self, self.followers)
         self.ledger.epochs.update((id(follower), epoch) for follower, epoch in told)
 

@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 class _Loader(Protocol):
-    """What is asked of a prepared loader."""
+    """The part of a prepared loader's interface that this module uses."""
 
     drop_last: bool
     indexes: Any

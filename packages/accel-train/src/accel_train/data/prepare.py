@@ -1,4 +1,4 @@
-"""From a plain data loader to one that knows its place among the ranks."""
+"""Turns a plain data loader into one that reads this rank's samples."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | Non
 
 
 def _parts(loader: DataLoader[Any]) -> Iterator[tuple[object, int, _Sharded]]:
-    """What in a loader yields one part of several, and of how many."""
+    """Datasets and samplers of a loader that yield one part of several, each with the number of parts."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDatasetShard):
         yield dataset, dataset.num_processes, _Sharded.PRE_SHARDED_EVEN

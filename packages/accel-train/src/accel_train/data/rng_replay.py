@@ -1,4 +1,4 @@
-"""Reading with the draws of an interrupted run, while every generator stays where it is."""
+"""Reads with the random states of an interrupted run, and restores the current states afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Randomness:
             np.random.set_state(raw[3])
 
     def tree(self, raw: _Raw) -> dict[str, Any]:
-        """What `now` returned, as a tree of tensors and plain data."""
+        """The states that `now` returned, as a tree of tensors and plain data."""
         state: dict[str, Any] = {
             "torch": raw[0],
             "own": [_tree(generator, part) for generator, part in zip(self.own, raw[1], strict=True)],

@@ -1,4 +1,4 @@
-"""Leaving out the first batches of a loader, to get to where an interrupted epoch was."""
+"""Skipping the first batches of a loader, to continue an interrupted epoch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches: batches of this rank to skip.
 
     Raises:
-        ArgumentTypeError: `num_batches` is no whole number.
+        ArgumentTypeError: `num_batches` is not a whole number.
         DataError: `num_batches` is negative, or the loader is about to continue at a restored position
             already, or `num_batches` counts batches of another number of ranks.
     """

@@ -26,7 +26,7 @@ class GradientAccumulationPlugin(SectionPlugin, GradientAccumulationSection):
         sync_each_batch: reduce gradients at every micro-batch; less memory when sharded, more communication.
 
     Raises:
-        OptionError: `num_steps` is no whole number of at least 1.
+        OptionError: `num_steps` is not a whole number of at least 1.
         ConfigError: `num_steps` is None and the launcher's variable holds something else than that.
     """
 

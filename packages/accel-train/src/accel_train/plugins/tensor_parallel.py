@@ -22,7 +22,7 @@ class TorchTensorParallelPlugin(StrategyPlugin):
         tp_size: ranks of one group, neighbours by number; None: all ranks.
 
     Raises:
-        OptionError: a size that is no whole number of at least 1.
+        OptionError: a size that is not a whole number of at least 1.
     """
 
     strategy: ClassVar[str] = "tp"

@@ -107,7 +107,7 @@ def strategy_plugin(
 
     Raises:
         OptionError: `strategy` is neither a plugin nor a name.
-        NotAvailableError: a value is no plugin of a strategy that this version has.
+        NotAvailableError: a value is not a plugin of a strategy that this version has.
         IncompatibleOptionsError: two arguments select a strategy each.
     """
     if strategy is not None and not isinstance(strategy, StrategyPlugin | str):
@@ -181,7 +181,7 @@ def accumulation_plugin(
 
     Raises:
         IncompatibleOptionsError: the script gives both arguments, or another number than the plugin's configuration.
-        OptionError: `steps` is no whole number of at least 1.
+        OptionError: `steps` is not a whole number of at least 1.
     """
     if plugin is not None and steps != 1:
         raise IncompatibleOptionsError(

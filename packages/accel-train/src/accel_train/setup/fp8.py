@@ -1,4 +1,4 @@
-"""Which recipe of fp8 a run uses: the script's, the launcher's, or that of the library which is installed."""
+"""Which recipe of fp8 a run uses: the script's, the launcher's, or that of the installed library."""
 
 from __future__ import annotations
 

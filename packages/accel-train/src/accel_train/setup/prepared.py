@@ -1,4 +1,4 @@
-"""What one `Accelerator` has prepared and registered, and what it works with."""
+"""The state of one `Accelerator`: its plan, its options, and the objects that it prepared and registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user asked for to what will be done: the only module that sees strategies and precisions together."""
+"""The resolver: from options to a plan. It is the only module that sees strategies and precisions together."""
 
 from __future__ import annotations
 

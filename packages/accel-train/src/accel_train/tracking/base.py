@@ -1,4 +1,4 @@
-"""What a tracker is: the class that built-in trackers and those of users extend."""
+"""The base class of all trackers, built-in ones and those of users."""
 
 from __future__ import annotations
 

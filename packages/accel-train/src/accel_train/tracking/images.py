@@ -49,7 +49,7 @@ def read_images(values: Mapping[str, Any]) -> dict[str, list[LoggedImage]]:
             whole numbers from 0 to 255.
 
     Raises:
-        ArgumentTypeError: `values` is no mapping, or something is no image.
+        ArgumentTypeError: `values` is not a mapping, or something is not an image.
         OptionError: an image has another shape, or values outside its range.
         MissingDependencyError: NumPy is not installed.
     """

@@ -39,7 +39,7 @@ class MLflowTracker(GeneralTracker):
         description: of the run.
 
     Raises:
-        OptionError: `tags` is no mapping.
+        OptionError: `tags` is not a mapping.
     """
 
     name = "mlflow"

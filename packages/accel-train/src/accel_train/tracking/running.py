@@ -167,7 +167,7 @@ class Trackers:
         self._running = []
         self._state = "started"
         if PartialState().rehearsal is not None:
-            return  # one rank of a world that is not there must leave no runs behind
+            return  # a simulated rank must leave no runs behind
         built: list[_Running] = []
         for item in self.chosen:
             built += self._build(item, project_name, logging_dir, init_kwargs, on_failure)

@@ -94,7 +94,7 @@ def plain_step(step: Any) -> int | None:
     """A step as an int; None stays None.
 
     Raises:
-        ArgumentTypeError: it is no whole number.
+        ArgumentTypeError: it is not a whole number.
     """
     if step is None or type(step) is int:
         return step

@@ -1,4 +1,4 @@
-"""What a scheduler or an operator says to a launcher: the machines of a job, and which one this is."""
+"""The machines of a job, and which of them this one is, as a scheduler or an operator describes them."""
 
 from __future__ import annotations
 

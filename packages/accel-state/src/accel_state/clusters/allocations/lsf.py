@@ -51,8 +51,7 @@ def _by_host(environ: Mapping[str, str], variable: str, hosts: list[str]) -> All
     if index is None:
         raise ConfigError(
             f"this host, {name}, is not among those of the LSF job, {', '.join(hosts)} (from {variable}), so its "
-            f"machine "
-            "rank is unknown; pass --num_machines, --machine_rank and --main_process_ip with --cluster none"
+            "machine rank is unknown; pass --num_machines, --machine_rank and --main_process_ip with --cluster none"
         )
     options = {
         "num_machines": Described(len(hosts), variable),

@@ -16,7 +16,7 @@ __all__ = ["Envelope", "Kind", "receive", "send", "send_error", "send_stop"]
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     BATCH = 0
     STOP = 1

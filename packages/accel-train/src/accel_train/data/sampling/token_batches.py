@@ -138,7 +138,7 @@ class TokenBatchSampler(BatchSampler):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides about the batches of the epoch."""
+        """The values that determine the batches of the epoch."""
         return {
             "epoch": self.epoch,
             "ranks": self._planned_for,

@@ -1,4 +1,4 @@
-"""What a library for fp8 does to models."""
+"""The interface of a library that computes linear layers in fp8."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fp8Layers:
         return False
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the layers learnt beside the parameters; None: nothing."""
+        """The state that layers have besides parameters, such as scales; None if there is none."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ class FP8Precision(AutocastPrecision):
         self.layers.after_sharding(model, prepared)
 
     def values_changed(self, model: nn.Module) -> None:
-        """What the library derived from the parameters no longer holds."""
+        """Discard values that the library derived from the parameters, such as scales."""
         self.layers.values_changed(model)
 
     def step(
@@ -67,7 +67,7 @@ class FP8Precision(AutocastPrecision):
         return self.layers.has_state
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
-        """What the library's layers learnt beside the parameters."""
+        """The state that the library's layers have besides parameters."""
         return self.layers.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
