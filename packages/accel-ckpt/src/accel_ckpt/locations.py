@@ -1,4 +1,8 @@
-"""Where a checkpoint is: a path of this machine, or a URI of object storage."""
+"""Where a checkpoint is: a path of this machine, or a URI of object storage.
+
+Every public function calls `location` once. For a local path neither ``accel_ckpt.folders.objects`` nor fsspec is
+imported.
+"""
 
 from __future__ import annotations
 

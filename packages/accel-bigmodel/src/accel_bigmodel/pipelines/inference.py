@@ -1,4 +1,8 @@
-"""Inference with a model split into stages, one per process, with ``torch.distributed.pipelining``."""
+"""Inference with a model split into stages, one per process, with ``torch.distributed.pipelining``.
+
+Before a call ranks exchange descriptions of their inputs, so that all use the same program or raise the same error.
+Work that can fail outside of the stages, such as moving inputs to the device, is part of that exchange.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,9 @@ what pipelining lacks:
 - its inputs and outputs are flat lists of tensors, so that any tree of inputs and outputs works;
 - the first stage passes on an alias of each input, because a later stage can only receive results of a stage;
 - the last stage makes an alias of each output, because results of an earlier stage are otherwise not returned.
+
+Two more corrections are made to the stages: they send contiguous tensors, and they receive in the order in which others
+send, because between two ranks only the order tells tensors apart.
 """
 
 from __future__ import annotations

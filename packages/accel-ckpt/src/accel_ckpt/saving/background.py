@@ -45,6 +45,7 @@ class SaveHandle:
         self._failure: BaseException | None = None
         self._raised = False
         self._process = os.getpid()
+        # A lower priority for this thread made saves longer and stalls of the training no shorter.
         self._thread = threading.Thread(target=self._run, name="accel-save", daemon=True)
 
     @property

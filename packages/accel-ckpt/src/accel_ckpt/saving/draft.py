@@ -3,6 +3,9 @@
 A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the tensors that it holds like all
 others and of its parts of divided tensors; from all offers each rank computes the same *plan*, the files that it
 writes. Between plan and writing the tensors may be copied (staged), so that training can continue.
+
+The leading rank writes whole weights: buffers differ between ranks, and users want one file. Of equal parts of a
+divided tensor one holder writes.
 """
 
 from __future__ import annotations

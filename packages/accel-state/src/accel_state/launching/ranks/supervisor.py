@@ -1,4 +1,9 @@
-"""Supervision of one node's ranks: forward output and signals, end all when one fails, restart, clean up."""
+"""Supervision of one node's ranks: forward output and signals, end all when one fails, restart, clean up.
+
+One thread per stream of a rank reads output. The main loop waits for events and handles four of them: the first exit
+that is a failure (the report names the rank with the earliest traceback among those that ended by themselves), a
+signal, a deadline, and the end of all ranks.
+"""
 
 from __future__ import annotations
 
