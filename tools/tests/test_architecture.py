@@ -218,6 +218,12 @@ def test_an_import_that_a_drawing_cannot_show_is_an_error(pair, message, monkeyp
         rooms.draw("accel_state")
 
 
+def test_the_declaration_on_the_page_is_that_of_the_package():
+    shown = {block.file: block.text for block in blocks.parse(PAGES[1]) if block.file is not None}
+    module = ROOT / "docs/examples/zero_redundancy/zero_redundancy/launchable.py"
+    assert shown["launchable.py"].strip() == module.read_text(encoding="utf-8").strip()
+
+
 # The example
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from accel_cli.app import main
-from accel_state.config import LaunchConfig, schema_of
+from accel_state.config import complete_root, schema_of
 from testkit.schema import example
 
 FILE = "num_processes: 4\n# a comment\nfsdp_config:\n  fsdp_version: 2\ndistributed_type: FSDP\n"
@@ -64,7 +64,9 @@ def test_show_as_json_with_and_without_origins(capsys):
 
 
 @pytest.mark.parametrize(
-    "option", [bound for bound in schema_of(LaunchConfig).options if bound.keys], ids=lambda bound: bound.path
+    "option",
+    [bound for bound in schema_of(complete_root()).options if bound.keys],
+    ids=lambda bound: bound.path,
 )
 def test_show_names_the_origin_of_every_option_of_a_file(option, capsys):
     value = example(option)

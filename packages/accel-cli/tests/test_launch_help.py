@@ -5,7 +5,7 @@ import pytest
 from accel_cli.colors import Colors
 from accel_cli.launch_help import launch_help
 from accel_cli.launch_topics import TOPICS
-from accel_state.config.launch import LaunchConfig
+from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError
 
@@ -22,7 +22,7 @@ def test_the_first_page_fits_on_one_screen():
 def test_every_flag_is_on_the_page_of_all_flags_with_variable_and_key():
     text = launch_help("all", width=100, colors=PLAIN)
     joined = " ".join(text.split())
-    for bound in schema_of(LaunchConfig).options:
+    for bound in schema_of(complete_root()).options:
         for flag in (*bound.flags, *bound.about.switches):
             assert f"{flag}" in text
         if bound.flags:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accel_state.config.flags import parse_flags
-from accel_state.config.launch import LaunchConfig
+from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import plain_flag, schema_of
 
@@ -24,7 +24,7 @@ def accel(*words, cwd=None, **environ):
 
 
 def surface():
-    local, cloud = schema_of(LaunchConfig), schema_of(SageMakerConfig)
+    local, cloud = schema_of(complete_root()), schema_of(SageMakerConfig)
     return {*local.by_flag, *local.switches, *cloud.by_flag, "help", "-h", "config_file"}
 
 

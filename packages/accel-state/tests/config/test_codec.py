@@ -12,6 +12,7 @@ from accel_state.config import (
     Carrier,
     LaunchConfig,
     SageMakerConfig,
+    complete_root,
     decode,
     encode,
     load,
@@ -90,8 +91,8 @@ def test_flags_parse_back_to_the_configuration(root, data):
 @TOGETHER
 @given(data=st.data())
 def test_resolving_flags_keeps_every_value(data):
-    names = [bound.path for bound in schema_of(LaunchConfig).options if Carrier.FLAG in bound.carriers]
-    bound = schema_of(LaunchConfig).by_path[data.draw(st.sampled_from(names))]
+    names = [bound.path for bound in schema_of(complete_root()).options if Carrier.FLAG in bound.carriers]
+    bound = schema_of(complete_root()).by_path[data.draw(st.sampled_from(names))]
     value = data.draw(strategies.values(bound))
     if bound.path in ("use_parallelism_config", "distributed_type"):
         return

@@ -1327,8 +1327,8 @@ class Accelerator:
             return contextlib.nullcontext()
         return sequence.cut_buffers(buffers or (), buffer_seq_dims or (), list(no_restore_buffers or ()))
 
-    # Trackers. Any rank may call these, alone or with others, and none waits. What a rank passes is logged where a tracker
-    # runs: on the main process, unless its class has `main_process_only = False`.
+    # Trackers. Any rank may call these, alone or with others, and none waits. What a rank passes is logged where a
+    # tracker runs: on the main process, unless its class has `main_process_only = False`.
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
