@@ -39,8 +39,6 @@ def _no_cuda_graphs(options: Options) -> None:
 ZERO_REDUNDANCY = LaunchableStrategy(
     name="zero_redundancy",
     distributed_type="ZERO_REDUNDANCY",
-    flag="--use_zero_redundancy",
-    variable="ACCELERATE_USE_ZERO_REDUNDANCY",
     title="ZeRO-1",
     summary="a replica on each process, optimizer states divided",
     section=ZeroRedundancySection,

@@ -75,4 +75,4 @@ def _of_group(text: str, header: str) -> Iterator[tuple[str, str]]:
             inside = line == header
         elif inside and "=" in line and not line.startswith("#"):
             name, _, place = line.partition("=")
-            yield name.strip(), place.partition("[")[0].strip()
+            yield name.strip(), place.partition("[")[0].replace(" ", "")

@@ -52,7 +52,7 @@ def test_the_constructor_and_from_section_give_the_same(plugin):
 def test_from_section_reads_no_environment(plugin, monkeypatch):
     section = getattr(LaunchConfig(), plugin.section)
 
-    def forbidden(environ):
+    def forbidden(*arguments):
         raise AssertionError("decoded")
 
     monkeypatch.setattr(codec, "decode", forbidden)
@@ -64,7 +64,7 @@ def test_from_section_reads_no_environment(plugin, monkeypatch):
 def test_a_constructor_decodes_once_and_only_for_what_is_unset(monkeypatch):
     decoded = []
     decode = codec.decode
-    monkeypatch.setattr(codec, "decode", lambda environ: decoded.append(1) or decode(environ))
+    monkeypatch.setattr(codec, "decode", lambda *arguments: decoded.append(1) or decode(*arguments))
     TorchDynamoPlugin()
     assert len(decoded) == 1
     TorchDynamoPlugin("eager", "default", False, False, use_regional_compilation=False)

@@ -94,12 +94,10 @@ class LaunchableStrategy:
     Attributes:
         name: name of the strategy in the registry of accel-train; also the name of its footprint in accel-bigmodel.
         distributed_type: value of ``distributed_type`` that selects it.
-        flag: flag that selects it, such as ``--use_fsdp``.
-        variable: environment variable that selects it.
         title: what people call it.
         summary: what it does, in a few words, for the choice of a strategy and the list of help topics.
         section: class of its options.
-        section_name: name of the section in Python, such as ``fsdp``.
+        section_name: name of the section in Python, such as ``fsdp``, from which flag and variable follow.
         plugin: ``module:class`` of its plugin, imported by ranks alone.
         questions: those of ``accel config``.
         rules: called whenever options are merged; each raises ConfigError for options that contradict each other.
@@ -116,8 +114,6 @@ class LaunchableStrategy:
 
     name: str
     distributed_type: str
-    flag: str
-    variable: str
     title: str
     summary: str
     section: type[Section]
@@ -133,6 +129,16 @@ class LaunchableStrategy:
     takes_mesh: bool = False
     computes_fp8: bool = True
     no_rehearsal: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag that selects it, such as ``--use_fsdp``."""
+        return f"--use_{self.section_name}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that selects it, such as ``ACCELERATE_USE_FSDP``."""
+        return f"ACCELERATE_USE_{self.section_name.upper()}"
 
     @property
     def selected_by(self) -> str:

@@ -37,8 +37,6 @@ def _nothing_unavailable(options: Options) -> None:
 MEGATRON = LaunchableStrategy(
     name="megatron",
     distributed_type="MEGATRON_LM",
-    flag="--use_megatron_lm",
-    variable="ACCELERATE_USE_MEGATRON_LM",
     title="Megatron-LM",
     summary="tensor and pipeline parallelism",
     section=MegatronLMSection,
