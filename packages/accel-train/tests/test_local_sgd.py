@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
+from accel_train.loop.optimizer_state import OptimizerStates
 from accel_train.state_part import SavedTrees
 from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
 from testkit import worlds
@@ -378,6 +379,20 @@ def test_optimizer_states_of_another_number_are_damage(tmp_path, count):
     )  # fmt: skip
     with pytest.raises(ValueError, match="zip"):  # which the load names with the checkpoint
         LocalOptimizerStates(Accelerator().strategy.states, LocalCopies(), optimizers, []).read(saved)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_optimizer_states_of_each_rank_are_for_the_same_ranks(tmp_path, caplog, ranks):
+    saved = SavedTrees(
+        tmp_path, {"optimizer_0": {"state": {"weight": 0}}}, {}, {"optimizers": [{"weight": 1}]}, rank=1, ranks=ranks,
+        saved_by=2, saved_ranks=(0, 1), world_size=2, groups=frozenset({"optimizers"}), of_rank=lambda rank: {},
+    )  # fmt: skip
+    states, optimizers = Accelerator().strategy.states, [object()]
+    taken = LocalOptimizerStates(states, LocalCopies(), optimizers, []).read(saved)
+    OptimizerStates(states, optimizers, [], []).read(saved)
+    assert taken is (ranks == 2)
+    assert saved.shared["optimizer_0"]["state"] == {"weight": int(taken)}
+    assert ("2 ranks, which they trained for themselves; 3 ranks continue" in caplog.text) is not taken
 
 
 def own_buffers():
