@@ -15,8 +15,24 @@ from accel_ckpt import (
     prune_checkpoints,
 )
 from accel_ckpt.disk import Disk
+from accel_ckpt.folders.find import find_folder
+from accel_ckpt.folders.local import LocalFolder
+from accel_ckpt.folders.objects.folder import ObjectFolder
 from testkit.disks import FailingDisk, StubbornDisk
 from testkit.stepped_states import save, step_of
+
+
+def test_which_folder_a_place_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("run", Path("run"), f"file://{tmp_path}/run"):
+        folder = find_folder(place)
+        assert type(folder) is LocalFolder
+        assert folder.on_this_machine
+        assert folder.absolute == tmp_path / "run"
+    folder = find_folder("memory://bucket/run")
+    assert type(folder) is ObjectFolder
+    assert not folder.on_this_machine
+    assert str(folder.path) == str(folder.absolute) == "memory://bucket/run"
 
 
 def test_t6_only_complete_checkpoints_are_seen_in_the_order_of_their_numbers(tmp_path):

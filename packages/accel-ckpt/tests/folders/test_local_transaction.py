@@ -18,9 +18,7 @@ from accel_ckpt import (
     save_training_state,
 )
 from accel_ckpt.disk import Disk
-from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format.manifest import Manifest
-from accel_ckpt.format.writer import FileRecord
 from testkit.disks import FailingDisk, PlainDisk, StubbornDisk
 from testkit.stepped_states import save, step_of
 
@@ -269,27 +267,3 @@ def test_an_old_folder_that_stays_after_a_swap_does_not_stop_the_next_save(tmp_p
             save(tmp_path / "c", number, disk)
         assert ["could not be removed" in str(warning.message) for warning in said] == [True] * len(said)
         assert step_of(tmp_path / "c") == number
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        None,
-        {"files": {}},
-        {"files": {"x": 1}, "models": []},
-        {"files": {"x": {"size": -1, "xxh3": "0" * 16, "tensors": {}, "blocks": []}}, "models": []},
-        {"files": {"x": {"size": 1, "xxh3": None, "tensors": {}, "blocks": []}}, "models": []},
-        {"files": {}, "models": ["x"]},
-    ],
-)
-def test_what_a_rank_says_that_it_wrote_is_checked(data):
-    with pytest.raises(CorruptCheckpointError, match="what a rank says that it wrote"):
-        Contribution.from_plain(data)
-
-
-def test_a_contribution_comes_back():
-    record = FileRecord(
-        3, "0" * 16, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, ("1" * 16,)
-    )
-    mine = Contribution({"x": record}, (("x",), ()))
-    assert Contribution.from_plain(mine.to_plain()) == mine
