@@ -44,14 +44,14 @@ class TrainingRehearsal(StepObserver):
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
-        self._here: Prepared | None = None
+        self._prepared: Prepared | None = None
         self._steps: dict[int, int] = {}
         self._memory: dict[str, int] = {}
         self.ledger = _RehearsedLoaders(self)
 
-    def follow(self, here: Prepared) -> None:
+    def follow(self, prepared: Prepared) -> None:
         """Observe what is prepared from now on."""
-        self._here = here
+        self._prepared = prepared
         number = sum(1 for title in self._rehearsal.sections if title.startswith("accelerator"))
         self._rehearsal.sections[f"accelerator {number}" if number else "accelerator"] = self._describe
 
@@ -68,8 +68,8 @@ class TrainingRehearsal(StepObserver):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped; its gradients are still there."""
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        assert self._here is not None, "an optimizer steps after its accelerator was made"
-        for name, size in _memory(self._here.prepared_models, self._here.optimizers).items():
+        assert self._prepared is not None, "an optimizer steps after its accelerator was made"
+        for name, size in _memory(self._prepared.prepared_models, self._prepared.optimizers).items():
             self._memory[name] = max(size, self._memory.get(name, 0))
 
     def end_if_done(self) -> None:
@@ -78,14 +78,14 @@ class TrainingRehearsal(StepObserver):
         Raises:
             RehearsalEnd: they have, or one waits for another for long.
         """
-        assert self._here is not None, "there is something to end"
+        assert self._prepared is not None, "there is something to end"
         wanted = self._rehearsal.steps
-        taken = [self._steps.get(id(optimizer), 0) for optimizer in self._here.optimizers]
+        taken = [self._steps.get(id(optimizer), 0) for optimizer in self._prepared.optimizers]
         if taken and (min(taken) >= wanted or max(taken) >= wanted + _MOST):
             raise RehearsalEnd(0)
 
     def _describe(self) -> dict[str, Any]:
-        here = self._here
+        here = self._prepared
         assert here is not None, "described after it was made"
         strategy, accumulation = here.plan.strategy, here.accumulator.num_steps
         return {
@@ -114,20 +114,20 @@ class _RehearsedLoaders(ActiveLoaders):
         self._training.end_if_done()
 
 
-def leaves_out(here: Prepared, operation: str, target: str | Path, *, together: bool = False) -> bool:
+def leaves_out(prepared: Prepared, operation: str, target: str | Path, *, together: bool = False) -> bool:
     """Whether `operation`, which would write to `target`, is left out because this is a rehearsal.
 
     Args:
-        here: of the accelerator that saves.
+        prepared: of the accelerator that saves.
         operation: name of the method.
         target: where it would write.
         together: whether all ranks have to call it.
     """
-    rehearsal = here.process.rehearsal
+    rehearsal = prepared.process.rehearsal
     if rehearsal is None:
         return False
     if together:
-        here.process.wait_for_everyone()  # so that a call on some ranks only is found
+        prepared.process.wait_for_everyone()  # so that a call on some ranks only is found
     rehearsal.note(
         f"{operation}({str(target)!r}) wrote nothing: the weights of a rehearsal are those of one rank alone"
     )

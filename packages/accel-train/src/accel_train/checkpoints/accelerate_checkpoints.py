@@ -55,12 +55,12 @@ def warn_of_newer(chosen: Path) -> None:
 
 
 def read(
-    here: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False, parts: Parts = ALL
+    prepared: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False, parts: Parts = ALL
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
     """Read everything that Accelerate saved for this rank; nothing is changed yet.
 
     Args:
-        here: with everything prepared and registered as in the script that saved.
+        prepared: with everything prepared and registered as in the script that saved.
         directory: the folder.
         allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
         trusted: unpickle custom objects and schedulers, which can run code.
@@ -78,33 +78,33 @@ def read(
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
-    _check_parts(here, checkpoint, parts)
+    _check_parts(prepared, checkpoint, parts)
     shared: dict[str, Any] = {}
-    for index, optimizer in enumerate(here.optimizers if "optimizers" in parts else ()):
+    for index, optimizer in enumerate(prepared.optimizers if "optimizers" in parts else ()):
         shared[f"optimizer_{index}"] = checkpoint.optimizer(
-            index, here.plan.strategy.states.parameter_groups(optimizer.optimizer), here.models
+            index, prepared.plan.strategy.states.parameter_groups(optimizer.optimizer), prepared.models
         )
-    for index in range(len(here.schedulers) if "schedulers" in parts else 0):
+    for index in range(len(prepared.schedulers) if "schedulers" in parts else 0):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
-    if here.plan.precision.scaler is not None and "optimizers" in parts:
+    if prepared.plan.precision.scaler is not None and "optimizers" in parts:
         shared["scaler"] = checkpoint.scaler()
-    for index in range(len(here.registered) if "registered" in parts else 0):
+    for index in range(len(prepared.registered) if "registered" in parts else 0):
         shared[f"custom_{index}"] = checkpoint.custom(index)
     notes = []
-    for index, loader in enumerate(here.loaders if "loaders" in parts else ()):
+    for index, loader in enumerate(prepared.loaders if "loaders" in parts else ()):
         if getattr(loader, "use_stateful_dataloader", False) and index in checkpoint.loaders:
             state, note = _loader_state(checkpoint.loader(index), loader, len(checkpoint.ranks))
             shared[f"loader_{index}"] = state
             notes += [f"loader {index}: {note}"] if note else []
-    own = _rank_file(here, checkpoint, allow_missing_rng, notes) if "random" in parts else None
+    own = _rank_file(prepared, checkpoint, allow_missing_rng, notes) if "random" in parts else None
     shared["step"] = 0 if own is None or own.step is None else own.step
     # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
     read_models = "models" in parts and checkpoint.parts()["models"]
     models = [
-        _with_ties(here, model, checkpoint.model(index)) if read_models else {}
-        for index, model in enumerate(here.models)
+        _with_ties(prepared, model, checkpoint.model(index)) if read_models else {}
+        for index, model in enumerate(prepared.models)
     ]
-    if here.process.is_main_process:
+    if prepared.process.is_main_process:
         _say(checkpoint, notes)
     return models, shared, None if own is None else own.rng
 
@@ -132,17 +132,17 @@ def trees(directory: Path) -> list[str]:
 _NAMES = {"optimizer": "optimizers", "scheduler": "schedulers", "custom": "custom objects"}
 
 
-def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint, parts: Parts) -> None:
+def _check_parts(prepared: Prepared, checkpoint: AccelerateCheckpoint, parts: Parts) -> None:
     part_names = {"scalers": "optimizers", "custom objects": "registered"}
     counts = {
-        "models": len(here.models),
-        "optimizers": len(here.optimizers),
-        "schedulers": len(here.schedulers),
-        "scalers": int(here.plan.precision.scaler is not None),
-        "custom objects": len(here.registered),
+        "models": len(prepared.models),
+        "optimizers": len(prepared.optimizers),
+        "schedulers": len(prepared.schedulers),
+        "scalers": int(prepared.plan.precision.scaler is not None),
+        "custom objects": len(prepared.registered),
     }
     there = checkpoint.parts()
-    if here.hooks.load and not there["models"]:
+    if prepared.hooks.load and not there["models"]:
         del counts["models"]
     problems = [
         f"{there[name]} {name}, and here are {counts[name]}"
@@ -158,16 +158,16 @@ def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint, parts: Parts)
 
 
 def _rank_file(
-    here: Prepared, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
+    prepared: Prepared, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
 ) -> RankFile | None:
     advice = "Pass allow_missing_rng=True to keep the current random state."
     try:
-        own = checkpoint.rank(here.process.process_index)
-        fit_devices(own.rng, here.plan.device, here.process.num_processes > 1)
+        own = checkpoint.rank(prepared.process.process_index)
+        fit_devices(own.rng, prepared.plan.device, prepared.process.num_processes > 1)
     except accel_ckpt.CheckpointError as error:
         if not allow_missing_rng:
             raise type(error)(f"{error}. {advice}") from error
-        notes.append(f"the random state of rank {here.process.process_index} stays as it is: {error}")
+        notes.append(f"the random state of rank {prepared.process.process_index} stays as it is: {error}")
         logger.info("random states were not restored: %s", error)
         return None
     return own
@@ -193,9 +193,9 @@ def fit_devices(rng: dict[str, Any], device: torch.device, several_ranks: bool) 
         saved["states"] = [saved["states"][device.index or 0]]
 
 
-def _with_ties(here: Prepared, model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _with_ties(prepared: Prepared, model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Weights under all names: Accelerate leaves out names whose tensor is there under another one."""
-    plain = here.plan.strategy.plain(model)
+    plain = prepared.plan.strategy.plain(model)
     own = accel_ckpt.canonical_state_dict(plain.state_dict(keep_vars=True), plain)
     groups: dict[int, list[str]] = {}
     for name, value in own.items():

@@ -74,23 +74,23 @@ def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bo
     registered.extend(Registered(item, trusted) for item in objects)
 
 
-def save_object(here: Prepared, obj: Any, f: str | Path, safe_serialization: bool) -> None:
+def save_object(prepared: Prepared, obj: Any, f: str | Path, safe_serialization: bool) -> None:
     """See `Accelerator.save`."""
-    if leaves_out(here, "save", f):
+    if leaves_out(prepared, "save", f):
         return
-    each_node = here.project.save_on_each_node
-    obj = _whole(here, obj, each_node)
+    each_node = prepared.project.save_on_each_node
+    obj = _whole(prepared, obj, each_node)
     accel_ckpt.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
 
-def _whole(here: Prepared, obj: Any, each_node: bool) -> Any:
+def _whole(prepared: Prepared, obj: Any, each_node: bool) -> Any:
     """An object with whole tensors in the place of divided ones. Collective, if it has any."""
     found: list[Any] = []
     recursively_apply(found.append, obj, test_type=is_sharded)
-    if not found or here.process.num_processes == 1:
+    if not found or prepared.process.num_processes == 1:
         return obj
-    if here.process.main_process_alone("save"):
-        _refuse_alone(here, DividedTensorError(_SAVED_ALONE.format(len(found))), "save")
+    if prepared.process.main_process_alone("save"):
+        _refuse_alone(prepared, DividedTensorError(_SAVED_ALONE.format(len(found))), "save")
     shapes = [tuple(leaf.shape) for leaf in found]
     everywhere = accel_ckpt.default_coordinator().exchange(shapes)
     odd = [rank for rank, others in enumerate(everywhere) if others != everywhere[0]]
@@ -110,7 +110,7 @@ def _whole(here: Prepared, obj: Any, each_node: bool) -> Any:
 
 
 def save_model(
-    here: Prepared,
+    prepared: Prepared,
     model: nn.Module,
     save_directory: str | Path,
     max_shard_size: int | str,
@@ -119,40 +119,42 @@ def save_model(
     **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
-    with _told(here):
-        _save_model(here, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload)
+    with _told(prepared):
+        _save_model(
+            prepared, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload
+        )
 
 
-def state_dict(here: Prepared, model: nn.Module) -> dict[str, Any]:
+def state_dict(prepared: Prepared, model: nn.Module) -> dict[str, Any]:
     """See `Accelerator.get_state_dict`."""
-    strategy = here.plan.strategy
-    if here.process.num_processes > 1 and strategy.states.is_divided(model):
-        _all_hold_parts(here, "get_state_dict", model)
+    strategy = prepared.plan.strategy
+    if prepared.process.num_processes > 1 and strategy.states.is_divided(model):
+        _all_hold_parts(prepared, "get_state_dict", model)
     return full_state_dict(strategy.states, model)
 
 
-def _all_hold_parts(here: Prepared, operation: str, model: nn.Module) -> None:
+def _all_hold_parts(prepared: Prepared, operation: str, model: nn.Module) -> None:
     """Wait until all ranks call an operation that gathers a model, of which each holds a part.
 
     Raises:
         CollectiveMismatchError: some do not call it.
     """
-    strategy = here.plan.strategy
-    here.process.all_take_part(
+    strategy = prepared.plan.strategy
+    prepared.process.all_take_part(
         operation,
         f"The strategy {strategy.name!r} divides the model {type(strategy.plain(model)).__name__} among processes, and "
         f"each gives its part. Call {operation}() on all processes: move it out of `if accelerator.is_main_process:`.",
     )
 
 
-def _told(here: Prepared) -> AbstractContextManager[None]:
+def _told(prepared: Prepared) -> AbstractContextManager[None]:
     """Tells the launcher, where it asks, that a save is in progress."""
-    pulse = here.ledger.pulse
+    pulse = prepared.ledger.pulse
     return nullcontext() if pulse is None else pulse.saving()
 
 
 def _save_model(
-    here: Prepared,
+    prepared: Prepared,
     model: nn.Module,
     save_directory: str | Path,
     max_shard_size: int | str,
@@ -160,14 +162,14 @@ def _save_model(
     push_to_hub: str | None,
     **upload: Any,
 ) -> None:
-    strategy, process = here.plan.strategy, here.process
-    if leaves_out(here, "save_model", save_directory, together=strategy.states.is_divided(model)):
+    strategy, process = prepared.plan.strategy, prepared.process
+    if leaves_out(prepared, "save_model", save_directory, together=strategy.states.is_divided(model)):
         return
-    each_node = here.project.save_on_each_node
-    _warn_of_training_weights(here, strategy.plain(model))
+    each_node = prepared.project.save_on_each_node
+    _warn_of_training_weights(prepared, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
     if strategy.states.is_divided(model):
-        _all_hold_parts(here, "save_model", model)
+        _all_hold_parts(prepared, "save_model", model)
         if push_to_hub is None:
             accel_ckpt.save_gathered_model(
                 strategy.states.exported_state(model),
@@ -196,17 +198,17 @@ def _save_model(
         write(writer)  # the others return when it is complete
     else:
         accel_ckpt.run_together(
-            lambda: write() if _writes(here) else None,
+            lambda: write() if _writes(prepared) else None,
             accel_ckpt.default_coordinator(),
             doing=f"uploading the model to {push_to_hub}",
             error=accel_ckpt.CheckpointSaveError,
         )
 
 
-def _warn_of_training_weights(here: Prepared, model: nn.Module) -> None:
+def _warn_of_training_weights(prepared: Prepared, model: nn.Module) -> None:
     """Say that a schedule-free optimizer has not put the weights there that its averages are."""
     own = {id(parameter) for parameter in model.parameters()}
-    for optimizer in here.optimizers:
+    for optimizer in prepared.optimizers:
         groups = optimizer.param_groups
         training = any(group.get("train_mode") for group in groups)
         if training and any(id(parameter) in own for group in groups for parameter in group["params"]):
@@ -217,13 +219,13 @@ def _warn_of_training_weights(here: Prepared, model: nn.Module) -> None:
             )
 
 
-def _writes(here: Prepared) -> bool:
-    each_node = here.project.save_on_each_node
-    return here.process.is_local_main_process if each_node else here.process.is_main_process
+def _writes(prepared: Prepared) -> bool:
+    each_node = prepared.project.save_on_each_node
+    return prepared.process.is_local_main_process if each_node else prepared.process.is_main_process
 
 
 def save_state(
-    here: Prepared,
+    prepared: Prepared,
     output_dir: str | Path | None,
     safe_serialization: bool,
     asynchronous: bool,
@@ -236,60 +238,60 @@ def save_state(
         raise OptionError(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
-    if trainable_only and here.hooks.save:
+    if trainable_only and prepared.hooks.save:
         raise OptionError(
             "save_state(trainable_only=True) was called with a hook of register_save_state_pre_hook, which decides "
             "itself which weights are saved. Use one of the two."
         )
-    with _told(here):
-        return _save_state(here, output_dir, safe_serialization, asynchronous, when_busy, trainable_only)
+    with _told(prepared):
+        return _save_state(prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only)
 
 
 def _save_state(
-    here: Prepared,
+    prepared: Prepared,
     output_dir: str | Path | None,
     safe_serialization: bool,
     asynchronous: bool,
     when_busy: WhenBusy,
     trainable_only: bool,
 ) -> Path | SaveHandle:
-    config = here.project
-    if here.process.rehearsal is not None:
-        divided = any(here.plan.strategy.states.is_divided(model) for model in here.prepared_models)
-        directory = _target(here, output_dir)
-        leaves_out(here, _SAVE, directory, together=divided)
+    config = prepared.project
+    if prepared.process.rehearsal is not None:
+        divided = any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)
+        directory = _target(prepared, output_dir)
+        leaves_out(prepared, _SAVE, directory, together=divided)
         config.iteration += 1
         return cast("SaveHandle", NotSaved(directory)) if asynchronous else directory
-    saver = here.saver
-    ranks = _saving_ranks(here, asynchronous, when_busy)
+    saver = prepared.saver
+    ranks = _saving_ranks(prepared, asynchronous, when_busy)
     directory = _in_agreement(
-        lambda: _target(here, output_dir), ranks, here.project.project_dir or output_dir
+        lambda: _target(prepared, output_dir), ranks, prepared.project.project_dir or output_dir
     )
-    named = named_models(here)
-    known = parts_of(here, named)
-    trees = collect(here, known, named, ranks)
+    named = named_models(prepared)
+    known = parts_of(prepared, named)
+    trees = collect(prepared, known, named, ranks)
     if isinstance(ranks, MainProcess):
-        _check_complete(here, known, trees)
-    states = here.plan.strategy.states
+        _check_complete(prepared, known, trees)
+    states = prepared.plan.strategy.states
     weights = [
-        states.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
+        states.model_state(model, name) for model, name in zip(prepared.prepared_models, named, strict=True)
     ]
     if trainable_only:
         trees.progress["frozen"] = leave_out_frozen(weights, named)
 
     def run_hooks(folder: Path) -> None:
-        for hook in here.hooks.save.values():
-            hook(here.models, weights, str(folder))
+        for hook in prepared.hooks.save.values():
+            hook(prepared.models, weights, str(folder))
 
     def prune() -> None:
-        if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(here):
+        if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(prepared):
             accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
 
     parts: dict[str, Any] = {
         "models": weights,
         "shared": trees.shared,
         "per_rank": trees.own,
-        "replicated": _replicated(here),
+        "replicated": _replicated(prepared),
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
         "before_write": run_hooks,
@@ -304,7 +306,7 @@ def _save_state(
     return saved
 
 
-def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> accel_ckpt.Coordinator:
+def _saving_ranks(prepared: Prepared, asynchronous: bool, when_busy: WhenBusy) -> accel_ckpt.Coordinator:
     """The ranks that call `save_state`: all, or where each has a replica, the main process alone.
 
     Raises:
@@ -312,31 +314,33 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
         CheckpointSaveError: the ranks hold parts, or states of their own, so all must save.
         CollectiveMismatchError: some of the ranks call, the main process not alone.
     """
-    process = here.process
+    process = prepared.process
     if not process.main_process_alone(_SAVE):
-        here.saver.make_room(when_busy)
+        prepared.saver.make_room(when_busy)
         ranks = accel_ckpt.default_coordinator()
-        if here.project.automatic_checkpoint_naming:
+        if prepared.project.automatic_checkpoint_naming:
             # Only the main process counts what it saves alone.
-            here.project.iteration = ranks.exchange(here.project.iteration)[0]
+            prepared.project.iteration = ranks.exchange(prepared.project.iteration)[0]
         return ranks
     if asynchronous:
         _refuse_alone(
-            here,
+            prepared,
             OptionError(
                 "save_state(asynchronous=True) was called on the main process only, and a save in the background needs "
                 "all processes: call it on all of them, or leave asynchronous out."
             ),
         )
-    problem = here.plan.strategy.states.needs_all_ranks(here.prepared_models, here.inner_optimizers)
+    problem = prepared.plan.strategy.states.needs_all_ranks(
+        prepared.prepared_models, prepared.inner_optimizers
+    )
     if problem is not None:
         text = f"save_state() was called on the main process only, {problem}"
-        _refuse_alone(here, accel_ckpt.CheckpointSaveError(text))
-    here.saver.make_room_alone(when_busy)
+        _refuse_alone(prepared, accel_ckpt.CheckpointSaveError(text))
+    prepared.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
 
-def _check_complete(here: Prepared, parts: Sequence[StatePart], trees: Trees) -> None:
+def _check_complete(prepared: Prepared, parts: Sequence[StatePart], trees: Trees) -> None:
     """Check that the main process holds everything that a save of all ranks would have.
 
     Raises:
@@ -346,24 +350,24 @@ def _check_complete(here: Prepared, parts: Sequence[StatePart], trees: Trees) ->
         problem = part.needs_all_ranks(trees)
         if problem is not None:
             text = f"save_state() was called on the main process only, {problem}"
-            _refuse_alone(here, accel_ckpt.CheckpointSaveError(text))
+            _refuse_alone(prepared, accel_ckpt.CheckpointSaveError(text))
 
 
-def _refuse_alone(here: Prepared, error: Exception, operation: str = _SAVE) -> NoReturn:
+def _refuse_alone(prepared: Prepared, error: Exception, operation: str = _SAVE) -> NoReturn:
     """Raise here, and on the ranks that wait for this one where they can be reached."""
-    assert here.process.participation is not None, "a process alone in its world has no others"
-    here.process.participation.refuse(operation, error)
+    assert prepared.process.participation is not None, "a process alone in its world has no others"
+    prepared.process.participation.refuse(operation, error)
 
 
-def refuse_used_folder(here: Prepared) -> None:
+def refuse_used_folder(prepared: Prepared) -> None:
     """Raise when training begins what the first save would fail with, perhaps hours later.
 
     Raises:
         OptionError: checkpoints of another run would be mixed with this one's.
     """
-    if here.project.project_dir is not None:
+    if prepared.project.project_dir is not None:
         try:
-            problem = _why_taken(here, automatic_folder(here.project))
+            problem = _why_taken(prepared, automatic_folder(prepared.project))
         except accel_ckpt.ObjectStorageError as error:  # perhaps on this rank only, and a save looks again
             warnings.warn(
                 f"whether another run's checkpoints are there is not known yet: {error}", stacklevel=4
@@ -380,8 +384,8 @@ def _in_agreement(step: Callable[[], T], ranks: accel_ckpt.Coordinator, place: s
     return do_together(step, ranks, doing=f"looking for checkpoints in {place}")
 
 
-def _why_taken(here: Prepared, folder: Path) -> str | None:
-    iteration = here.project.iteration
+def _why_taken(prepared: Prepared, folder: Path) -> str | None:
+    iteration = prepared.project.iteration
     taken = accel_ckpt.checkpoints_from(folder, iteration)
     if not taken:
         return None
@@ -393,11 +397,11 @@ def _why_taken(here: Prepared, folder: Path) -> str | None:
     )
 
 
-def _target(here: Prepared, output_dir: str | Path | None) -> Path:
-    config = here.project
+def _target(prepared: Prepared, output_dir: str | Path | None) -> Path:
+    config = prepared.project
     if config.automatic_checkpoint_naming:
-        folder = automatic_folder(here.project)
-        problem = _why_taken(here, folder)
+        folder = automatic_folder(prepared.project)
+        problem = _why_taken(prepared, folder)
         if problem is not None:
             raise OptionError(problem)
         return folder / f"checkpoint_{config.iteration}"
@@ -422,15 +426,15 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     return accel_ckpt.location(project.project_dir) / "checkpoints"
 
 
-def _replicated(here: Prepared) -> list[str]:
+def _replicated(prepared: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
-    states = here.plan.strategy.states
-    numbers = states.replicated_optimizers(here.inner_optimizers, here.prepared_models)
+    states = prepared.plan.strategy.states
+    numbers = states.replicated_optimizers(prepared.inner_optimizers, prepared.prepared_models)
     return [f"optimizer_{number}" for number in numbers]
 
 
 def load_state(
-    here: Prepared,
+    prepared: Prepared,
     input_dir: str | Path | None,
     load_kwargs: dict[str, Any] | None,
     allow_missing_rng: bool,
@@ -448,34 +452,34 @@ def load_state(
             f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out; objects that "
             "were registered as trusted need trust_custom_objects=True."
         )
-    here.process.all_take_part(
+    prepared.process.all_take_part(
         "load_state",
         "Every rank restores its own state, and all must succeed: call load_state() on all processes, not inside "
         "`if accelerator.is_main_process:`.",
     )
-    here.saver.make_room()
+    prepared.saver.make_room()
     found: list[Saved] = []
 
     def work() -> None:
-        directory = _source(here, input_dir)
+        directory = _source(prepared, input_dir)
         with collector_paused():
-            found.append(read(here, directory, allow_missing_rng, trust_custom_objects, parts))
-        if here.hooks.load and "models" in found[0].parts:
+            found.append(read(prepared, directory, allow_missing_rng, trust_custom_objects, parts))
+        if prepared.hooks.load and "models" in found[0].parts:
             found[0].local_folder()  # from object storage it can fail
 
     # Ranks agree that everything could be read before anything is changed on any of them.
     accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
     [saved] = found
-    models = list(here.models)
-    if here.hooks.load and "models" in saved.parts:
+    models = list(prepared.models)
+    if prepared.hooks.load and "models" in saved.parts:
         folder = str(saved.local_folder())
-        for hook in here.hooks.load.values():
+        for hook in prepared.hooks.load.values():
             hook(models, folder)
     pairs: Pairs = []
 
     def compare() -> None:
         with collector_paused():
-            pairs.extend(fit(here, saved, models, strict))
+            pairs.extend(fit(prepared, saved, models, strict))
 
     accel_ckpt.run_together(
         compare,
@@ -483,34 +487,34 @@ def load_state(
         doing="comparing the training state with this script",
     )
     with collector_paused():
-        apply(here, saved, pairs, strict)
-    if saved.left_out and here.process.is_main_process:
+        apply(prepared, saved, pairs, strict)
+    if saved.left_out and prepared.process.is_main_process:
         warnings.warn(
             f"load_state() restored {', '.join(sorted(saved.parts))} of {saved.directory}. This stays as it is here: "
             f"{', '.join(saved.left_out)}",
             stacklevel=3,
         )
-    if here.project.automatic_checkpoint_naming and saved.parts == ALL:
-        base = automatic_folder(here.project)
+    if prepared.project.automatic_checkpoint_naming and saved.parts == ALL:
+        base = automatic_folder(prepared.project)
         ranks = accel_ckpt.default_coordinator()
         taken = _in_agreement(lambda: accel_ckpt.checkpoints_from(base, 0), ranks, base)
-        here.project.iteration = accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
+        prepared.project.iteration = accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
     return saved.directory
 
 
-def _source(here: Prepared, input_dir: str | Path | None) -> Path:
+def _source(prepared: Prepared, input_dir: str | Path | None) -> Path:
     if input_dir is not None:
         return accel_ckpt.location(input_dir)
-    if not here.project.automatic_checkpoint_naming:
+    if not prepared.project.automatic_checkpoint_naming:
         raise OptionError(
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
         )
-    folder = automatic_folder(here.project)
+    folder = automatic_folder(prepared.project)
     found = accelerate_checkpoints.all_checkpoints(folder)
     if not found:
         raise accel_ckpt.CheckpointNotFoundError(
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
         )
-    if here.process.is_main_process:
+    if prepared.process.is_main_process:
         accelerate_checkpoints.warn_of_newer(found[-1])
     return found[-1]

@@ -48,9 +48,9 @@ def part_of(tree: str) -> str | None:
     return _TREES.get(tree.partition("_")[0])
 
 
-def trains(here: Prepared) -> bool:
+def trains(prepared: Prepared) -> bool:
     """Whether more is prepared than an evaluation needs: something that only training has."""
-    return bool(here.optimizers or here.schedulers or here.registered)
+    return bool(prepared.optimizers or prepared.schedulers or prepared.registered)
 
 
 def left_out(parts: Parts, saved: Iterable[str]) -> list[str]:

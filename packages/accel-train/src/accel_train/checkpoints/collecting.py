@@ -22,7 +22,7 @@ __all__ = ["collect"]
 
 
 def collect(
-    here: Prepared,
+    prepared: Prepared,
     parts: Sequence[StatePart],
     named: Sequence[NamedModel],
     ranks: accel_ckpt.Coordinator | None = None,
@@ -32,17 +32,17 @@ def collect(
     Tensors in them are the training's own, so a save copies them before it lets the training go on.
 
     Args:
-        here: what to save.
+        prepared: what to save.
         parts: what its state consists of.
         named: the models with their canonical names.
         ranks: those that save; the main process alone where the others do not take part; None: all.
     """
     found: list[_Collected] = []
-    replicas = _replicated_parameters(here)
-    leader = _leader(here)
+    replicas = _replicated_parameters(prepared)
+    leader = _leader(prepared)
 
     def work() -> tuple[dict[str, str], list[str], Marks, int]:
-        found.append(_Collected.of(here, parts, named))
+        found.append(_Collected.of(prepared, parts, named))
         marks = [replica_marks([*parameters.values()]) for _, parameters in replicas]
         return found[0].marks, marks, rank_differences.marks_of(found[0].compared), leader
 
@@ -54,7 +54,7 @@ def collect(
     )
     [mine] = found
     trees = mine.trees
-    if here.process.is_main_process:
+    if prepared.process.is_main_process:
         for number, (what, parameters) in enumerate(replicas):
             warn_of_drift(what, [*parameters], [answer[1][number] for answer in answers])
     together = [answer for answer in answers if answer[3] == leader]
@@ -84,31 +84,31 @@ class _Collected:
     """The shared trees, where there are other ranks to compare them with."""
 
     @classmethod
-    def of(cls, here: Prepared, parts: Sequence[StatePart], named: Sequence[NamedModel]) -> _Collected:
+    def of(cls, prepared: Prepared, parts: Sequence[StatePart], named: Sequence[NamedModel]) -> _Collected:
         trees = Trees()
         for part in parts:
             part.dump(trees)
-        if here.process.num_processes == 1:
+        if prepared.process.num_processes == 1:
             return cls(trees, {}, {}, {})
         buffers = replicated_buffers(named)
         marks = {name: mark_of(name, buffer) for name, buffer in buffers.items()}
         return cls(trees, buffers, marks, rank_differences.compared(trees.shared))
 
 
-def _leader(here: Prepared) -> int:
+def _leader(prepared: Prepared) -> int:
     """The rank that saves weights and shared trees for this one: the first, or with a folder per node its first."""
-    each_node = here.project.save_on_each_node
-    return here.process.process_index - here.process.local_process_index if each_node else 0
+    each_node = prepared.project.save_on_each_node
+    return prepared.process.process_index - prepared.process.local_process_index if each_node else 0
 
 
-def _replicated_parameters(here: Prepared) -> list[tuple[str, dict[str, nn.Parameter]]]:
+def _replicated_parameters(prepared: Prepared) -> list[tuple[str, dict[str, nn.Parameter]]]:
     """The parameters of models of which every rank has a copy: the model's number and class, and its tensors."""
-    if here.process.num_processes == 1:
+    if prepared.process.num_processes == 1:
         return []
-    strategy = here.plan.strategy
+    strategy = prepared.plan.strategy
     plain = {
         index: strategy.plain(model)
-        for index, model in enumerate(here.prepared_models)
+        for index, model in enumerate(prepared.prepared_models)
         if strategy.states.keeps_replicas(model)
     }
     return [

@@ -14,19 +14,19 @@ class Counters(StatePart):
     """`accelerator.step`, and the number of the next automatic checkpoint.
 
     Args:
-        here: has both.
+        prepared: has both.
     """
 
-    def __init__(self, here: Prepared) -> None:
-        self._here = here
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
 
     def dump(self, trees: Trees) -> None:
         """A shared number, and one of progress."""
-        trees.shared["step"] = self._here.step
-        trees.progress["save_iteration"] = self._here.project.iteration + 1
+        trees.shared["step"] = self._prepared.step
+        trees.progress["save_iteration"] = self._prepared.project.iteration + 1
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
         """Count on from there."""
-        self._here.step = saved.shared["step"]
+        self._prepared.step = saved.shared["step"]
         if "save_iteration" in saved.progress:
-            self._here.project.iteration = saved.progress["save_iteration"]
+            self._prepared.project.iteration = saved.progress["save_iteration"]

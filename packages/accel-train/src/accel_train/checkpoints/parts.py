@@ -20,38 +20,38 @@ from accel_train.state_part import StatePart
 __all__ = ["named_models", "parts_of"]
 
 
-def parts_of(here: Prepared, named: Sequence[NamedModel], trusted: bool = False) -> list[StatePart]:
+def parts_of(prepared: Prepared, named: Sequence[NamedModel], trusted: bool = False) -> list[StatePart]:
     """All parts, in the order in which they are restored, after the weights.
 
     Args:
-        here: what is prepared and registered.
+        prepared: what is prepared and registered.
         named: its models with their canonical names.
         trusted: pickles of registered objects may be loaded.
     """
-    strategy, several = here.plan.strategy, here.process.num_processes > 1
+    strategy, several = prepared.plan.strategy, prepared.process.num_processes > 1
     trained = Trained(
-        here.models,
-        here.prepared_models,
-        here.optimizers,
-        here.loaders,
+        prepared.models,
+        prepared.prepared_models,
+        prepared.optimizers,
+        prepared.loaders,
         named,
         engine_optimizers=strategy.capabilities.hides_gradients,
     )
     return [
-        ReplicaStates(strategy.states, here.prepared_models, named, several),
-        *strategy.states.parts(here.optimizers, named),
-        OptimizerStates(strategy.states, here.optimizers, here.models, named),
-        SchedulerStates(here.schedulers),
-        ScalerState(here.plan.precision, here.optimizers),
-        RegisteredStates(here.registered, trusted),
-        LoaderStates(here.loaders),
-        WindowStates(here.accumulator, trained, strategy),
-        *here.parts,
-        Counters(here),
+        ReplicaStates(strategy.states, prepared.prepared_models, named, several),
+        *strategy.states.parts(prepared.optimizers, named),
+        OptimizerStates(strategy.states, prepared.optimizers, prepared.models, named),
+        SchedulerStates(prepared.schedulers),
+        ScalerState(prepared.plan.precision, prepared.optimizers),
+        RegisteredStates(prepared.registered, trusted),
+        LoaderStates(prepared.loaders),
+        WindowStates(prepared.accumulator, trained, strategy),
+        *prepared.parts,
+        Counters(prepared),
         RandomStates(strategy.draws),
     ]
 
 
-def named_models(here: Prepared) -> list[NamedModel]:
+def named_models(prepared: Prepared) -> list[NamedModel]:
     """The prepared models; their canonical names are worked out once for all that uses this list."""
-    return [NamedModel(here.plan.strategy.plain(model)) for model in here.prepared_models]
+    return [NamedModel(prepared.plan.strategy.plain(model)) for model in prepared.prepared_models]

@@ -76,12 +76,12 @@ def take_up(shared: Mapping[str, Any], own: Mapping[str, Any], where: Path) -> d
 
 
 def warn_of_other_ranks(
-    here: Prepared, differing: Mapping[str, Sequence[int]], saved_by: int, where: Path, parts: Parts = ALL
+    prepared: Prepared, differing: Mapping[str, Sequence[int]], saved_by: int, where: Path, parts: Parts = ALL
 ) -> None:
     """Say what continues as rank 0 saved it, because the ranks that saved their own are others now.
 
     Args:
-        here: what is prepared.
+        prepared: what is prepared.
         differing: what `ranks_that_differ` returned.
         saved_by: how many ranks saved.
         where: the checkpoint.
@@ -91,17 +91,17 @@ def warn_of_other_ranks(
     for name in names:
         others = ", ".join(map(str, differing[name]))
         _logger.warning(
-            f"{where} was saved by {saved_by} ranks, and rank {others} had another state of {in_words(here, name)} "
-            f"than rank 0: {here.process.num_processes} ranks continue with that of rank 0. Load with {saved_by} ranks "
-            "to give each its own, or make it the same on all ranks before it is saved."
+            f"{where} was saved by {saved_by} ranks, and rank {others} had another state of {in_words(prepared, name)} "
+            f"than rank 0: {prepared.process.num_processes} ranks continue with that of rank 0. Load with {saved_by} "
+            "ranks to give each its own, or make it the same on all ranks before it is saved."
         )
 
 
-def in_words(here: Prepared, name: str) -> str:
+def in_words(prepared: Prepared, name: str) -> str:
     """A shared tree as a message calls it."""
     kind, _, number = name.partition("_")
     if kind in ("custom", "pickled"):
-        items = here.registered
+        items = prepared.registered
         known = f" ({type(items[int(number)].item).__name__})" if int(number) < len(items) else ""
         return f"the registered object {number}{known}"
     if kind == "optimizer":

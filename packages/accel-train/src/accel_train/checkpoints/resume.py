@@ -19,24 +19,24 @@ __all__ = ["newest_of_all", "resume"]
 _logger = logging.getLogger(__name__)
 
 
-def resume(here: Prepared, load: Callable[[Path], Any]) -> bool:
+def resume(prepared: Prepared, load: Callable[[Path], Any]) -> bool:
     """See `Accelerator.resume`; `load` is given the folder."""
     if not launched_config().resume:
         return False
-    if not here.project.automatic_checkpoint_naming:
+    if not prepared.project.automatic_checkpoint_naming:
         raise OptionError(
             "resume() looks for automatic checkpoints: give the Accelerator a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    folder = automatic_folder(here.project)
+    folder = automatic_folder(prepared.project)
     newest = newest_of_all(folder)
     if newest is None:
-        if here.process.is_main_process:
+        if prepared.process.is_main_process:
             _logger.warning(
                 "accel: there is no complete checkpoint in %s yet; training starts from the beginning", folder
             )
         return False
-    if here.process.is_main_process:
+    if prepared.process.is_main_process:
         accelerate_checkpoints.warn_of_newer(folder / newest)
     load(folder / newest)
     return True

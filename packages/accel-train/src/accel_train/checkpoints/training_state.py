@@ -63,7 +63,7 @@ class Saved:
 
 
 def read(
-    here: Prepared,
+    prepared: Prepared,
     directory: Path,
     allow_missing_rng: bool,
     trust_custom_objects: bool,
@@ -80,11 +80,11 @@ def read(
         OptionError: an object was pickled, and it is not said here that it is trusted.
     """
     with taken_up("it", directory):
-        known = parts_of(here, named_models(here), trust_custom_objects)
+        known = parts_of(prepared, named_models(prepared), trust_custom_objects)
         if accel_ckpt.is_accelerate_checkpoint(directory):
-            saved = _read_foreign(here, directory, allow_missing_rng, trust_custom_objects, parts)
+            saved = _read_foreign(prepared, directory, allow_missing_rng, trust_custom_objects, parts)
         else:
-            saved = _read_own(here, known, directory, allow_missing_rng, parts)
+            saved = _read_own(prepared, known, directory, allow_missing_rng, parts)
         wanted = [part for part in known if part.is_wanted(saved.parts, ALL)]
         saved.taken = [(part, part.read(saved.trees)) for part in wanted]
         return saved
@@ -98,36 +98,36 @@ _RANK = {"rng": {}, "windows": window_state.FORM, "replicas": [{}], "buffers": {
 
 
 def _read_own(
-    here: Prepared, known: Sequence[StatePart], directory: Path, allow_missing_rng: bool, parts: Parts
+    prepared: Prepared, known: Sequence[StatePart], directory: Path, allow_missing_rng: bool, parts: Parts
 ) -> Saved:
     """What `save_state` wrote."""
     checkpoint = accel_ckpt.open_training_state(directory)
-    if parts == ALL and not trains(here) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
+    if parts == ALL and not trains(prepared) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
         parts = MODELS
-    trees = _trees(here, checkpoint, allow_missing_rng, parts)
+    trees = _trees(prepared, checkpoint, allow_missing_rng, parts)
     _check_parts(known, trees, checkpoint)
     models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
     if "models" in parts:
-        if not here.hooks.load:  # which may load models themselves
-            _check_models(len(here.models), len(models), directory)
-        if not _is_divided(here):
+        if not prepared.hooks.load:  # which may load models themselves
+            _check_models(len(prepared.models), len(models), directory)
+        if not _is_divided(prepared):
             for model in models:
                 model.whole()  # checks the files
     return Saved(trees, models, checkpoint.local_folder, left_out=left_out(parts, trees.shared))
 
 
 def _trees(
-    here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, allow_missing_rng: bool, parts: Parts
+    prepared: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, allow_missing_rng: bool, parts: Parts
 ) -> SavedTrees:
     """The trees of the parts that are restored."""
     directory = checkpoint.directory
     # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
-    lazy = _is_divided(here) or "optimizers" not in parts
+    lazy = _is_divided(prepared) or "optimizers" not in parts
     shared = dict(checkpoint.lazy_shared(_OPTIMIZERS) if lazy else checkpoint.mapped_shared(_OPTIMIZERS))
     check_form(shared, _SHARED, f"{directory}: the shared state")
     world_size = checkpoint.manifest.world_size
     saved_by = 1 if shared["progress"].get("main_process_alone") else world_size
-    rank = here.process.process_index
+    rank = prepared.process.process_index
     own: Mapping[str, Any] | None = None
     known: Mapping[str, Any] = {}
     if parts != MODELS:
@@ -149,22 +149,22 @@ def _trees(
         own,
         known,
         rank=rank,
-        ranks=here.process.num_processes,
+        ranks=prepared.process.num_processes,
         saved_by=saved_by,
         saved_ranks=checkpoint.manifest.ranks,
         world_size=world_size,
         groups=parts,
         of_rank=of_rank,
     )
-    _take_differing(here, trees)
+    _take_differing(prepared, trees)
     return trees
 
 
-def _is_divided(here: Prepared) -> bool:
-    return any(here.plan.strategy.states.is_divided(model) for model in here.prepared_models)
+def _is_divided(prepared: Prepared) -> bool:
+    return any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)
 
 
-def _take_differing(here: Prepared, trees: SavedTrees) -> None:
+def _take_differing(prepared: Prepared, trees: SavedTrees) -> None:
     """Put what this rank saved of its own in the place of the shared trees, and leave out those that stay."""
     differing = trees.progress.get("differing", {})
     check_form(differing, rank_differences.FORM, f"{trees.directory}: what differs between ranks")
@@ -175,7 +175,9 @@ def _take_differing(here: Prepared, trees: SavedTrees) -> None:
         }
         trees.shared = rank_differences.take_up(trees.shared, own, trees.directory)
     else:
-        rank_differences.warn_of_other_ranks(here, differing, trees.world_size, trees.directory, trees.groups)
+        rank_differences.warn_of_other_ranks(
+            prepared, differing, trees.world_size, trees.directory, trees.groups
+        )
 
 
 class _AnyOptimizer(frozenset[str]):
@@ -215,16 +217,20 @@ def _check_parts(
 
 
 def _read_foreign(
-    here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool, parts: Parts
+    prepared: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool, parts: Parts
 ) -> Saved:
     """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
-    if parts == ALL and not trains(here) and accel_ckpt.AccelerateCheckpoint(directory).parts()["optimizers"]:
+    if (
+        parts == ALL
+        and not trains(prepared)
+        and accel_ckpt.AccelerateCheckpoint(directory).parts()["optimizers"]
+    ):
         parts = MODELS
     models, shared, rng = accelerate_checkpoints.read(
-        here, directory, allow_missing_rng, trust_custom_objects, parts
+        prepared, directory, allow_missing_rng, trust_custom_objects, parts
     )
     loaders = {name: shared.pop(name) for name in [*shared] if name.startswith("loader_")}
-    rank, ranks = here.process.process_index, here.process.num_processes
+    rank, ranks = prepared.process.process_index, prepared.process.num_processes
     trees = SavedTrees(
         directory,
         shared,
@@ -256,18 +262,18 @@ def _check_models(here: int, saved: int, directory: Path) -> None:
 Pairs: TypeAlias = list[tuple[nn.Module, SavedModel]]
 
 
-def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
+def fit(prepared: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
     """Which weights go to which of `models`, the ones that load hooks have left; checked, and with them all parts.
 
     Raises:
         StateMismatchError: names or shapes are others than were saved.
     """
-    pairs = _pairs(here, saved, models, strict) if "models" in saved.parts else []
+    pairs = _pairs(prepared, saved, models, strict) if "models" in saved.parts else []
     for model, weights in pairs:
-        problems = here.plan.strategy.states.misfits(model, weights, strict)
+        problems = prepared.plan.strategy.states.misfits(model, weights, strict)
         if problems:
             raise accel_ckpt.StateMismatchError(
-                f"{saved.directory} does not fit the model {type(here.plan.strategy.plain(model)).__name__}: "
+                f"{saved.directory} does not fit the model {type(prepared.plan.strategy.plain(model)).__name__}: "
                 f"{'; '.join(problems)}. Nothing was changed. Build the model as it was when the state was saved"
             )
     for part, taken in saved.taken:
@@ -275,10 +281,10 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
     return pairs
 
 
-def _pairs(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
-    kept = [model for model in here.models if any(model is other for other in models)]
-    if len(saved.models) == len(here.models):
-        paired = zip(here.models, saved.models, strict=True)
+def _pairs(prepared: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
+    kept = [model for model in prepared.models if any(model is other for other in models)]
+    if len(saved.models) == len(prepared.models):
+        paired = zip(prepared.models, saved.models, strict=True)
         pairs = [(model, weights) for model, weights in paired if any(model is other for other in kept)]
     else:  # a save hook dropped the weights of models that the load hook has loaded
         _check_models(len(kept), len(saved.models), saved.directory)
@@ -288,22 +294,22 @@ def _pairs(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) 
         return pairs
     with taken_up("what it says of frozen parameters", saved.directory):
         return [
-            (model, _completed(here, model, weights, about, strict, saved.directory))
+            (model, _completed(prepared, model, weights, about, strict, saved.directory))
             for (model, weights), about in zip(pairs, frozen, strict=True)
         ]
 
 
 def _completed(
-    here: Prepared, model: nn.Module, weights: SavedModel, frozen: Any, strict: bool, directory: Path
+    prepared: Prepared, model: nn.Module, weights: SavedModel, frozen: Any, strict: bool, directory: Path
 ) -> SavedModel:
-    strategy = here.plan.strategy
+    strategy = prepared.plan.strategy
     what = f"the model {type(strategy.plain(model)).__name__}"
     return completed(weights, frozen, strategy.states.model_state(model), strict, what, directory)
 
 
-def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
+def apply(prepared: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     """Put everything back that is restored."""
     for model, weights in pairs:
-        here.plan.strategy.states.load_model_state(model, weights, strict)
+        prepared.plan.strategy.states.load_model_state(model, weights, strict)
     for part, taken in saved.taken:
         part.load(taken, saved.trees)

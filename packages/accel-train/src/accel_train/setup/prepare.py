@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 
-def prepare(here: Prepared, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+def prepare(prepared: Prepared, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
     """See `Accelerator.prepare`."""
     if device_placement is None:
-        device_placement = [here.options.device_placement] * len(objects)
+        device_placement = [prepared.options.device_placement] * len(objects)
     elif len(device_placement) != len(objects):
         raise PrepareError(
             f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one per object."
         )
-    found = _Objects(here, list(objects), device_placement)
+    found = _Objects(prepared, list(objects), device_placement)
     found.check()
     found.meet()
     found.loaders()
@@ -57,17 +57,17 @@ def prepare(here: Prepared, objects: Sequence[Any], device_placement: list[bool]
     return found.results[0] if len(objects) == 1 else tuple(found.results)
 
 
-def prepare_one(here: Prepared, item: Any, placed: bool | None) -> Any:
+def prepare_one(prepared: Prepared, item: Any, placed: bool | None) -> Any:
     """Prepare one object; `placed` as in `device_placement`."""
-    return prepare(here, (item,), None if placed is None else [placed])
+    return prepare(prepared, (item,), None if placed is None else [placed])
 
 
 class _Objects:
     """The objects of one call, replaced one kind after the other by what is returned for them."""
 
-    def __init__(self, here: Prepared, objects: list[Any], placed: list[bool]) -> None:
-        self._here = here
-        self._strategy: Strategy = here.plan.strategy
+    def __init__(self, prepared: Prepared, objects: list[Any], placed: list[bool]) -> None:
+        self._prepared = prepared
+        self._strategy: Strategy = prepared.plan.strategy
         self._placed = placed
         self._models: dict[int, nn.Module] = {}  # by their place among the objects, as the next ones
         self._new: dict[int, nn.Module] = {}  # models that are prepared in this call
@@ -82,7 +82,7 @@ class _Objects:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
         self._models = {n: item for n, item in enumerate(self.results) if isinstance(item, nn.Module)}
         self._find_new_models()
-        seen = {id(own) for known in self._here.optimizers for own in (known.optimizer, known.given)}
+        seen = {id(own) for known in self._prepared.optimizers for own in (known.optimizer, known.given)}
         for place in self._optimizers:
             inner = id(_inner(self.results[place]))
             if inner not in seen:
@@ -94,16 +94,16 @@ class _Objects:
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
         models = [model for model in self._new.values() if self._strategy.needs_all_ranks(model)]
-        loaders = [item for place in self._loaders if _is_new(self._here, item := self.results[place])]
+        loaders = [item for place in self._loaders if _is_new(self._prepared, item := self.results[place])]
         if models or loaders:
             names = [type(item).__name__ for item in (*models, *loaders)]
-            _meet(self._here, "prepare", names, shared=bool(models))
+            _meet(self._prepared, "prepare", names, shared=bool(models))
 
     def loaders(self) -> None:
         new: list[Any] = []
         for place in self._loaders:
             given = self.results[place]
-            self.results[place] = _own_part(self._here, given, self._placed[place])
+            self.results[place] = _own_part(self._prepared, given, self._placed[place])
             if self.results[place] is not given:
                 new.append(self.results[place])
         check_lengths(self._strategy.batch, new)
@@ -111,7 +111,7 @@ class _Objects:
     def models_and_optimizers(self) -> None:
         if not (self._models or self._optimizers or self._schedulers):
             return
-        here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh
+        here, strategy, new, fresh = self._prepared, self._strategy, self._new, self._fresh
         known = {id(scheduler) for scheduler in here.schedulers}
         schedulers = [place for place in self._schedulers if id(self.results[place]) not in known]
         parts = Parts(
@@ -150,21 +150,21 @@ class _Objects:
         seen: set[int] = set()
         for place, model in self._models.items():
             plain = self._strategy.plain(model)
-            known = _known_as(self._here, plain)
+            known = _known_as(self._prepared, plain)
             if id(plain) in seen or (known is not None and not self._strategy.is_outdated(known)):
                 continue
             seen.add(id(plain))
             if known is not None:
                 self._outdated.append(known)
                 model = plain
-            _check_device_map(self._here, model)
+            _check_device_map(self._prepared, model)
             self._new[place] = model
 
     def _check_together(self) -> None:
         models, optimizers = self._new, self._fresh
         capabilities, name = self._strategy.capabilities, self._strategy.name
         most = capabilities.max_models
-        count = len(self._here.models) - len(self._outdated) + len(models)
+        count = len(self._prepared.models) - len(self._outdated) + len(models)
         if models and most is not None and count > most:
             raise PrepareError(
                 f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
@@ -188,19 +188,19 @@ class _Objects:
         strategy, capabilities = self._strategy, self._strategy.capabilities
         for place in self._fresh:
             optimizer = _inner(self.results[place])
-            for observer in self._here.accumulator.observers:
+            for observer in self._prepared.accumulator.observers:
                 observer.check_optimizer(optimizer)
             if is_lomo(optimizer):
                 scaled = strategy.precision.scaler is not None
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
         if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
             return  # an engine that takes both together looks itself
-        models = [*self._new.values(), *self._here.prepared_models]
+        models = [*self._new.values(), *self._prepared.prepared_models]
         own = {id(parameter) for model in models for parameter in self._strategy.plain(model).parameters()}
         for place in self._fresh:
             optimizer = _inner(self.results[place])
             held = [*parameters_of(optimizer)]
-            if held and not any(id(p) in own or is_sharded(p) or p in self._here.replaced for p in held):
+            if held and not any(id(p) in own or is_sharded(p) or p in self._prepared.replaced for p in held):
                 names = ", ".join(type(model).__name__ for model in self._new.values())
                 raise PrepareError(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
@@ -210,7 +210,7 @@ class _Objects:
                 )
 
     def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
-        here, strategy = self._here, self._strategy
+        here, strategy = self._prepared, self._strategy
         plan = here.plan
         steps = Steps(plan.precision, plan.device, here.options.dynamo, {id(new[place]) for place in as_is})
         replaced = here.replaced
@@ -232,12 +232,12 @@ class _Objects:
         refuse_pickles(plain.parameters())
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
         own = model if inside_compiled(model) is plain else plain
-        self._here.add_model(own, prepared)
+        self._prepared.add_model(own, prepared)
 
     def _wrap_optimizer(
         self, given: torch.optim.Optimizer, inner: torch.optim.Optimizer, placed: bool
     ) -> AcceleratedOptimizer:
-        here = self._here
+        here = self._prepared
         if isinstance(given, AcceleratedOptimizer):  # another accelerator's
             wrapped = given
             wrapped.follow(inner, here.accumulator, self._strategy)
@@ -259,118 +259,122 @@ class _Objects:
     def schedulers(self) -> None:
         for place in self._schedulers:
             if isinstance(self.results[place], LRScheduler):  # an engine may give something of its own
-                self.results[place] = prepare_scheduler(self._here, self.results[place])
+                self.results[place] = prepare_scheduler(self._prepared, self.results[place])
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def _known_as(here: Prepared, plain: nn.Module) -> nn.Module | None:
+def _known_as(prepared: Prepared, plain: nn.Module) -> nn.Module | None:
     """What was returned for a model that was prepared before."""
-    strategy = here.plan.strategy
-    return next((item for item in here.prepared_models if strategy.plain(item) is plain), None)
+    strategy = prepared.plan.strategy
+    return next((item for item in prepared.prepared_models if strategy.plain(item) is plain), None)
 
 
-def prepare_for_evaluation(here: Prepared, model: nn.Module, placed: bool) -> nn.Module:
+def prepare_for_evaluation(prepared: Prepared, model: nn.Module, placed: bool) -> nn.Module:
     """Convert, place and compile a model without what its strategy adds for training."""
-    strategy = here.plan.strategy
+    strategy = prepared.plan.strategy
     plain = strategy.plain(model)
-    known = _known_as(here, plain)
+    known = _known_as(prepared, plain)
     if known is not None:
         if not strategy.is_outdated(known):
             return known
         model = plain
-    _check_device_map(here, model)
-    if here.plan.sequence is not None:
-        here.plan.sequence.prepare(plain)
-    steps = Steps(here.plan.precision, here.plan.device, here.options.dynamo, () if placed else {id(model)})
-    prepared = steps.compile(steps.place(steps.convert(model)))
+    _check_device_map(prepared, model)
+    if prepared.plan.sequence is not None:
+        prepared.plan.sequence.prepare(plain)
+    steps = Steps(
+        prepared.plan.precision, prepared.plan.device, prepared.options.dynamo, () if placed else {id(model)}
+    )
+    result = steps.compile(steps.place(steps.convert(model)))
     if known is not None:
-        here.forget_model(known)
-    mark_prepared(prepared)
-    here.add_model(model, prepared)
-    return prepared
+        prepared.forget_model(known)
+    mark_prepared(result)
+    prepared.add_model(model, result)
+    return result
 
 
-def _check_device_map(here: Prepared, model: nn.Module) -> None:
+def _check_device_map(prepared: Prepared, model: nn.Module) -> None:
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None:
         return
     devices = sorted({str(device) for device in device_map.values()})
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    untrained = ("disk",) if here.plan.device.type == "cpu" else ("cpu", "disk")
+    untrained = ("disk",) if prepared.plan.device.type == "cpu" else ("cpu", "disk")
     away = [device for device in devices if device in untrained]
     if quantised and away:
         raise PrepareError(
             f"The quantised model has parts on {' and '.join(away)} by its device_map, where they cannot be trained. "
             "Load it with device_map={'': accelerator.device}."
         )
-    if len(devices) < 2 or here.process.num_processes == 1:
+    if len(devices) < 2 or prepared.process.num_processes == 1:
         return
     raise PrepareError(
         f"The model is spread over {devices} by its device_map, which cannot be combined with "
-        f"{here.process.num_processes} processes: each needs the whole model on its own device. Load it without "
+        f"{prepared.process.num_processes} processes: each needs the whole model on its own device. Load it without "
         "device_map, or start one process."
     )
 
 
 def prepare_loader(
-    here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
+    prepared: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
 ) -> PreparedLoader:
     """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
-    if _is_new(here, loader):
-        _meet(here, "prepare_data_loader", [type(loader).__name__])
-    prepared = _own_part(here, loader, placed, slice_fn)
-    if prepared is not loader:
-        check_lengths(here.plan.strategy.batch, [prepared])
-    return prepared
+    if _is_new(prepared, loader):
+        _meet(prepared, "prepare_data_loader", [type(loader).__name__])
+    result = _own_part(prepared, loader, placed, slice_fn)
+    if result is not loader:
+        check_lengths(prepared.plan.strategy.batch, [result])
+    return result
 
 
-def _is_new(here: Prepared, loader: DataLoader[Any]) -> bool:
+def _is_new(prepared: Prepared, loader: DataLoader[Any]) -> bool:
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
-    return not any(loader is known or epoch is known.epoch_state for known in here.loaders)
+    return not any(loader is known or epoch is known.epoch_state for known in prepared.loaders)
 
 
-def _meet(here: Prepared, operation: str, names: Sequence[str], *, shared: bool = False) -> None:
+def _meet(prepared: Prepared, operation: str, names: Sequence[str], *, shared: bool = False) -> None:
     """Wait until all ranks call `operation`.
 
     Args:
-        here: what is prepared.
+        prepared: what is prepared.
         operation: its name.
         names: of what is prepared, for the message.
         shared: ranks hold parts or copies of it; else they share out the batches of loaders alone.
     """
-    if shared or here.plan.strategy.batch.size > 1:
-        here.process.all_take_part(
+    if shared or prepared.plan.strategy.batch.size > 1:
+        prepared.process.all_take_part(
             operation,
             f"All ranks must prepare {', '.join(names)}, because they work on it together: move the call out of "
             "`if accelerator.is_main_process:`, or leave unprepared what one rank uses alone.",
         )
 
 
-def _own_part(here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None) -> PreparedLoader:
-    if not _is_new(here, loader):
+def _own_part(
+    prepared: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
+) -> PreparedLoader:
+    if not _is_new(prepared, loader):
         return loader  # type: ignore[return-value]
-    prepared = prepare_for_ranks(
+    result = prepare_for_ranks(
         loader,
-        here.plan.strategy.batch,
-        here.options.loaders,
-        device=here.plan.device if placed else None,
-        rng_types=list(here.options.rng_types),
+        prepared.plan.strategy.batch,
+        prepared.options.loaders,
+        device=prepared.plan.device if placed else None,
+        rng_types=list(prepared.options.rng_types),
         slice_fn=slice_fn,
-        ledger=here.ledger,
+        ledger=prepared.ledger,
     )
-    mark_prepared(prepared)
-    strategy = here.plan.strategy
-    if here.plan.sequence is not None:
-        prepared.shard_batch = here.plan.sequence.shard_batch
+    mark_prepared(result)
+    strategy = prepared.plan.strategy
+    if prepared.plan.sequence is not None:
+        result.shard_batch = prepared.plan.sequence.shard_batch
     elif type(strategy).shard_batch is not Strategy.shard_batch:
-        prepared.shard_batch = strategy.shard_batch
-    if here.preemption is not None:
-        here.preemption.protect_workers(prepared)
-    here.loaders.append(prepared)
-    return prepared
+        result.shard_batch = strategy.shard_batch
+    if prepared.preemption is not None:
+        prepared.preemption.protect_workers(result)
+    prepared.loaders.append(result)
+    return result
 
 
 @contextlib.contextmanager
@@ -396,40 +400,42 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
             sampler.even_batches = before
 
 
-def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(prepared: Prepared, scheduler: Any) -> AcceleratedScheduler:
     """Tie a scheduler to its prepared optimizer, or to all of them when it names none."""
-    if any(scheduler is known for known in here.schedulers):
-        prepared: AcceleratedScheduler = scheduler
-        return prepared
+    if any(scheduler is known for known in prepared.schedulers):
+        result: AcceleratedScheduler = scheduler
+        return result
     if isinstance(scheduler, AcceleratedScheduler):  # another accelerator's
         scheduler = scheduler.scheduler
     target = getattr(scheduler, "optimizer", None)
     owners = [
         known
-        for known in here.optimizers
+        for known in prepared.optimizers
         if target is known or target is known.optimizer or target is known.given
     ]
     for owner in owners:
         if owner.given is not owner.optimizer:
             follow(scheduler, owner.given, owner.optimizer)
-    options = here.options
+    options = prepared.options
     wrapped = AcceleratedScheduler(
         scheduler,
-        owners or list(here.optimizers),
+        owners or list(prepared.optimizers),
         step_with_optimizer=options.step_scheduler_with_optimizer,
         split_batches=options.loaders.split_batches,
-        steps_per_call=_schedule_steps(here),
+        steps_per_call=_schedule_steps(prepared),
         advance_while_accumulating=options.adjust_scheduler,
-        accumulator=here.accumulator,
+        accumulator=prepared.accumulator,
     )
     mark_prepared(wrapped)
-    here.schedulers.append(wrapped)
+    prepared.schedulers.append(wrapped)
     return wrapped
 
 
-def _schedule_steps(here: Prepared) -> int:
+def _schedule_steps(prepared: Prepared) -> int:
     """Steps of a schedule for one step of the optimizer: schedules are planned for one process."""
-    options = here.options
+    options = prepared.options
     return (
-        here.plan.strategy.batch.size if options.scale_scheduler and not options.loaders.split_batches else 1
+        prepared.plan.strategy.batch.size
+        if options.scale_scheduler and not options.loaders.split_batches
+        else 1
     )
