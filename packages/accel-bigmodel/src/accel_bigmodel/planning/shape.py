@@ -48,7 +48,7 @@ class Timeline:
     phases: tuple[Phase, ...]
 
     def with_more_units(self, count: int) -> Timeline:
-        """The timeline of a model that has so many further units, equal to the third, after it.
+        """The timeline of a model with `count` more units behind the third, each equal to the third.
 
         Each of them keeps what the third adds to the second.
         """

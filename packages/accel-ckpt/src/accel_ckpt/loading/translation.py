@@ -333,7 +333,7 @@ class Translation:
         return self._base.tensor(self._raw[name]) if value is None else value
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
+        """The pairs of names whose values differ."""
         here = [pair for pair in pairs if all(name in self._values for name in pair)]
         there = {
             (self._raw[first], self._raw[second]): (first, second)

@@ -92,7 +92,7 @@ class WeightSource(Protocol):
         """A tensor on the CPU; a private view where ``is_mapped``, else in memory of its own."""
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal; of broadcast weights the answer for all ranks."""
+        """The pairs of names whose values differ. Where weights are broadcast, all ranks get the same answer."""
 
     def begin(self, names: Sequence[str]) -> None:
         """Say which tensors will be asked for, each once, best in this order. Of broadcast weights a collective."""

@@ -28,7 +28,7 @@ _HOLDING = (SavedTensor, torch.Tensor, Mapping, list, tuple)
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """A new tensor, of the shape, device and division of another one."""
+    """Describes a tensor to be made: with the shape, device and division of another one, and a dtype of its own."""
 
     tensor: torch.Tensor
     dtype: torch.dtype

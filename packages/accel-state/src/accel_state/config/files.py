@@ -188,7 +188,7 @@ def read_layer(path: str | Path) -> FileLayer:
 
 
 def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
-    """The same for data with the keys of a file.
+    """Read data with the keys of a file as a layer of ``resolve``.
 
     Args:
         data: keys to values, in the places that they have in a file.

@@ -39,7 +39,7 @@ class Target:
     kind: Literal["script", "module", "program"] = "script"
 
     def watched_argv(self, python: str = sys.executable) -> tuple[str, ...]:
-        """The same for a rank that its launcher watches from the first moment; a program cannot be watched so."""
+        """The command of a rank that its launcher watches from its first moment on; of a program the plain command."""
         if self.kind == "program":
             return self.argv(python)
         return (python, "-m", "accel_state.launching.ranks.worker", self.kind, self.name, *self.args)

@@ -451,7 +451,7 @@ class Accumulator:
             self._strategy.check_step(optimizer, self._all_models)
 
     def expect_equal_losses(self) -> None:
-        """The script computes a loss over the samples of all ranks, which is the same on each."""
+        """Accept equal losses on all ranks from now on: the script computes them over the samples of all ranks."""
         if self._first is not None:
             self._first.expect_equal_losses()
 

@@ -15,7 +15,7 @@ __all__ = ["GarbageCollector", "collect_garbage"]
 
 
 class GarbageCollector(StepObserver):
-    """Collects after every so many optimizer steps.
+    """Runs Python's garbage collector after every `every` optimizer steps.
 
     Args:
         every: how many steps; ranks take the same steps, so they collect at the same ones.

@@ -141,7 +141,7 @@ class AcceleratorState:
 
     @property
     def _mixed_precision(self) -> str:
-        """The same, under the name that clients of Accelerate write.
+        """As `mixed_precision`, under the name that clients of Accelerate write.
 
         Raises:
             OptionError: another one is written: models, scaler and loss scaling were set up for this one.

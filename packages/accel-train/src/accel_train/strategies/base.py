@@ -206,7 +206,7 @@ class ModelSteps(Protocol):
         ...
 
     def compile_in_place(self, model: nn.Module) -> None:
-        """The same without a wrapper, for engines that must find the module itself."""
+        """As `compile`, without a wrapper, for engines that must find the module itself."""
         ...
 
 

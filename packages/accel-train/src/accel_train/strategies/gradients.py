@@ -95,7 +95,10 @@ def any_nonfinite(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _all_finite(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Whether the norm of each is finite; the largest magnitude is, exactly if all elements are. Copies none."""
+    """Whether each gradient has a finite norm, without copying it.
+
+    With `norm_type` infinity, the largest magnitude, that is exact: it is finite if and only if all elements are.
+    """
     return torch.isfinite(torch.stack(torch._foreach_norm(gradients, norm_type))).all()
 
 

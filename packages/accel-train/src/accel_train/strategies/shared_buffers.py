@@ -27,7 +27,7 @@ def saved_buffers(model: nn.Module) -> list[Tensor]:
 
 
 def running_averages(model: nn.Module) -> list[Tensor]:
-    """Those of `saved_buffers` that normalisation layers compute from batches."""
+    """The saved buffers in which normalisation layers keep averages over batches."""
     own = {
         id(buffer)
         for module in model.modules()

@@ -117,7 +117,7 @@ def read_manifest(store: Store) -> Manifest:
 
 
 def open_manifest(store: Store) -> tuple[Manifest, bytes]:
-    """The same, and its text."""
+    """The manifest of a checkpoint, and the text that it was read from."""
     try:
         raw = store.read(MANIFEST_NAME)
     except CheckpointNotFoundError as error:

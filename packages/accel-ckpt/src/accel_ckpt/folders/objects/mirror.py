@@ -85,7 +85,7 @@ class Mirror:
                 ) from error
 
     def add(self, name: str, content: bytes) -> Path:
-        """Put a file beside them that is no object of theirs."""
+        """Write a file into the mirror that has no object in the store."""
         path = inside(self.folder, name)
         path.write_bytes(content)
         return path

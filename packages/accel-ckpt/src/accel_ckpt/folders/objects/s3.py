@@ -50,7 +50,7 @@ class S3Store(Store):
         )
 
     def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
-        """As of any store: the server says that there is no bucket, and s3fs that there is nothing in it."""
+        """See `Store.missing_bucket`: s3fs reports an empty listing, caused by the server's error about the bucket."""
         said = error.__cause__
         return str(error) if said is not None and said.__cause__ is not None else None
 

@@ -58,7 +58,7 @@ class Upload(Protocol):
         """Send part `number`, from 1 on; from any thread."""
 
     def complete(self, size: int) -> None:
-        """Let the object appear, of so many bytes; after all parts were sent."""
+        """Make the object of `size` bytes visible, after all parts were sent."""
 
     def abort(self) -> None:
         """Give it up."""
@@ -126,7 +126,7 @@ class Store:
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
 
     def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
-        """What to say if a listing found nothing because there is no bucket; None: there may be nothing in it."""
+        """The message for a listing that failed because the bucket is missing; None: the bucket may just be empty."""
         return None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:

@@ -48,7 +48,7 @@ class UploadDisk(Disk):
         return number
 
     def set_direct(self, descriptor: int, direct: bool) -> bool:
-        """There is no page cache."""
+        """Direct writes bypass the page cache of a disk, which uploads do not have."""
         return False
 
     def write(self, descriptor: int, data: memoryview) -> int:

@@ -54,7 +54,7 @@ class RuntimeSection(Section):
     )
     in_tpu_pod: bool = option(False, help="Set on the machines of a TPU pod.", in_file=False, in_flags=False)
     rehearsal: int | None = option(
-        help="Optimizer steps of a rehearsal (accel rehearse): this process is one rank of a world that is not there.",
+        help="Optimizer steps of a rehearsal (accel rehearse): this process simulates one rank of a larger world.",
         low=1,
         in_file=False,
         in_flags=False,

@@ -133,7 +133,7 @@ def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
 
 
 def _offload_on_cpu(config: dict[str, Any]) -> None:
-    """Without an accelerator there is no memory to pin."""
+    """Switch pinned memory off where there is no accelerator: pinning needs one."""
     if torch.accelerator.is_available():
         return
     for part in ("offload_optimizer", "offload_param"):

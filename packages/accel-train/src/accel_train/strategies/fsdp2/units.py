@@ -172,7 +172,7 @@ def _by_class(model: nn.Module, names: tuple[str, ...], given: bool) -> list[nn.
 
 
 def _by_size(module: nn.Module, least: int) -> Iterable[nn.Module]:
-    """Modules that have at least so many parameters outside of units inside them."""
+    """The modules with at least `least` parameters, not counting those of units inside them."""
     return _large(module, max(1, least), set())
 
 

@@ -63,7 +63,7 @@ class Batch:
         return found
 
     def divided(self, context: ContextPart | None) -> Batch:
-        """The same for the positions of this rank."""
+        """The batch with the positions of this rank only."""
         if context is None:
             return self
         length = self.tokens.shape[1]
