@@ -106,7 +106,7 @@ class _Saved:
 class SavedTensor:
     """A tensor of a checkpoint, of which nothing but the header has been read.
 
-    It stands in a saved state in the place of a tensor that ranks divide, so that each reads its part with `fill`.
+    A saved state has it in the place of a tensor that ranks divide, so that each reads its part with ``fill``.
     """
 
     name: str

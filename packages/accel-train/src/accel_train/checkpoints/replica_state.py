@@ -58,7 +58,7 @@ class ReplicaStates(StatePart):
             if kept:
                 _logger.warning(
                     f"{saved.directory} holds {', '.join(sorted(kept))} of each of {saved.saved_by} ranks, with which "
-                    f"{saved.ranks} ranks cannot continue: it begins anew."
+                    f"{saved.ranks} ranks cannot continue: it begins from the start."
                 )
             return None
         for model, state in zip(self._prepared, states, strict=False):

@@ -127,7 +127,7 @@ class Accumulator:
         rehearsed: the other ranks are not there.
 
     Attributes:
-        observers: who is told of backward passes and steps.
+        observers: see backward passes and steps.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is told of the steps of a training: the guard, the progress for the launcher, garbage collection, and others.
+"""Observers of the steps of a training: the guard, the progress for the launcher, garbage collection, and others.
 
 Each of them is rare, so an `Accumulator` has one list of those in use, and a step without any asks nobody.
 """
@@ -20,7 +20,7 @@ __all__ = ["Progress", "StepCount", "StepObserver"]
 
 
 class StepObserver:
-    """Is told of backward passes and steps; overrides what it needs. Observers are told in the order of the list.
+    """Sees backward passes and steps; a subclass overrides what it needs. Observers are called in the order of the list.
 
     Optimizers are the prepared ones, but for `check_optimizer`.
     """

@@ -69,7 +69,7 @@ class Adapted(Protocol):
 
     @property
     def precision(self) -> _Precision:
-        """Is told of values that an optimizer's step did not give."""
+        """Receives the models whose values an optimizer's step did not give."""
         ...
 
     def plain(self, model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ class TransparentDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, averages=True)
+        self.__dict__.update(armed=False, averages=True, is_built=True)
         self.__class__ = _WritesThrough  # not before, because DDP sets dozens of attributes of its own
 
     @property
@@ -52,11 +52,12 @@ class TransparentDDP(DistributedDataParallel):
 
 
 class _WritesThrough(TransparentDDP):
-    """A wrapper that is built."""
+    """A wrapper that is built; a copy of one is not until it has the attributes of the first."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What only the model has is set there: on the wrapper it would be read back and have no effect."""
-        if name not in self.__dict__ and not hasattr(type(self), name) and name != "module":
+        own = self.__dict__
+        if "is_built" in own and name not in own and not hasattr(type(self), name) and name != "module":
             module = self.module
             if hasattr(module, name):
                 setattr(module, name, value)
