@@ -20,7 +20,7 @@ __all__ = ["Progress", "StepCount", "StepObserver"]
 
 
 class StepObserver:
-    """Sees backward passes and steps; a subclass overrides what it needs. Observers are called in the order of the list.
+    """Sees backward passes and steps; a subclass overrides what it needs. They are called in the order of the list.
 
     Optimizers are the prepared ones, but for `check_optimizer`.
     """
