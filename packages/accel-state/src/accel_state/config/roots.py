@@ -51,9 +51,8 @@ def root_of_environment(environ: Mapping[str, str]) -> type[LaunchConfig]:
     known = schema_of(LaunchConfig).by_variable
     if selects_installed(environ.get("ACCELERATE_DISTRIBUTED_TYPE") or None):
         return complete_root()
-    if any(name.startswith(_SWITCH) and name not in known for name in environ):
-        return complete_root()
-    return LaunchConfig
+    switches = {name for name in environ if name.startswith(_SWITCH)}
+    return LaunchConfig if switches <= known.keys() else complete_root()
 
 
 def selects_installed(value: object) -> bool:
