@@ -33,7 +33,7 @@ class ObjectFolder(Folder):
 
     @property
     def on_this_machine(self) -> bool:
-        """It is not."""
+        """Whether paths lead to the files themselves: not in object storage."""
         return False
 
     def begin(
