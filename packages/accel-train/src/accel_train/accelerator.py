@@ -78,6 +78,9 @@ from accel_train.tracking.selection import select_trackers
 
 __all__ = ["Accelerator"]
 
+_logger = get_logger(__name__)
+
+T = TypeVar("T")
 # Types of prepared objects: models, optimizers, loaders and schedulers come back as instances of what they were.
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
@@ -269,7 +272,7 @@ class Accelerator:
             rehearsal.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
-        self.flag_tensor = None
+        self.flag_tensor: Tensor | None = None
 
     # Facts about the process
 
@@ -1551,15 +1554,6 @@ class Accelerator:
     @_custom_objects.setter
     def _custom_objects(self, objects: Iterable[Any]) -> None:
         _replace(self._custom_objects, objects)
-
-
-T = TypeVar("T")
-
-
-_logger = get_logger(__name__)
-
-
-T = TypeVar("T")
 
 
 def _replace(items: MutableSequence[T], values: Iterable[T]) -> None:
