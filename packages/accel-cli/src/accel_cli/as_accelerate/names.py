@@ -83,7 +83,7 @@ def answer(module: str, stub: str) -> tuple[Callable[[str], Any], Callable[[], l
 
     Args:
         module: its name.
-        stub: the file that lists its names. Those that the module itself is said to define are modules inside it,
+        stub: the file that lists its names. Names that the stub imports from the module itself are modules inside it,
             which are its attributes without being imported by name.
 
     Returns:
