@@ -18,7 +18,7 @@ from accel_bigmodel.errors import OffloadError
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.format.reader import MappedShard
-from accel_ckpt.format.writer import about_tensors, lay_out, plain_on
+from accel_ckpt.format.writer import about_tensors, check_writable, lay_out, plain_on
 from accel_ckpt.tensor_storage import as_bytes
 
 __all__ = ["CacheFile", "OffloadCache", "check_folder"]
@@ -73,6 +73,8 @@ class OffloadCache:
             OffloadError: the folder cannot be written, or does not have enough space.
             UnsupportedValueError: a tensor has a dtype that the format does not support, or has no values.
         """
+        for name, tensor in tensors.items():
+            check_writable(name, tensor)
         about = about_tensors(tensors)
         digest = xxhash.xxh3_128()
         for name in sorted(tensors):
