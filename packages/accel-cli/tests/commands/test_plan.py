@@ -46,7 +46,7 @@ def test_the_reason_is_true_of_the_table(capsys, folder):
     tensor = next(row for row in found["strategies"] if row["name"] == "tp")
     assert tensor["fits"]
     assert tensor["traffic"] < min(fitting.values())
-    assert "whose ranks read batches of their own, " in out
+    assert "whose ranks read different batches, " in out
     assert f"{min(fitting, key=lambda name: fitting[name])} sends least" in out or "it sends least" in out
 
 
