@@ -27,7 +27,7 @@ def test_the_folders_of_the_questions_are_there():
 def test_the_commands_are_scripts_of_hatch():
     environments = tomllib.loads((ROOT / "hatch.toml").read_text(encoding="utf-8"))["envs"]
     commands = re.findall(r"hatch run ([\w:-]+)", TEXT)
-    assert "exports" in commands
+    assert "check" in commands
     for command in commands:
         if command == "pytest":  # the program itself, in the default environment
             continue
