@@ -45,5 +45,5 @@ class Registry(Generic[T]):
             raise OptionError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names())}.{hint}")
         return cast(T, load(place))
 
-    def _installed(self) -> dict[str, str]:
-        return dict(entry_points(self._group))
+    def _installed(self) -> Mapping[str, str]:
+        return entry_points(self._group)

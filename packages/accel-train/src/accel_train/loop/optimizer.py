@@ -72,9 +72,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         given: torch.optim.Optimizer | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.given = (
-            optimizer if given is None else given
-        )  # what the script gave; schedulers that are prepared later may be of it
+        # What the script gave: schedulers that are prepared later may be of it.
+        self.given = optimizer if given is None else given
         self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
         self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False

@@ -111,37 +111,37 @@ class _Objects:
     def models_and_optimizers(self) -> None:
         if not (self._models or self._optimizers or self._schedulers):
             return
-        here, strategy, new, fresh = self._prepared, self._strategy, self._new, self._fresh
-        known = {id(scheduler) for scheduler in here.schedulers}
+        prepared, strategy, new, fresh = self._prepared, self._strategy, self._new, self._fresh
+        known = {id(scheduler) for scheduler in prepared.schedulers}
         schedulers = [place for place in self._schedulers if id(self.results[place]) not in known]
         parts = Parts(
             models=list(new.values()),
             optimizers=[_inner(self.results[place]) for place in fresh],
             schedulers=[self.results[place] for place in schedulers],
             loaders=[self.results[place] for place in self._loaders],
-            schedule_steps=_schedule_steps(here),
+            schedule_steps=_schedule_steps(prepared),
         )
         if new or fresh or parts.schedulers:
             parts = self._prepare_parts(
                 parts, as_is=[place for place in new if not self._placed[place]], new=new
             )
         for outdated in self._outdated:
-            here.forget_model(outdated)
+            prepared.forget_model(outdated)
         if new:
             share_draws(strategy.batch)
-        for place, model, prepared in zip(new, new.values(), parts.models, strict=True):
-            self._register_model(model, prepared)
-            self.results[place] = prepared
+        for place, model, result in zip(new, new.values(), parts.models, strict=True):
+            self._register_model(model, result)
+            self.results[place] = result
         for place, optimizer in zip(fresh, parts.optimizers, strict=True):
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
         for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
             self.results[place] = scheduler
-        wrapped = {id(own): known for known in here.optimizers for own in (known.given, known.optimizer)}
+        wrapped = {id(own): known for known in prepared.optimizers for own in (known.given, known.optimizer)}
         for place in self._optimizers:
             self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
         for place, model in self._models.items():
             if place not in new:
-                known_as = _known_as(here, strategy.plain(model))
+                known_as = _known_as(prepared, strategy.plain(model))
                 assert known_as is not None, "prepared before, or in this call"
                 self.results[place] = known_as
 
@@ -210,10 +210,12 @@ class _Objects:
                 )
 
     def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
-        here, strategy = self._prepared, self._strategy
-        plan = here.plan
-        steps = Steps(plan.precision, plan.device, here.options.dynamo, {id(new[place]) for place in as_is})
-        replaced = here.replaced
+        prepared, strategy = self._prepared, self._strategy
+        plan = prepared.plan
+        steps = Steps(
+            plan.precision, plan.device, prepared.options.dynamo, {id(new[place]) for place in as_is}
+        )
+        replaced = prepared.replaced
         plain = [strategy.plain(model) for model in parts.models]
         if plan.sequence is not None:
             for model in plain:
@@ -222,7 +224,7 @@ class _Objects:
             strategy.options.config.mark_used()
         with followed(plain, replaced, lambda: [strategy.plain(model) for model in done.models]):
             done = strategy.prepare(parts, steps)
-        for optimizer in [*(_inner(known) for known in here.optimizers), *done.optimizers]:
+        for optimizer in [*(_inner(known) for known in prepared.optimizers), *done.optimizers]:
             replaced.relink(optimizer)
         return done
 
@@ -237,23 +239,23 @@ class _Objects:
     def _wrap_optimizer(
         self, given: torch.optim.Optimizer, inner: torch.optim.Optimizer, placed: bool
     ) -> AcceleratedOptimizer:
-        here = self._prepared
+        prepared = self._prepared
         if isinstance(given, AcceleratedOptimizer):  # another accelerator's
             wrapped = given
-            wrapped.follow(inner, here.accumulator, self._strategy)
+            wrapped.follow(inner, prepared.accumulator, self._strategy)
         else:
             wrapped = AcceleratedOptimizer(
                 inner,
                 device_placement=placed,
-                accumulator=here.accumulator,
+                accumulator=prepared.accumulator,
                 strategy=self._strategy,
                 given=given,
             )
             mark_prepared(wrapped)
         if wrapped.given is not inner:
-            for scheduler in here.schedulers:
+            for scheduler in prepared.schedulers:
                 follow(scheduler.scheduler, wrapped.given, inner)
-        here.optimizers.append(wrapped)
+        prepared.optimizers.append(wrapped)
         return wrapped
 
     def schedulers(self) -> None:
