@@ -15,6 +15,18 @@ PAGES = [
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+# Pages whose commands start many worlds: for the long run.
+LONG = {
+    "packages/accel-cli/README.md",
+    *(
+        f"docs/guides/{guide}.md"
+        for guide in (
+            "as-accelerate", "containers", "ddp", "hugging-face", "launching", "local-sgd", "memory-estimates",
+            "multi-node", "other-checkpoints", "pipeline-inference", "preemption", "rehearse", "several-models",
+            "troubleshooting",
+        )
+    ),
+}  # fmt: skip
 CODE = [block for page in PAGES for block in blocks.parse(page) if block.runs]
 SKIPPED = [block for block in CODE if blocks.skip_reason(block) is not None]
 
@@ -23,7 +35,11 @@ def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+def _marks(page: Path) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] if _name(page) in LONG else []
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=_name(page), marks=_marks(page)) for page in PAGES])
 def test_page(page, tmp_path):
     if any(block.page == page and block not in SKIPPED for block in CODE):
         worlds.run(blocks.run_page, 1, str(page), str(tmp_path), timeout=280)

@@ -130,14 +130,14 @@ def load(folder):
         assert all(torch.equal(whole[name], values(name, seed)) for name in SHAPES)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.full)])
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
     worlds.run(save, request.param, str(folder))
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, 4])
 def test_any_division_loads_into_any_other(saved, ranks):
     worlds.run(load, ranks, str(saved))
 

@@ -17,7 +17,7 @@ import pytest
 from testkit import blocks, limits, worlds
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 
 
 def _script(path: str, folder: str, arguments: list[str]) -> str:
@@ -153,6 +153,7 @@ def test_gan_reaches_the_circle(world, tmp_path):
     assert radius[-1] == pytest.approx(2, abs=0.4)
 
 
+@pytest.mark.full
 @WORLDS
 def test_diffusion_samples_digits(world, tmp_path):
     output = _run("diffusion.py", world, tmp_path)
@@ -213,7 +214,7 @@ def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_pat
     assert run("--plain").returncode == 137
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
 def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
     """`hatch run engines:deepspeed` does so with deepspeed.yaml."""
     from safetensors.torch import load_file

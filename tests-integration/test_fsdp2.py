@@ -120,7 +120,11 @@ def check(results, wanted, bound=1e-6):
             torch.testing.assert_close(value, weights[name], rtol=bound, atol=max(bound, 1e-5), msg=name)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, mixtral], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [llama, *(pytest.param(make, marks=pytest.mark.full) for make in (gpt2, mixtral))],
+    ids=lambda make: make.__name__,
+)
 def test_t28_models_of_transformers_train_as_with_ddp(make):
     results = worlds.run(train, 2, make)
     check(results, expected(make))
@@ -172,6 +176,7 @@ def test_recomputed_blocks_cache_nothing():
     check(worlds.run(train, 2, eager, activation_checkpointing=True), expected(eager))
 
 
+@pytest.mark.full
 def test_replicas_of_sharded_models():
     results = worlds.run(train, 4, llama, dp_replicate_size=2)
     check(results, expected(llama, 4))
@@ -204,7 +209,7 @@ def test_hybrid_sharding_keeps_a_replica_on_each_machine(name):
         assert held < 0.55
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_precision(precision):
     wanted = worlds.run(train, 2, llama, strategy="ddp", precision=precision)[0]
     results = worlds.run(train, 2, llama, precision=precision)
@@ -403,7 +408,7 @@ def replicated(accumulation):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_model_that_the_script_has_sharded_is_taken_as_it_is(strategy, accumulation):
     wanted = worlds.run(replicated, 2, accumulation)[0]
     for found in worlds.run(shard_alone, 2, strategy, accumulation):

@@ -83,11 +83,11 @@ accelerator.end_training()
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("fsdp1", "told FSDP 2 bf16 3 True True"),
+        pytest.param("fsdp1", "told FSDP 2 bf16 3 True True", marks=pytest.mark.full),
         ("fsdp2", "told FSDP 2 bf16 3 True True"),
         pytest.param("flags", "told FSDP 2 no 3 True False", marks=pytest.mark.full),
         pytest.param("plugin", "told FSDP 2 no 3 True False", marks=pytest.mark.full),
-        ("torchrun", "told FSDP 2 no 3 True False"),
+        pytest.param("torchrun", "told FSDP 2 no 3 True False", marks=pytest.mark.full),
     ],
 )
 def test_user_paths(tmp_path, how, expected):

@@ -81,7 +81,10 @@ def test_one_process_is_a_world_of_one(tmp_path):
     "launcher",
     [
         ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-        ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--use_env", "--master_port", "PORT"],
+        pytest.param(
+            ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--use_env", "--master_port", "PORT"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["torchrun", "torch.distributed.launch"],
 )
@@ -120,7 +123,7 @@ def test_t30_two_concurrent_launches_pass(script):
         assert len(out.splitlines()) == 2
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.full), "c10d"])
 def test_two_machines_are_one_world(script, backend, tmp_path):
     port = str(worlds.free_port())
     temporary = tmp_path / "temporary"

@@ -82,7 +82,7 @@ def load(make, strategy, folder):
 FULL = pytest.mark.full
 SAVED = [
     pytest.param(gpt2, "fsdp2", 2, [("single", 1), ("ddp", 2)], id="gpt2-fsdp2"),
-    pytest.param(gpt2, "ddp", 2, [("fsdp2", 2)], id="gpt2-ddp"),
+    pytest.param(gpt2, "ddp", 2, [("fsdp2", 2)], id="gpt2-ddp", marks=FULL),
     pytest.param(gpt2, "hsdp", 4, [("offload", 2), ("fsdp2", 2)], id="gpt2-hsdp", marks=FULL),
     pytest.param(llama, "fsdp2", 4, [("ddp", 2), ("hsdp", 4), ("single", 1)], id="llama-fsdp2", marks=FULL),
     pytest.param(llama, "single", 1, [("fsdp2", 2), ("hsdp", 4)], id="llama-single", marks=FULL),

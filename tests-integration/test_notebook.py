@@ -73,6 +73,7 @@ def test_a_failing_rank_shows_its_traceback_in_the_notebook():
     assert text(cells[3]) == "alive\n"
 
 
+@pytest.mark.full
 def test_a_notebook_that_has_an_accelerator_already_is_told():
     cells = execute(SETUP, "state = PartialState()", "notebook_launcher(print, num_processes=2)", raises=True)
     error = next(output for output in cells[2].outputs if output["output_type"] == "error")
@@ -98,6 +99,7 @@ def train(label):
 """
 
 
+@pytest.mark.full
 def test_one_process_then_two_then_one_in_the_same_notebook():
     cells = execute(
         ACCELERATOR,
@@ -122,6 +124,7 @@ def test_a_state_of_a_later_cell_is_refused_also_after_one_process():
     assert "an Accelerator or PartialState already exists in this process" in error["evalue"]
 
 
+@pytest.mark.full
 def test_a_function_of_a_cell_is_sent_to_new_processes():
     cells = execute(
         SETUP, DEFINITION, "notebook_launcher(train, (3,), num_processes=2, start_method='spawn')"
@@ -144,6 +147,7 @@ def test_an_interrupt_ends_the_ranks_and_the_notebook_goes_on():
     assert text(cells[3]) == "alive\n"
 
 
+@pytest.mark.full
 def test_a_notebook_shows_each_rank_in_its_colour():
     cells = execute(SETUP, "notebook_launcher(lambda: print('x'), num_processes=2)", NO_COLOR="")
     assert sorted(text(cells[1]).splitlines()) == ["\x1b[35m[rank 1]\x1b[0m x", "\x1b[36m[rank 0]\x1b[0m x"]

@@ -198,9 +198,12 @@ def test_a_run_is_that_of_one_process(saved):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--num_processes", "1"],
-        ["--num_processes", "3", "--use_zero_redundancy"],
-        ["--num_processes", "3", "--use_zero_redundancy", "--zero_redundancy_parameters_as_bucket_view"],
+        pytest.param(["--num_processes", "1"], marks=pytest.mark.full),
+        pytest.param(["--num_processes", "3", "--use_zero_redundancy"], marks=pytest.mark.full),
+        pytest.param(
+            ["--num_processes", "3", "--use_zero_redundancy", "--zero_redundancy_parameters_as_bucket_view"],
+            marks=pytest.mark.full,
+        ),
         ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"],
     ],
     ids=["single", "three ranks", "bucket views", "fsdp2"],

@@ -163,11 +163,7 @@ CASES += [Case("llama", setting, "bf16") for setting in SETTINGS]
 
 
 def marks(case):
-    found = [needs_deepspeed] if case.setting.strategy == "deepspeed" else []
-    quick = (
-        case.model == "llama" and case.setting.name in ("single", "ddp", "fsdp2") and case.precision == "no"
-    )
-    return found if quick or found else [full]
+    return [needs_deepspeed] if case.setting.strategy == "deepspeed" else [full]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=case.name) for case in CASES])

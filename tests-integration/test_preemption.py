@@ -330,7 +330,7 @@ def assert_same_run(launches, name, size, *, whole_name=None, repeats=False):
     ("who", "size"),
     [
         ("one", 2),
-        ("all", 2),
+        pytest.param("all", 2, marks=pytest.mark.full),
         pytest.param("one", 4, marks=pytest.mark.full),
         pytest.param("all", 4, marks=pytest.mark.full),
     ],
@@ -373,6 +373,7 @@ def test_a_stopped_launcher_ends_with_75_and_goes_on_when_it_is_started_again(la
     assert_same_run(launches, name, size)
 
 
+@pytest.mark.full
 def test_every_process_of_the_job_is_told_as_slurm_does(launches):
     process = launches.start("slurm", 2, "--resume", delay=0.05, words=["workers"])
     launches.await_step("slurm", 7, rank=1)

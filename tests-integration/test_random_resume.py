@@ -9,7 +9,7 @@ import pytest
 
 from testkit.random_loops import RANKS, Case, describe, equal, failures
 
-SAMPLE = {"single": 8, "ddp": 4, "fsdp2": 3}
+SAMPLE = {"single": 4, "ddp": 3, "fsdp2": 2}
 CASES = 300
 
 

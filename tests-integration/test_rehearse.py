@@ -377,6 +377,7 @@ def cpu_seconds():
     return spent.ru_utime + spent.ru_stime
 
 
+@pytest.mark.full
 def test_a_large_world_costs_no_more_than_two_processes(script, tmp_path):
     """Seconds of computing, because other tests run at the same time."""
     path = script(TRAINING)

@@ -328,7 +328,7 @@ FAST = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_t5_resumed_equals_uninterrupted(tmp_path, ranks):
     """The losses of every batch and the final weights, bit for bit; each cell is stopped at two of three places."""
     at_start, at_window_end, _, at_epoch_end = places(ranks)
@@ -379,7 +379,9 @@ def altered(cells, folder, every):
     ]
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(1, 2), (2, 1), pytest.param(1, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(2, 1), *(pytest.param(1, every, marks=pytest.mark.full) for every in (1, 2))]
+)
 def test_saving_changes_nothing_for_the_run_that_goes_on(tmp_path, ranks, every):
     cells = [
         *(Cell(kind) for kind in KINDS),

@@ -95,7 +95,7 @@ def as_diffusers_does(
     return record
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("accumulation", "gathers", "norm"), [(1, True, False), (2, False, False), (1, False, True)]
 )

@@ -94,13 +94,13 @@ no_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="hatch run engines:deepspeed installs it"
 )
 CASES = [
-    ("fsdp2", "forward", "kill", 1),
+    pytest.param("fsdp2", "forward", "kill", 1, marks=full),
     ("fsdp2", "backward", "raise", 1),
-    ("fsdp2", "backward", "kill", 0),  # the host of the store
+    pytest.param("fsdp2", "backward", "kill", 0, marks=full),  # the host of the store
     pytest.param("fsdp2", "forward", "raise", 0, marks=full),
     pytest.param("fsdp2", "backward", "kill", 1, marks=full),
     ("tp", "forward", "kill", 1),
-    ("tp", "backward", "raise", 1),
+    pytest.param("tp", "backward", "raise", 1, marks=full),
     pytest.param("tp", "backward", "kill", 0, marks=full),
     pytest.param("tp", "forward", "raise", 0, marks=full),
     pytest.param("deepspeed", "forward", "kill", 1, marks=no_deepspeed),

@@ -147,7 +147,7 @@ CASES = [
     pytest.param(sharded("offload", 2), marks=full),
     pytest.param(sharded("fsdp2", 4), marks=full),
     pytest.param(sharded("hsdp", 4, replicas=2), marks=full),
-    Case("tp", 2, 12 / 2, 16 / 2),
+    pytest.param(Case("tp", 2, 12 / 2, 16 / 2), marks=full),
     pytest.param(Case("tp", 4, 12 / 4, 16 / 4), marks=full),
     pytest.param(Case("deepspeed1", 2, 4 + 12 / 2, 8 + 12 / 2, 4 / 2, 1), marks=no_deepspeed),
     pytest.param(Case("deepspeed2", 2, 4 + 12 / 2, 4 + 16 / 2, 8 / 2, 1), marks=no_deepspeed),

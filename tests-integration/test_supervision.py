@@ -71,6 +71,7 @@ def test_a_collective_of_this_project_is_named_with_its_line(tmp_path):
     assert "rank 0 differs from the others" in done.stderr
 
 
+@pytest.mark.full
 def test_an_endless_loop_in_training_is_found(tmp_path):
     stuck = "def before_forward(step):\n    while rank == 1 and step == 5:\n        pass\n"
     done = accel(tmp_path, "--step_timeout", "8", body=stuck + LOOP)
@@ -92,6 +93,7 @@ def test_the_time_out_of_a_collective_shows_where_the_others_are(tmp_path):
     assert "time.sleep(1000)" in done.stderr
 
 
+@pytest.mark.full
 def test_the_slow_rank_is_named(tmp_path):
     slow = "def before_forward(step):\n    time.sleep(0.03 if rank == 1 else 0)\n"
     done = accel(tmp_path, "--straggler_report", body=slow + LOOP, args=(str(tmp_path / "saved"),))

@@ -88,7 +88,7 @@ def ours(regional: bool, stored: torch.dtype | None, folder: str) -> Any:
     return [parameter.detach() for parameter in trained(plain)], plain.blocks[0].base.weight.dtype, compiled
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("regional", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.bfloat16, torch.float8_e4m3fn])
 def test_adapters_train_as_in_plain_pytorch(tmp_path: Any, stored: Any, regional: bool, ranks: int) -> None:

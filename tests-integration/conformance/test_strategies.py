@@ -109,10 +109,14 @@ REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS]
 
 
 def parameters(found: list[tuple[str, int]]) -> pytest.MarkDecorator:
-    """Variants of a strategy are for the long run."""
+    """Variants of a strategy, and worlds that are not its smallest, are for the long run."""
     marks = {True: [pytest.mark.full], False: []}
     return pytest.mark.parametrize(
-        ("name", "ranks"), [pytest.param(*cell, marks=marks[cell[0] in VARIANTS]) for cell in found]
+        ("name", "ranks"),
+        [
+            pytest.param(*cell, marks=marks[cell[0] in VARIANTS or cell[1] != ranks_of(cell[0])[0]])
+            for cell in found
+        ],
     )
 
 
@@ -445,6 +449,7 @@ def test_save_model(tmp_path, name, ranks):
         torch.testing.assert_close(saved, here, rtol=0, atol=0)
 
 
+@pytest.mark.full
 @smallest
 def test_an_error_on_one_rank_ends_all(name, ranks):
     """The others are inside a collective by then; nobody waits for a time-out."""

@@ -1,5 +1,7 @@
 """``accel plan``."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -17,57 +19,78 @@ SETTINGS = {
 SMALL = ("--seq_length", "32", "--reserve", "0")
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
-    return str(tmp_path)
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(SETTINGS))
+    return str(folder)
 
 
-def planned(capsys, *words):
-    code = main(["plan", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def planned(*words):
+    """The code, the facts of ``--json``, and what was said on standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["plan", *words, "--json"])
+    return code, json.loads(out.getvalue()), err.getvalue()
 
 
-def test_the_table_and_the_advice(capsys, folder):
-    assert main(["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL]) == 0
-    out = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def facts(folder):
+    """Of four devices; a plan takes seconds."""
+    return planned(folder, "--devices", "4", "--memory", "1GB", *SMALL)[1]
+
+
+@pytest.fixture(scope="module")
+def advised(folder, tmp_path_factory):
+    """The text for the same devices, what was said beside it, and the file that was written."""
+    file = tmp_path_factory.mktemp("written") / "run.yaml"
+    out, err = io.StringIO(), io.StringIO()
+    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file)]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(words) == 0
+    return out.getvalue(), err.getvalue(), file
+
+
+def test_the_table_and_the_advice(advised):
     for word in ("LlamaForCausalLM", "fsdp2 + offload", "deepspeed zero 3", "logits", "Advised: "):
-        assert word in out
+        assert word in advised[0]
 
 
-def test_the_reason_is_true_of_the_table(capsys, folder):
+def test_the_reason_is_true_of_the_table(advised, facts):
     """Tensor parallelism sends less than what is advised, and the words say that it is not meant."""
-    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL]
-    main(words)
-    out = capsys.readouterr().out
-    _, found = planned(capsys, *words[1:])
-    fitting = {row["name"]: row["traffic"] for row in found["strategies"] if row["fits"] and not row["costs"]}
-    tensor = next(row for row in found["strategies"] if row["name"] == "tp")
+    out = advised[0]
+    fitting = {row["name"]: row["traffic"] for row in facts["strategies"] if row["fits"] and not row["costs"]}
+    tensor = next(row for row in facts["strategies"] if row["name"] == "tp")
     assert tensor["fits"]
     assert tensor["traffic"] < min(fitting.values())
     assert "whose ranks read different batches, " in out
     assert f"{min(fitting, key=lambda name: fitting[name])} sends least" in out or "it sends least" in out
 
 
-def test_nothing_fits_and_what_would(capsys, folder):
-    assert main(["plan", folder, "--devices", "1", "--memory", "2MB", "--batch_size", "16", *SMALL]) == 1
+def test_nothing_fits_and_what_would(capsys, folder, tmp_path):
+    file = tmp_path / "none.yaml"
+    words = ["--devices", "1", "--memory", "2MB", "--batch_size", "16", *SMALL, "--write", str(file)]
+    assert main(["plan", folder, *words]) == 1
     out = capsys.readouterr().out
     assert "Nothing fits: " in out
     assert "- with --" in out
+    assert not file.exists()
 
 
-def test_adapters_take_less(capsys, folder):
-    _, whole = planned(capsys, folder, "--devices", "1", "--memory", "1GB", *SMALL)
-    _, few = planned(capsys, folder, "--devices", "1", "--memory", "1GB", "--lora", "2", *SMALL)
+def test_adapters_take_less(folder):
+    whole, few = (
+        planned(folder, "--devices", "1", "--memory", "1GB", *words, *SMALL)[1]
+        for words in ([], ["--lora", "2"])
+    )
     assert few["trainable"] == 8 * 2 * (4 * 128 + 3 * 192)
     assert few["strategies"][0]["peak"] < 0.6 * whole["strategies"][0]["peak"]
 
 
-def test_files_without_a_configuration(capsys, tmp_path):
+def test_files_without_a_configuration(tmp_path):
     tensors = {f"layers.{n}.weight": torch.zeros(10, 10) for n in range(3)} | {"head.weight": torch.zeros(5)}
     save_file(tensors, tmp_path / "m.safetensors")
-    code, facts = planned(capsys, str(tmp_path), "--devices", "2", "--device", "H100")
+    code, facts, _ = planned(str(tmp_path), "--devices", "2", "--device", "H100")
     assert (code, facts["parameters"], facts["blocks"]) == (0, 305, 3)
     assert "leave room for them" in facts["notes"][0]
     assert facts["devices"]["memory"] == 80e9
@@ -105,17 +128,14 @@ def test_the_files_that_launch_reads(capsys, folder, tmp_path):
             assert config.distributed_type == "MULTI_GPU"
 
 
-def test_writing(capsys, folder, tmp_path):
-    file = tmp_path / "run.yaml"
-    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file)]
-    assert main(words) == 0
-    assert "accel launch --config_file" in capsys.readouterr().err
+def test_writing(capsys, folder, advised):
+    _, said, file = advised
+    assert "accel launch --config_file" in said
+    written = file.read_text()
     assert load_config(file).num_processes == 4
-    assert main(words) == 2
+    assert main(["plan", folder, "--devices", "2", "--memory", "1GB", *SMALL, "--write", str(file)]) == 2
     assert "exists and is not changed" in capsys.readouterr().err
-    none = tmp_path / "none.yaml"
-    assert main(["plan", folder, "--devices", "1", "--memory", "1MB", *SMALL, "--write", str(none)]) == 1
-    assert not none.exists()
+    assert file.read_text() == written
 
 
 @pytest.mark.parametrize(

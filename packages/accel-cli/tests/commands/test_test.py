@@ -33,7 +33,7 @@ def test_a_mistake_is_an_error_of_this_command(flags, message, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--cpu",
+        pytest.param("--cpu", marks=pytest.mark.full),
         "--cpu --num_processes 2 --gradient_accumulation_steps 2",
         pytest.param(
             "--cpu --num_processes 2 --use_fsdp --fsdp_version 2 --mixed_precision fp16",
@@ -51,6 +51,7 @@ def test_worlds_that_are_right_pass(flags, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_results_as_json(tmp_path):
     done = run("--json", "--cpu", "--num_processes", "2", cwd=tmp_path)
     report = json.loads(done.stdout)

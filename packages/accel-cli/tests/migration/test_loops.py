@@ -37,7 +37,13 @@ def run(text, folder, name):
     return printed.getvalue(), saved
 
 
-@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number % 4 == 0 else pytest.param(number, marks=pytest.mark.full)
+        for number in range(len(SCRIPTS))
+    ],
+)
 def test_a_script_prints_the_same_before_and_after(number, on_the_cpu):
     script = SCRIPTS[number]
     migration = migrate_source(script.text)
@@ -57,7 +63,7 @@ def test_a_script_is_migrated_once():
     assert migrate_source(after).after == after
 
 
-@pytest.mark.parametrize("number", [0, 7])
+@pytest.mark.parametrize("number", [0, pytest.param(7, marks=pytest.mark.full)])
 def test_two_processes_run_the_result(number, on_the_cpu):
     (on_the_cpu / "moved.py").write_text(migrate_source(SCRIPTS[number].text).after)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(on_the_cpu)}

@@ -247,10 +247,11 @@ def test_a_state_of_this_process_is_refused(tmp_path):
 
 
 NOT_FORKED = [
-    (
+    pytest.param(
         "import torch; torch.distributed.init_process_group('gloo', rank=0, world_size=1, "
         "store=torch.distributed.HashStore())",
         "belongs to a process group",
+        marks=pytest.mark.full,
     ),
     ("import torch; torch.cuda.is_initialized = lambda: True", "CUDA, which does not survive a fork"),
 ]

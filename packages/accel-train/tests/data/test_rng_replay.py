@@ -278,7 +278,9 @@ def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False, statefu
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (2, 3), (2, 10), (2, "end"), (1, 11), (2, 11)])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
-@pytest.mark.parametrize("ask", [False, True], ids=["", "asking for the end"])
+@pytest.mark.parametrize(
+    "ask", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "asking for the end"]
+)
 @pytest.mark.parametrize("stateful", [True, False], ids=["by itself", "skipping"])
 def test_t5_the_stream_goes_on_where_it_was(kind, place, ask, stateful):
     whole, parts = interrupted(kind, *place, ranks=1, rank=0, ask=ask, stateful=stateful)
@@ -300,7 +302,9 @@ def test_t5_a_generator_with_other_users_goes_on_where_it_was(kind, place):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" in kind])
-@pytest.mark.parametrize("stateful", [True, False], ids=["by itself", "skipping"])
+@pytest.mark.parametrize(
+    "stateful", [True, pytest.param(False, marks=pytest.mark.full)], ids=["by itself", "skipping"]
+)
 def test_t5_the_stream_goes_on_where_it_was_with_workers(kind, stateful):
     for place in ((0, 0), (2, 3), (2, 11), (1, "end")):
         whole, parts = interrupted(kind, *place, ranks=1, rank=0, stateful=stateful)

@@ -155,7 +155,9 @@ class Parts(IterableDataset):
         self.place, self.going_on = state["place"], True
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_end_at_different_times_continue_after_every_batch(workers, persistent):
     def build():

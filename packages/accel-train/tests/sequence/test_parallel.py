@@ -180,9 +180,9 @@ def language_model(kind, degrees, again):
 @pytest.mark.parametrize(
     ("kind", "degrees", "again"),
     [
-        ("llama", {"sp": 2}, False),
+        pytest.param("llama", {"sp": 2}, False, marks=pytest.mark.full),
         ("llama", {"cp": 2}, True),
-        ("gpt2", {"cp": 2}, False),
+        pytest.param("gpt2", {"cp": 2}, False, marks=pytest.mark.full),
         ("gpt2", {"sp": 2}, False),
     ],
     ids=str,

@@ -95,7 +95,7 @@ def ours(
     return [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     ("comm_hook", "comm_wrapper"),
     [("fp16", "no"), ("bf16", "no"), *((hook, wrapper) for hook in POWER for wrapper in ("no", *WRAPPERS))],
@@ -113,8 +113,10 @@ def test_a_hook_does_what_it_does_in_plain_pytorch_bit_for_bit(comm_hook, comm_w
     assert not all(torch.equal(a, b) for a, b in zip(found[0], uncompressed, strict=True)), "nothing to see"
 
 
-@pytest.mark.parametrize("warm_start", [True, False])
-@pytest.mark.parametrize("stop", [1, 2, 3, 7])
+@pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(7, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(("comm_hook", "comm_wrapper"), [("power_sgd", "no"), ("batched_power_sgd", "fp16")])
 def test_a_run_continues_exactly(tmp_path, comm_hook, comm_wrapper, stop, warm_start):
     folder = str(tmp_path / "state")
