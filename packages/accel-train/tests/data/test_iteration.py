@@ -40,17 +40,17 @@ def test_the_end_is_found_by_reading_ahead():
     assert next(one.source) == 10
     one.yielded = 1
     assert not one.at_end()
-    assert one.held == [11]
+    assert one.ahead.held == [11]
     assert not one.at_end()
-    assert one.held == [11], "read once"
-    one.held.clear()
+    assert one.ahead.held == [11], "read once"
+    one.ahead.held.clear()
     one.yielded = 2
     assert not one.known_to_end()
     assert one.at_end()
     assert one.at_end()
     assert one.known_to_end()
     with pytest.raises(StopIteration):
-        one.raise_failure()
+        one.ahead.raise_failure()
 
 
 def test_the_end_of_a_stream_that_counts_needs_no_reading():
@@ -60,13 +60,13 @@ def test_the_end_of_a_stream_that_counts_needs_no_reading():
     one.yielded = 5
     assert one.at_end()
     assert one.known_to_end()
-    assert one.held == []
+    assert one.ahead.held == []
 
 
 def test_a_batch_that_was_kept_is_not_the_end():
     one = iteration((), counted())
     one.yielded = 5
-    one.held.append("kept")
+    one.ahead.held.append("kept")
     assert not one.at_end()
 
 
@@ -77,8 +77,8 @@ def test_a_failure_is_raised_once_and_is_not_the_end():
     assert one.look_ahead()
     assert not one.at_end()
     with pytest.raises(ValueError, match="item is broken"):
-        one.raise_failure()
-    assert one.failure is None
+        one.ahead.raise_failure()
+    assert one.ahead.failure is None
 
 
 def test_the_failure_does_not_keep_what_it_was_raised_from():
@@ -92,7 +92,7 @@ def test_the_failure_does_not_keep_what_it_was_raised_from():
     gone = weakref.ref(owner)
     one.look_ahead()
     with pytest.raises(ValueError, match="broken"):
-        one.raise_failure()
+        one.ahead.raise_failure()
     one.close(exhausted=False)
     del owner
     assert gone() is None
@@ -103,7 +103,7 @@ def test_closing():
     left.yielded = 1
     left.look_ahead()
     left.close(exhausted=False)
-    assert (left.closed, left.ended, left.source, left.held) == (True, False, None, [])
+    assert (left.closed, left.ended, left.source, left.ahead.held) == (True, False, None, [])
     assert not left.at_end(), "left early: nothing is known, and nothing is read"
     over = iteration()
     over.close(exhausted=True)
@@ -129,14 +129,14 @@ def test_generators_are_noted_as_they_were_before_reading_ahead():
     assert next(one.source) == expected[0]
     one.yielded = 1
     one.look_ahead()
-    assert one.held == expected[1:]
-    noted = one.ahead()
+    assert one.ahead.held == expected[1:]
+    noted = one.read_ahead()
     assert noted["batches"] == 1
     with one.randomness.as_of(noted["rng"]):
         assert random.random() == expected[1]
-    one.held.clear()
-    one.read_ahead(None, 0)
-    assert one.ahead() == {}, "it was returned"
+    one.ahead.held.clear()
+    one.ahead.note(None, 0)
+    assert one.read_ahead() == {}, "it was returned"
 
 
 def test_generators_for_reading_are_noted_from_inside():
@@ -147,8 +147,8 @@ def test_generators_for_reading_are_noted_from_inside():
     outside = torch.get_rng_state()
     one.yielded = 1
     one.look_ahead()
-    assert torch.equal(one.looked_ahead[0][0], torch.Generator().manual_seed(5).get_state())
-    with one.randomness.as_of(one.ahead()["rng"]):
+    assert torch.equal(one.ahead.drawn[0][0], torch.Generator().manual_seed(5).get_state())
+    with one.randomness.as_of(one.read_ahead()["rng"]):
         assert torch.rand(1).item() == expected
     assert not torch.equal(torch.get_rng_state(), outside), "the source itself is wrapped elsewhere"
 
@@ -186,28 +186,8 @@ def test_positions_of_counted_samples():
     assert one.place() == (4, {"samples": 8})
 
 
-def test_positions_in_batches_of_the_users_loader():
-    """Where rank 0 reads for 3 ranks, a step takes 3 of the loader's batches; 6 were skipped."""
-    reader = SamplerReader(iter([[n] for n in range(20)]), ahead=[], pulled=None, keep=8)
-    stream = SingleStream(reader, skip=6)
-    for _ in range(7):
-        next(stream)
-    one = iteration((), stream)
-    one.per_batch, one.first_base, one.skipped, one.yielded = 3, 6, 2, 2
-    assert one.place() == (4, {"base_batches": 12, "pulled": 13, "ahead": [[12]]})
-    by_samples = iteration((), counted(40, 2))
-    by_samples.per_batch, by_samples.yielded = 3, 2
-    assert by_samples.place() == (2, {"base_batches": 6}), "rank 0 counts batches"
-    without = iteration()
-    without.per_batch, without.first_base, without.yielded, without.skipped = 2, 4, 3, 2
-    assert without.place() == (5, {"base_batches": 10})
-
-
 def test_draws_for_the_order():
     assert iteration().draw(False) == {}
-    along = iteration((), counted())
-    along.drew_along = True
-    assert along.draw(True) == {"along": True}
     generator = torch.Generator().manual_seed(2)
     layout = BatchLayout(4, 2, 1, 0)
     stream = ArithmeticStream(layout, order_source(RandomSampler(range(4), generator=generator)), Alone())
@@ -230,20 +210,8 @@ def test_the_position_of_a_dataset_that_keeps_its_own():
     one.yielded = 1
     one.look_ahead()
     assert one.position_of_source() == {"at": 6}, "before what was read ahead"
-    one.read_ahead(None, 0)
+    one.ahead.note(None, 0)
     assert one.position_of_source() == {"at": 7}
-    one.first_batch = object()
-    assert one.position_of_source() is None, "padding needs the first batch, which cannot be saved"
-
-
-def test_what_padding_needs_is_saved_where_it_can_be():
-    one = iteration()
-    one.first_rng = {"torch": 1}
-    assert one.ahead() == {"first_rng": {"torch": 1}}
-    one.first_rng, one.first_batch = None, {"x": torch.ones(2), "y": [1, None, ("a", b"b", 0.5)]}
-    assert one.ahead() == {"first": one.first_batch}
-    one.first_batch = {"x": {1, 2}}
-    assert one.ahead() == {}
 
 
 class Text(str):

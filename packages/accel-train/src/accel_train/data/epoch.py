@@ -32,7 +32,7 @@ class Restored:
     options: dict[str, Any]
     """Options of the loader on which the position depends: ``num_workers``, ``batch_size`` and ``drop_last``."""
     ahead: dict[str, Any]
-    """See `Iteration.ahead`."""
+    """See `Iteration.read_ahead`."""
     source: dict[str, Any] | None
     """The position of a dataset that keeps its own."""
     workers: dict[str, Any] | None
@@ -185,7 +185,7 @@ class Epoch:
             "position": position,
             "draw": running.draw(finished),
             "rng_at_start": running.rng_at_start,
-            "ahead": running.ahead(),
+            "ahead": running.read_ahead(),
             "source": None if finished else running.position_of_source(),
             "workers": running.states_of_workers(),
             "reading": None if running.states is None else running.states.tree(),

@@ -232,7 +232,7 @@ def open_with_workers(
             )
         saved = None
     turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])
-    iteration.workers = WorkerStates(count, 2 * (iteration.per_batch or 1) + 2, turn, states)
+    iteration.workers = WorkerStates(count, 2 * iteration.per_batch + 2, turn, states)
     collate, initialise = loader.collate_fn, loader.worker_init_fn
     loader.collate_fn = RecordRngState(collate)
     if saved is not None:

@@ -69,13 +69,13 @@ class LoaderIterator:
     def __next__(self) -> Any:
         iteration = self._iteration
         assert iteration is not None
-        if iteration.held:
-            item = iteration.held.pop()
-            iteration.read_ahead(None, 0)
+        ahead = iteration.ahead
+        if ahead.held:
+            item = ahead.take()
         else:
             try:
-                if iteration.failure is not None:
-                    iteration.raise_failure()
+                if ahead.failure is not None:
+                    ahead.raise_failure()
                 item = next(self._source)
             except StopIteration as stop:
                 early = None
@@ -168,7 +168,7 @@ class AheadIterator(LoaderIterator):
         stream = iteration.stream
         if iteration.closed:  # after an error, the script reads on
             return batch
-        if not iteration.held and (stream is None or not stream.ends_at(iteration.yielded)):
+        if not iteration.ahead.held and (stream is None or not stream.ends_at(iteration.yielded)):
             iteration.look_ahead()
         return batch
 

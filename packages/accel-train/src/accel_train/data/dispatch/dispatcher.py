@@ -13,13 +13,13 @@ from accel_train.data.dispatch.cut import Round, cut_round
 from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored
 from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
-from accel_train.data.iteration import NOT_COUNTED, Iteration
+from accel_train.data.iteration import NOT_COUNTED, Iteration, is_plain
 from accel_train.data.iterators import LoaderIterator, TimedIterator, early_end
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
-from accel_train.data.sampling.permutations import OrderSource
+from accel_train.data.sampling.permutations import OrderSource, Record
 from accel_train.data.sampling.shared_seed import Alone
 from accel_train.ranks import Ranks
 
@@ -29,7 +29,16 @@ __all__ = ["DataLoaderDispatcher"]
 class DispatchIteration(Iteration):
     """One iteration over a dispatcher, on any rank."""
 
-    __slots__ = ("part", "scatterer", "several")
+    __slots__ = (
+        "drew_along",
+        "first_base",
+        "first_batch",
+        "first_rng",
+        "part",
+        "per_batch",
+        "scatterer",
+        "several",
+    )
 
     def __init__(self, randomness: Randomness, rng_at_start: dict[str, Any]) -> None:
         super().__init__(randomness, rng_at_start)
@@ -39,6 +48,15 @@ class DispatchIteration(Iteration):
         """Whether other ranks take part, so that each batch comes with whether it is the last."""
         self.scatterer: Scatterer | None = None
         """Sends or receives batches, if other ranks take part."""
+        self.per_batch = 1
+        self.first_base = 0
+        """Batches of the user's loader skipped before the first one."""
+        self.first_rng: dict[str, Any] | None = None
+        """The generators before the epoch's first batch was read, where it may be read again for padding."""
+        self.first_batch: Any = None
+        """The epoch's first batch, where it may be needed for padding and could not be read again."""
+        self.drew_along = False
+        """Whether this rank made the draws of the order that rank 0 iterates."""
 
     def known_to_end(self) -> bool:
         """Whether the last returned batch is known to be the last one, without reading ahead."""
@@ -50,8 +68,38 @@ class DispatchIteration(Iteration):
         if self.several:
             return self.known_to_end()
         assert isinstance(self.source, _Reader), "one rank alone reads"
-        self.found_end = not self.source.follows()
-        return self.found_end
+        self.ahead.found_end = not self.source.follows()
+        return self.ahead.found_end
+
+    def place(self) -> tuple[int, dict[str, Any]]:
+        """Steps since the epoch began, and the position, which counts batches of the user's loader."""
+        base = self.first_base + self.yielded * self.per_batch
+        position: dict[str, Any] = {"base_batches": base}
+        if self.stream is not None:
+            position = {**self.stream.consumed(base - self.stream.first), **position}
+            position.pop("samples", None)
+        return self.skipped + self.yielded, position
+
+    def draw(self, finished: bool) -> Record:
+        """What was drawn for the order, and how far; rank 0's draws are known to it alone."""
+        return {"along": True} if self.drew_along else super().draw(finished)
+
+    def read_ahead(self) -> dict[str, Any]:
+        """What was read ahead, and what padding needs of the epoch's first batch.
+
+        That is ``first_rng``, the generators with which it was read, where it may be read again; or the batch as
+        ``first``.
+        """
+        ahead = super().read_ahead()
+        if self.first_rng is not None:
+            ahead["first_rng"] = self.first_rng
+        if self.first_batch is not None and is_plain(self.first_batch):
+            ahead["first"] = self.first_batch
+        return ahead
+
+    def position_of_source(self) -> dict[str, Any] | None:
+        """The position of a dataset that keeps its own; without a first batch that is saved it is read again."""
+        return super().position_of_source() if is_plain(self.first_batch) else None
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -177,6 +225,7 @@ class DataLoaderDispatcher(PreparedLoader):
             batches = iteration.stream.count()
         else:
             batches = self._stream_length()
+            assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
             batches = None if batches is None else max(batches - iteration.first_base, 0)
         if batches is None:
             return None
@@ -223,7 +272,7 @@ class DataLoaderDispatcher(PreparedLoader):
         assert scatterer is not None, "another rank than 0 is one of several"
         iteration.source = _Follower(scatterer, iteration, source)
 
-    def _count_skipped(self, iteration: Iteration, resume: Restored | None) -> None:
+    def _count_skipped(self, iteration: DispatchIteration, resume: Restored | None) -> None:
         """Set how many batches of the underlying loader, and how many steps, are skipped."""
         each = self.sampler_batches_per_step
         base = self.skip_batches * each
@@ -296,7 +345,9 @@ class _Follower:
         source: the order that rank 0 draws, where its random draws are to be repeated so that generators stay in step.
     """
 
-    def __init__(self, scatterer: Scatterer, iteration: Iteration, source: OrderSource | None) -> None:
+    def __init__(
+        self, scatterer: Scatterer, iteration: DispatchIteration, source: OrderSource | None
+    ) -> None:
         self._scatterer = scatterer
         self._iteration = iteration
         self._order = source
@@ -396,7 +447,7 @@ class _Reader:
             batches.append(self._ahead.pop(0))
             self._taken += 1
         if not self._ahead:
-            self.iteration.read_ahead(None, 0)
+            self.iteration.ahead.note(None, 0)
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
@@ -444,13 +495,14 @@ class _Reader:
 
     def _read_ahead(self, wanted: int) -> bool:
         """Have `wanted` batches ready, and note with which draws they were read."""
-        noted = self.iteration.looked_ahead
+        ahead = self.iteration.ahead
+        noted = ahead.drawn
         if noted is None and self._reads_here:
             noted = (self.reading.now(), 0)
         if not self._ahead and self.iteration.source_state is not None:
-            self.iteration.source_before = self.iteration.source_state()
+            ahead.before = self.iteration.source_state()
         enough = self.fetch(wanted)
-        self.iteration.read_ahead(None if noted is None else noted[0], len(self._ahead) + (not enough))
+        ahead.note(None if noted is None else noted[0], len(self._ahead) + (not enough))
         return enough
 
     def fetch(self, wanted: int = 1) -> bool:
