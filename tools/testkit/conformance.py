@@ -541,11 +541,13 @@ def oracle(case: Case, records: Sequence[Record], seed: int = 0) -> Record:
 
 
 def _window(case: Case, model: nn.Module, data: Samples, windows: Any, made: Record) -> Tensor:
+    from accel_train.precision.registry import PRECISIONS
+
+    dtype = PRECISIONS.get(case.precision).dtype
     losses, items = [], 0
     for micro in zip(*windows, strict=True):
         for indexes in micro:
             x, y, counts = data.x[indexes], data.y[indexes], data.items[indexes]
-            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
                 outputs = _outputs(case, model, x)
             errors = (outputs.to(case.dtype) - y) ** 2

@@ -141,7 +141,7 @@ def test_every_verb_and_capability_has_a_row():
     from accel_train.strategies.state_adapter import StateAdapter
 
     for kind in (Strategy, StateAdapter):
-        verbs = [row[0].strip("`") for row in rows(f"verb of `{kind.__name__}`")]
+        verbs = [row[0].strip("`") for row in rows(f"method of `{kind.__name__}`")]
         methods = [
             name
             for name, value in vars(kind).items()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ckpt import CorruptCheckpointError, StateMismatchError, open_training_state
+from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, StateMismatchError, open_training_state
 from accel_train import Accelerator
 from accel_train.checkpoints.chosen_parts import ALL
 from accel_train.state_part import SavedTrees, StatePart, Trees, leaves, taken_up
@@ -87,6 +87,53 @@ def test_states_without_it_and_parts_of_states_load(tmp_path):
     with pytest.warns(UserWarning, match="restored models"):
         accelerator.load_state(tmp_path, only="models")
     assert part.calls == ["check", "load"]
+
+
+class Shared(StatePart):
+    """One shared tree, of a group or of whole states only."""
+
+    def __init__(self, group, yields):
+        self.group, self.yields, self.value = group, yields, 0
+
+    def dump(self, trees):
+        trees.shared["tokens"] = {"seen": self.value}
+
+    def expected(self):
+        if self.yields:
+            yield "tokens"
+
+    def load(self, taken, saved):
+        self.value = saved.shared["tokens"]["seen"]
+
+
+@pytest.mark.parametrize("group", [None, "schedulers"])
+def test_a_shared_tree_of_its_own(tmp_path, group):
+    accelerator = Accelerator()
+    start(accelerator)
+    part = Shared(group, yields=True)
+    accelerator._prepared.parts.append(part)
+    part.value = 5
+    accelerator.save_state(tmp_path / "with")
+    for only, found in ((None, 5), ("schedulers", 5 if group else 0), ("models", 0)):
+        part.value = 0
+        accelerator.load_state(tmp_path / "with", only=only)
+        assert part.value == found
+    accelerator._prepared.parts.remove(part)
+    with pytest.raises(StateMismatchError, match="nothing was prepared or registered for its tokens"):
+        accelerator.load_state(tmp_path / "with")
+    accelerator.save_state(tmp_path / "without")
+    accelerator._prepared.parts.append(part)
+    with pytest.raises(StateMismatchError, match="it lacks tokens"):
+        accelerator.load_state(tmp_path / "without")
+
+
+def test_a_shared_tree_that_nothing_could_load_is_not_saved(tmp_path):
+    accelerator = Accelerator()
+    start(accelerator)
+    accelerator._prepared.parts.append(Shared(None, yields=False))
+    with pytest.raises(CheckpointSaveError, match=r"adds to Trees\.shared tokens, which expected"):
+        accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
 
 
 def on_ranks(folder, save):

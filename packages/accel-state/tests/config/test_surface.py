@@ -13,6 +13,7 @@ from accel_state.config import (
     Carrier,
     SageMakerConfig,
     complete_root,
+    installed_strategies,
     launcher_only_fields,
     parse_flags,
     schema_of,
@@ -47,6 +48,11 @@ OUR_VARIABLES = {
     "ACCELERATE_COLLECTIVE_CHECKS", "ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "ACCELERATE_DISTRIBUTED_TYPE",
     "ACCELERATE_REHEARSAL", "ACCELERATE_RESUME", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
 }  # fmt: skip
+OUTSIDE = {each.name for each in installed_strategies()} - {"megatron"}
+if OUTSIDE:
+    pytest.skip(
+        f"{', '.join(OUTSIDE)} is installed, whose options are in no frozen list", allow_module_level=True
+    )
 LOCAL, SAGEMAKER = schema_of(complete_root()), schema_of(SageMakerConfig)
 
 

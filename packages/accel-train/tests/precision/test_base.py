@@ -24,6 +24,15 @@ def test_a_precision_without_autocast_cannot_switch_it_on():
         accelerator.native_amp = "no"
 
 
+def test_a_precision_with_a_state_dict_has_a_state():
+    class Counting(Precision):
+        def state_dict(self, optimizers):
+            return {"steps": 1}
+
+    assert Counting(PrecisionOptions()).has_state
+    assert not Precision(PrecisionOptions()).has_state
+
+
 def make(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

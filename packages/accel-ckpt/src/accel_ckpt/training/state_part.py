@@ -110,11 +110,11 @@ class StatePart:
         return None
 
     def expected(self) -> Iterator[str]:
-        """The names of the saved trees without which it cannot be restored, such as ``optimizer_0``."""
+        """The names of its trees in `Trees.shared`, such as ``optimizer_0``; without them it cannot be restored."""
         yield from ()
 
     def read(self, saved: SavedTrees) -> Any:
-        """What this rank takes up. Checks everything that needs no model, and changes nothing.
+        """What this rank takes up; None where an older checkpoint lacks it. Needs no model, and changes nothing.
 
         Raises:
             StateMismatchError: it does not fit what is prepared here.

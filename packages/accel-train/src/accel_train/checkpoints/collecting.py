@@ -14,6 +14,7 @@ from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.training.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_train.checkpoints import rank_differences
+from accel_train.checkpoints.chosen_parts import part_of
 from accel_train.checkpoints.replica_state import replicated_buffers
 from accel_train.setup.prepared import Prepared
 from accel_train.state_part import StatePart, Trees
@@ -88,11 +89,23 @@ class _Collected:
         trees = Trees()
         for part in parts:
             part.dump(trees)
+        _check_names(trees, parts)
         if prepared.process.num_processes == 1:
             return cls(trees, {}, {}, {})
         buffers = replicated_buffers(named)
         marks = {name: mark_of(name, buffer) for name, buffer in buffers.items()}
         return cls(trees, buffers, marks, rank_differences.compared(trees.shared))
+
+
+def _check_names(trees: Trees, parts: Sequence[StatePart]) -> None:
+    """Refuse a shared tree of a new kind that no part expects: no script could load the checkpoint."""
+    new = {name for name in trees.shared if part_of(name) is None} - {"progress"}
+    unexpected = new.difference(*(part.expected() for part in parts))
+    if unexpected:
+        raise accel_ckpt.CheckpointSaveError(
+            f"dump() of a StatePart adds to Trees.shared {', '.join(sorted(unexpected))}, which expected() of none "
+            "yields, so no script could load the checkpoint. Yield the name there, or add it to Trees.progress"
+        )
 
 
 def _leader(prepared: Prepared) -> int:

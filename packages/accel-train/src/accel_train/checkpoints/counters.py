@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from accel_train.setup.prepared import Prepared
@@ -24,6 +25,10 @@ class Counters(StatePart):
         """A shared number, and one of progress."""
         trees.shared["step"] = self._prepared.step
         trees.progress["save_iteration"] = self._prepared.project.iteration + 1
+
+    def expected(self) -> Iterator[str]:
+        """The number of the step."""
+        yield "step"
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
         """Count on from there."""

@@ -194,15 +194,16 @@ def _check_parts(
     known: Sequence[StatePart], trees: SavedTrees, checkpoint: accel_ckpt.TrainingCheckpoint
 ) -> None:
     """Say what does not match, before anything is changed."""
-    expected = {name for part in known for name in part.expected()}
-    prepared = {name for name in expected if part_of(name) in trees.groups}
+    owners = {name: part for part in known for name in part.expected()}
     loaders = (name for name in trees.known if name.startswith("loader_"))
-    names = {name.replace("pickled_", "custom_") for name in (*trees.shared, *loaders)}
-    everything = trees.groups == ALL
-    saved = {
-        name for name in names if part_of(name) in trees.groups or (everything and part_of(name) is None)
-    }
-    saved -= {"step", "progress"}
+    names = {name.replace("pickled_", "custom_") for name in (*trees.shared, *loaders)} - {"progress"}
+
+    def is_wanted(name: str) -> bool:
+        if name in owners:
+            return owners[name].is_wanted(trees.groups, ALL)
+        return trees.groups == ALL or part_of(name) in trees.groups
+
+    prepared, saved = {*filter(is_wanted, owners)}, {*filter(is_wanted, names)}
     problems = []
     if prepared - saved:
         problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")

@@ -58,7 +58,7 @@ class ReadAhead:
             del failure  # its traceback holds this frame, which must not hold it in turn
 
     def release(self) -> None:
-        """Let go of what was read."""
+        """Release what was read."""
         self.failure = None
         self.held.clear()
 

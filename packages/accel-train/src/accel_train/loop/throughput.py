@@ -16,6 +16,7 @@ from accel_state.log import get_logger
 from accel_state.operations.collectives import gather_object
 from accel_train.errors import ArgumentTypeError, OptionError
 from accel_train.loop.device_peaks import peak_flops
+from accel_train.precision.registry import PRECISIONS
 from accel_train.ranks import Ranks
 
 __all__ = ["Throughput", "ThroughputMeter"]
@@ -109,8 +110,10 @@ class ThroughputMeter:
         for name, value in (("flops_per_item", flops_per_item), ("peak", peak)):
             if value is not None and not value > 0:
                 raise OptionError(f"ThroughputMeter({name}={value!r}) must be positive; None: not known.")
-        if precision not in (None, "no", "bf16", "fp16", "fp8"):
-            raise OptionError(f'ThroughputMeter(precision={precision!r}) is "no", "bf16", "fp16" or "fp8".')
+        if precision is not None and precision not in PRECISIONS.names():
+            raise OptionError(
+                f"ThroughputMeter(precision={precision!r}) is none of {', '.join(PRECISIONS.names())}."
+            )
         self.unit = unit
         self.flops_per_item = flops_per_item
         self._accelerator = accelerator

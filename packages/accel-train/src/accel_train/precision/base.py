@@ -61,6 +61,8 @@ class Precision:
     name: ClassVar[str] = "no"
     #: The dtype that autocast computes in, None without autocast.
     dtype: ClassVar[torch.dtype | None] = None
+    #: How far losses and weights of a small model may be from exact ones, relative; `accel_train`'s own tests allow it.
+    tolerance: ClassVar[float] = 0.0
 
     #: The gradient scaler, None when gradients are not scaled.
     scaler: torch.amp.GradScaler | None = None
@@ -201,8 +203,8 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint keeps anything of this precision."""
-        return self.scaler is not None
+        """Whether a checkpoint keeps anything of this precision: where it has a scaler, or its own `state_dict`."""
+        return self.scaler is not None or type(self).state_dict is not Precision.state_dict
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.

@@ -16,3 +16,4 @@ class BF16Precision(AutocastPrecision):
 
     name: ClassVar[str] = "bf16"
     dtype: ClassVar[torch.dtype | None] = torch.bfloat16
+    tolerance: ClassVar[float] = 2e-2

@@ -28,6 +28,7 @@ class FP16Precision(AutocastPrecision):
 
     name: ClassVar[str] = "fp16"
     dtype: ClassVar[torch.dtype | None] = torch.float16
+    tolerance: ClassVar[float] = 5e-3
 
     scaler: torch.amp.GradScaler
 

@@ -1,4 +1,4 @@
-"""The gradient scaler as part of a training state."""
+"""What a precision keeps between steps, such as the loss scale, as part of a training state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ScalerState"]
 
 
 class ScalerState(StatePart):
-    """The loss scale, which belongs to the optimizers.
+    """The state of the precision, which belongs to the optimizers. Its tree is ``scaler``, whatever is in it.
 
     Args:
-        precision: has the scaler, if there is one.
+        precision: of the accelerator.
         optimizers: the prepared optimizers.
     """
 
@@ -25,19 +25,19 @@ class ScalerState(StatePart):
         self._precision, self._optimizers = precision, optimizers
 
     def dump(self, trees: Trees) -> None:
-        """A shared tree, if there is a scaler."""
+        """A shared tree, if the precision keeps anything."""
         state = self._precision.state_dict([optimizer.optimizer for optimizer in self._optimizers])
         if state is not None:
             trees.shared["scaler"] = state
 
     def expected(self) -> Iterator[str]:
-        """The tree, if there is a scaler."""
+        """The tree, if the precision keeps anything."""
         if self._precision.has_state:
             yield "scaler"
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
-        """Go back to the scale."""
+        """Go back to it."""
         if "scaler" in saved.shared:
-            with taken_up("the state of the gradient scaler", saved.directory):
+            with taken_up("the state of the precision", saved.directory):
                 optimizers = [optimizer.optimizer for optimizer in self._optimizers]
                 self._precision.load_state_dict(saved.shared["scaler"], optimizers)

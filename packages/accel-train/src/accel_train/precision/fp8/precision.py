@@ -28,6 +28,7 @@ class FP8Precision(AutocastPrecision):
 
     name: ClassVar[str] = "fp8"
     dtype: ClassVar[torch.dtype | None] = torch.bfloat16
+    tolerance: ClassVar[float] = 0.1  # numbers in fp8 have 3 bits after the first
 
     def __init__(self, options: PrecisionOptions) -> None:
         super().__init__(options)
