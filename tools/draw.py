@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from drawings import diagrams, plots, rooms
+from drawings import diagrams, plots
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
@@ -19,9 +19,8 @@ def render() -> dict[Path, str]:
     """The text of each file."""
     page = plots.Page(plots.PAGE.read_text(encoding="utf-8"))
     drawn = {IMAGES / "plots" / f"{name}.svg": text for name, text in plots.plots(page).items()}
-    drawn |= {IMAGES / "diagrams" / f"{name}.svg": draw().svg() for name, draw in diagrams.DIAGRAMS.items()}
     return drawn | {
-        IMAGES / "diagrams" / f"{package}.svg": rooms.draw(package).svg() for package in rooms.FLOORS
+        IMAGES / "diagrams" / f"{name}.svg": draw().svg() for name, draw in diagrams.DIAGRAMS.items()
     }
 
 

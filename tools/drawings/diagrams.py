@@ -1,67 +1,10 @@
-"""Diagrams: the packages, what ``prepare`` does, who reads which batch, a checkpoint's files, a stop by a signal."""
+"""Diagrams: what ``prepare`` does, who reads which batch, a checkpoint's files, a stop by a signal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from drawings.svg import Drawing
-
-
-def packages() -> Drawing:
-    """The five packages and what each is for; arrows are imports."""
-    drawing = Drawing(
-        820,
-        372,
-        "Five packages: accel-cli uses accel-train and accel-bigmodel, which use accel-ckpt and accel-state",
-    )
-    drawing.labelled(
-        250,
-        12,
-        320,
-        62,
-        ["accel-cli", "the accel command: launch, config, doctor"],
-        fill="warm-fill",
-        stroke="warm",
-    )
-    drawing.labelled(
-        40,
-        112,
-        340,
-        62,
-        ["accel-train", "Accelerator: training on any number of ranks"],
-        fill="ours-fill",
-        stroke="ours",
-    )
-    drawing.labelled(
-        440,
-        112,
-        340,
-        62,
-        ["accel-bigmodel", "models larger than memory, from their files"],
-        fill="ours-fill",
-        stroke="ours",
-    )
-    drawing.labelled(
-        210,
-        212,
-        400,
-        62,
-        ["accel-ckpt", "checkpoints: atomic, verified, safe to load"],
-        fill="good-fill",
-        stroke="good",
-    )
-    drawing.labelled(
-        170, 306, 480, 56, ["accel-state", "processes, devices, collectives, configuration, launching"]
-    )
-    for points in (
-        [(330, 74), (330, 93), (210, 93), (210, 112)],
-        [(490, 74), (490, 93), (610, 93), (610, 112)],
-        [(210, 174), (210, 193), (330, 193), (330, 212)],
-        [(610, 174), (610, 193), (490, 193), (490, 212)],
-        [(410, 274), (410, 306)],
-    ):
-        drawing.arrow(points)
-    return drawing
 
 
 def prepare() -> Drawing:
@@ -262,7 +205,6 @@ def stop() -> Drawing:
 
 
 DIAGRAMS: dict[str, Callable[[], Drawing]] = {
-    "packages": packages,
     "prepare": prepare,
     "batches": batches,
     "checkpoint": checkpoint,

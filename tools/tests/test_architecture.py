@@ -1,4 +1,4 @@
-"""What the pages on architecture, extending and files name exists, tables and drawings are complete and true, and the
+"""What the pages on architecture, extending and files name exists, tables and diagrams are complete and true, and the
 example of a strategy trains."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+import import_diagrams
 from accel_bigmodel.planning.footprints import registry as footprints
 from accel_state.config import strategies
-from drawings import rooms
 from testkit import blocks, worlds
 from testkit.conformance import Case, Record, train
 
@@ -82,7 +82,7 @@ def test_every_path_exists():
 
 def test_the_tables_of_folders_name_their_modules_and_all_of_them():
     checked = set()
-    for package in rooms.FLOORS:
+    for package in import_diagrams.PACKAGES:
         above = ""
         for folder, _, modules in rows(f"`{package}/`"):
             above = above if folder == "the same folder" else folder.strip("`")
@@ -164,11 +164,11 @@ def test_links_inside_the_page_lead_to_headings(page):
     assert set(re.findall(r"\]\(#([\w-]+)\)", text)) - headings == set()
 
 
-# The drawings
+# The diagrams
 
 
 def imports_by_text(package: str) -> set[tuple[str, str]]:
-    """What the lines of the sources import, found without parsing them: as a second opinion."""
+    """What the lines of the sources import, found without a graph of imports: as a second opinion."""
     pairs = set()
     for path in files_in(package).rglob("*.py"):
         name = path.relative_to(files_in(package)).parts[0].removesuffix(".py")
@@ -179,43 +179,64 @@ def imports_by_text(package: str) -> set[tuple[str, str]]:
     return {pair for pair in pairs if not any(name.startswith("__") for name in pair)}
 
 
-@pytest.mark.parametrize("package", rooms.FLOORS)
-def test_the_arrows_of_a_drawing_are_the_imports_of_its_folders(package):
+def on_the_page(package: str) -> tuple[dict[str, str], set[tuple[str, str]]]:
+    """The title of each box of a diagram, and its arrows."""
+    text = TEXT.partition(f"<!-- imports of {package} -->\n")[2].partition("\n```\n")[0]
+    boxes = dict(re.findall(r'^  (\w+)\["<b>(.+?)</b>', text, re.MULTILINE))
+    return boxes, set(re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("package", import_diagrams.PACKAGES)
+def test_the_arrows_of_a_diagram_are_the_imports_of_its_folders(package):
     """Each arrow is an import; each import is an arrow, or leads the same way along several arrows."""
-    imported = imports_by_text(package)
-    assert rooms.imports(package) == imported
-    arrows = rooms.arrows(package)
-    room_of = {name: room for room in arrows for name in room.names}
+    boxes, arrows = on_the_page(package)
+    box_of = {name.rstrip("/"): box for box, title in boxes.items() for name in title.split(", ")}
+    imported = {(box_of[a], box_of[b]) for a, b in imports_by_text(package)}
 
-    def ways(room: rooms.Room) -> set[rooms.Room]:
-        return {room}.union(*(ways(below) for below in arrows[room]))
+    def ways(box: str) -> set[str]:
+        return {box}.union(*(ways(below) for above, below in arrows if above == box))
 
-    assert {pair for pair in imported if room_of[pair[1]] not in ways(room_of[pair[0]])} == set()
-    drawn = {(room, below) for room, rooms_below in arrows.items() for below in rooms_below}
-    assert drawn <= {(room_of[a], room_of[b]) for a, b in imported}
-    assert len(drawn) == (ROOT / f"docs/images/diagrams/{package}.svg").read_text().count("<polygon")
-
-
-@pytest.mark.parametrize("package", rooms.FLOORS)
-def test_a_drawing_has_every_folder_and_module_once(package):
-    there = {path.stem for path in files_in(package).iterdir() if not path.stem.startswith("__")}
-    drawn = [name for row in rooms.FLOORS[package] for room in row for name in room.names]
-    assert sorted(drawn) == sorted(there - {"py"})
-    assert f"(images/diagrams/{package}.svg)" in TEXT
+    assert arrows <= imported
+    assert {(above, below) for above, below in imported if below not in ways(above)} == set()
+    for above, below in arrows:
+        others = {other for start, other in arrows if start == above} - {below}
+        assert not any(below in ways(other) for other in others), (above, below)
 
 
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
-        (("config", "launching"), "not below it"),
-        (("new", "errors"), "no room of tools/drawings/rooms.py has new"),
-    ],
-)
-def test_an_import_that_a_drawing_cannot_show_is_an_error(pair, message, monkeypatch):
-    imported = rooms.imports("accel_state")
-    monkeypatch.setattr(rooms, "imports", lambda package: imported | {pair})
-    with pytest.raises(ValueError, match=message):
-        rooms.draw("accel_state")
+@pytest.mark.parametrize("package", import_diagrams.PACKAGES)
+def test_a_diagram_has_every_folder_and_module_once(package):
+    there = {path.stem for path in files_in(package).glob("*.py")} | {
+        f"{path.name}/" for path in files_in(package).iterdir() if path.is_dir()
+    }
+    boxes, _ = on_the_page(package)
+    names = [name for title in boxes.values() for name in title.split(", ")]
+    assert sorted(names) == sorted(name for name in there if not name.startswith("__"))
+
+
+def test_the_diagram_of_packages_has_those_that_depend_on_each_other():
+    boxes, arrows = on_the_page("packages")
+    assert sorted(boxes.values()) == sorted(path.name for path in (ROOT / "packages").iterdir())
+    assert {(boxes[above], boxes[below]) for above, below in arrows} == {
+        ("accel-cli", "accel-train"),
+        ("accel-cli", "accel-bigmodel"),
+        ("accel-train", "accel-ckpt"),
+        ("accel-bigmodel", "accel-ckpt"),
+        ("accel-ckpt", "accel-state"),
+    }
+
+
+def test_a_diagram_that_is_out_of_date_is_named_and_written_again(tmp_path, monkeypatch, capsys):
+    assert import_diagrams.main(["--check"]) == 0
+    page = tmp_path / "page.md"
+    page.write_text("a\n\n<!-- imports of accel_ckpt -->\n```mermaid\n```\n\nb\n")
+    monkeypatch.setattr(import_diagrams, "ROOT", tmp_path)
+    monkeypatch.setattr(import_diagrams, "PAGES", (page,))
+    monkeypatch.setattr(import_diagrams, "mermaid", lambda package: f"```mermaid\n{package}\n```\n")
+    assert import_diagrams.main(["--check"]) == 1
+    assert capsys.readouterr().out == "page.md: out of date; run: python tools/import_diagrams.py\n"
+    assert import_diagrams.main([]) == 0
+    assert page.read_text() == "a\n\n<!-- imports of accel_ckpt -->\n```mermaid\naccel_ckpt\n```\n\nb\n"
+    assert import_diagrams.main(["--check"]) == 0
 
 
 def test_the_declaration_on_the_page_is_that_of_the_package():
