@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from drawings import diagrams, plots
+from drawings import plots
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
@@ -18,10 +18,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 def render() -> dict[Path, str]:
     """The text of each file."""
     page = plots.Page(plots.PAGE.read_text(encoding="utf-8"))
-    drawn = {IMAGES / "plots" / f"{name}.svg": text for name, text in plots.plots(page).items()}
-    return drawn | {
-        IMAGES / "diagrams" / f"{name}.svg": draw().svg() for name, draw in diagrams.DIAGRAMS.items()
-    }
+    return {IMAGES / "plots" / f"{name}.svg": text for name, text in plots.plots(page).items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
