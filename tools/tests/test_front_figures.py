@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drawings import plots
+import plots
 
 ROOT = Path(__file__).parents[2]
 PAGE = plots.Page(plots.PAGE.read_text(encoding="utf-8"))
@@ -20,10 +20,9 @@ def step(column: str) -> str:
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_front_pages_say_what_was_measured(page):
     text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
-    loaded = plots.loads(PAGE)[0]
     for figure in (
         f"{step('ours')} times",
         f"{step('Accelerate')} times",
-        f"{loaded.value:.2f} s",
+        f"{plots.loads(PAGE)[plots.OURS]:.2f} s",
     ):
         assert figure in text.replace("[", ""), figure

@@ -1,1 +1,0 @@
-"""Drawings of the documentation, written as SVG by ``python tools/draw.py``: plots of measurements, and diagrams."""

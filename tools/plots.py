@@ -1,0 +1,272 @@
+"""Draw the plots of the documentation from the tables in ``docs/benchmarks.md``.
+
+Run from the repository root: ``hatch run draw`` writes the files in ``docs/images/plots`` by matplotlib, which has an
+environment of its own. Each file holds the figures that it shows; ``--check`` compares these with the tables, without
+matplotlib, prints the names of files that differ and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOTS = ROOT / "docs" / "images" / "plots"
+OURS, ACCELERATE = "accel", "Accelerate 1.15"
+PEERS = {"ours": OURS, "Accelerate": ACCELERATE}
+_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+INK, LINE, OWN, OTHER = "#1f2430", "#b9c1cf", "#3949ab", "#a3acbb"
+# A browser applies this inside an image by the scheme of the page that shows it.
+_DARK = "".join(
+    f'[style*="{property}: {light}"]{{{property}:{dark}!important}}'
+    for light, dark in ((INK, "#e6e8ee"), (LINE, "#566079"), (OWN, "#8c9eff"), (OTHER, "#667089"))
+    for property in ("fill", "stroke")
+)
+
+
+class PageError(ValueError):
+    """The page has not the table, row or number that a plot is drawn from."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Figures that are compared with each other: of programs, or of one program for several numbers of ranks."""
+
+    title: str
+    values: dict[str, float]
+    form: str = "{:.2f} s"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """What a file shows.
+
+    Attributes:
+        title: of all.
+        groups: bars below each other, or one line for each.
+        kind: ``bars`` with one scale, ``scales`` is bars with a scale for each group, or ``lines``.
+        mark: a value that a vertical line marks.
+    """
+
+    title: str
+    groups: list[Group]
+    kind: str = "bars"
+    mark: float | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """The tables of the page.
+
+    Args:
+        text: its Markdown.
+    """
+
+    text: str
+
+    def value(self, row: str, column: str, *, section: str, after: str = "") -> float:
+        """A number of a table.
+
+        Args:
+            row: how the first cell of its row begins.
+            column: the heading of its column.
+            section: the heading above the table.
+            after: what stands before the number in its cell; by default it is the first number.
+
+        Raises:
+            PageError: there is no such section, row, column or number.
+        """
+        below = self.text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        headings: list[str] = []
+        for line in below.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+            headings = headings if cells and headings else cells
+            if cells and cells[0].startswith(row) and column in headings:
+                cell = cells[headings.index(column)]
+                if match := re.search(rf"{after}(\d[\d,]*(?:\.\d+)?)", cell):
+                    return float(match[1].replace(",", ""))
+        where = f"section {section!r}, row {row!r}, column {column!r}"
+        raise PageError(f"docs/benchmarks.md has no number {after!r} in {where}, from which a plot is drawn")
+
+    def group(self, title: str, row: str, columns: Mapping[str, str], section: str, **form: str) -> Group:
+        """A row of a table; ``columns`` are headings, and the names that the plot has for them."""
+        return Group(
+            title,
+            {name: self.value(row, column, section=section) for column, name in columns.items()},
+            **form,
+        )
+
+
+def loads(page: Page) -> dict[str, float]:
+    """Seconds to load a model from the page cache."""
+    row, section = "load and touch, warm", "Big models"
+    return {
+        OURS: page.value(row, "ours", section=section),
+        "transformers": page.value(
+            row, "the machine, or transformers", section=section, after="transformers "
+        ),
+        ACCELERATE: page.value(row, "Accelerate", section=section),
+    }
+
+
+def plots(page: Page) -> dict[str, Plot]:
+    """What each file shows, by its name without suffix."""
+    dcp = {"ours": OURS, "dcp, stager kept": "dcp.async_save, stager kept", "dcp": "dcp.async_save"}
+    stall, two_threads = "stall of a save in the background", "stall, 2 training threads"
+    worlds = ("2", "8", "64", "1024")
+    plain = page.value("plain", "plain PyTorch", section="A training step")
+    steps = [
+        page.group(title, row, {"ours": OURS, "Fabric": "Lightning Fabric 2.6", "Accelerate": ACCELERATE},
+                   "A training step", form="{:.2f}")
+        for row, title in (("plain", "plain"), ("accumulate 4", "accumulation of 4"), ("bf16", "bf16"),
+                           ("ddp, 2 ranks", "ddp, 2 ranks"))
+    ]  # fmt: skip
+    added = {name: round((value - 1) * plain, 1) for name, value in steps[0].values.items()}
+    return {
+        "why": Plot(
+            "What a step, a save and a load cost, lower is better",
+            [
+                Group(f"Added to a training step of {plain:.0f} µs in plain PyTorch, on a CPU", added, "{:.0f} µs"),
+                page.group("Stall of a save of 1 GB, in the background, 1 training thread", stall, dcp, "Checkpoints"),
+                Group("Loading a Llama of 5.5 GB, warm page cache, every weight touched", loads(page)),
+            ],
+            "scales",
+        ),
+        "step": Plot(
+            "A training step over the same step of plain PyTorch (1.0), lower is better",
+            steps,
+            mark=1.0,
+        ),
+        "command": Plot(
+            "Seconds of a command, lower is better",
+            [
+                page.group(title, row, {"accel": OURS, "torchrun": "torchrun", "Accelerate": ACCELERATE}, "The command")
+                for row, title in (
+                    ("`--help`", "--help"),
+                    ("launch of 1 process", "launch of 1 process"),
+                    ("launch of 2 processes", "launch of 2 processes"),
+                    ("2 processes that import", "2 processes: import torch, all-reduce"),
+                )
+            ],
+        ),
+        "checkpoints": Plot(
+            "A training state of 1 GB, in seconds, lower is better",
+            [
+                page.group("stall, 1 training thread, a core free", stall, dcp, "Checkpoints"),
+                page.group("stall, 2 training threads on 2 cores", two_threads, dcp, "Checkpoints"),
+                page.group("load, page cache warm", "load, page cache warm", PEERS, "Checkpoints"),
+                page.group("load, cold", "load, cold", PEERS, "Checkpoints"),
+            ],
+        ),
+        "big-models": Plot(
+            "A Llama of 5.5 GB: seconds, lower is better; each group has a scale of its own",
+            [
+                Group("load and touch every weight, warm", loads(page)),
+                page.group("prepare blocks on disk", "blocks on disk: prepare", PEERS, "Big models"),
+                page.group("a warm forward, blocks on disk", "… warm forward, s", PEERS, "Big models"),
+            ],
+            "scales",
+        ),
+        "sampling": Plot(
+            "µs to find the next batch of a rank, by the number of ranks",
+            [
+                Group(name, {ranks: page.value(ranks, column, section="Sampling") for ranks in worlds}, "{:g} µs")
+                for column, name in PEERS.items()
+            ],
+            "lines",
+        ),
+    }  # fmt: skip
+
+
+def svg(plot: Plot) -> str:
+    """The file of a plot, in which its figures are the description."""
+    import matplotlib
+
+    fonts = {"svg.fonttype": "none", "svg.hashsalt": "accel", "font.size": 9, "text.color": INK}
+    edges = {"axes.edgecolor": LINE, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with matplotlib.rc_context(fonts | edges | {"axes.spines.top": False, "axes.spines.right": False}):
+        file = StringIO()
+        about = {"Title": plot.title, "Description": shown(plot), "Creator": None, "Date": None}
+        _figure(plot).savefig(file, format="svg", transparent=True, metadata=about)
+    text = re.sub(r" +$", "", file.getvalue(), flags=re.MULTILINE)
+    return text.replace("</style>", f"@media(prefers-color-scheme:dark){{{_DARK}}}</style>", 1)
+
+
+def shown(plot: Plot) -> str:
+    """What a file says about itself: all that it is drawn from."""
+    return json.dumps(asdict(plot), ensure_ascii=False)
+
+
+def _figure(plot: Plot) -> Any:
+    from matplotlib.figure import Figure
+
+    if plot.kind == "lines":
+        figure = Figure(figsize=(8, 3.4), layout="constrained")
+        axes = figure.add_subplot(xlabel="ranks", xscale="log", yscale="log", ylim=(0.1, 1000))
+        for group in plot.groups:
+            ranks, values = [*map(int, group.values)], [*group.values.values()]
+            axes.plot(ranks, values, "o-", color=OWN if group.title == OURS else OTHER, linewidth=2)
+            axes.text(
+                ranks[-1] * 1.2, values[-1], f"{group.title}: {group.form.format(values[-1])}", va="center"
+            )
+        axes.set_xticks(ranks, group.values)
+        axes.minorticks_off()
+        axes.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1000"])
+        axes.grid(axis="y", color=LINE, linewidth=0.6)
+    else:
+        sizes = [len(group.values) for group in plot.groups]
+        figure = Figure(figsize=(8, 0.4 + 0.25 * sum(sizes) + 0.35 * len(sizes)), layout="constrained")
+        grid = figure.subplots(len(sizes), sharex=plot.kind == "bars", height_ratios=sizes)
+        for axes, group in zip(grid, plot.groups, strict=True):
+            names = [*group.values]
+            bars = axes.barh(
+                names, [*group.values.values()], color=[OWN if name == OURS else OTHER for name in names]
+            )
+            axes.bar_label(bars, fmt=group.form, padding=4)
+            axes.set_title(group.title, loc="left", fontsize=9, fontweight="bold")
+            axes.set_ylim(len(names) - 0.4, -0.6)
+            axes.margins(x=0.12)
+            axes.tick_params(bottom=False, labelbottom=False, left=False)
+            axes.spines["bottom"].set_visible(False)
+            if plot.mark is not None:
+                axes.axvline(plot.mark, color=INK, linestyle="--", linewidth=1)
+    figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return figure
+
+
+def described(path: Path) -> str | None:
+    """The description in a file; None if there is no such file."""
+    return ElementTree.parse(path).findtext(f".//{_DESCRIPTION}") if path.is_file() else None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a plot shows other figures"
+    )
+    check = parser.parse_args(arguments).check
+    stale = 0
+    for name, plot in plots(Page(PAGE.read_text(encoding="utf-8"))).items():
+        path = PLOTS / f"{name}.svg"
+        if not check:
+            path.write_text(svg(plot), encoding="utf-8")
+        elif described(path) != shown(plot):
+            stale += 1
+            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
+    return min(stale, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

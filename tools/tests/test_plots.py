@@ -1,0 +1,84 @@
+"""Plots show what the tables of docs/benchmarks.md say."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+import plots
+
+DRAWN = plots.plots(plots.Page(plots.PAGE.read_text(encoding="utf-8")))
+
+
+def test_every_file_shows_the_figures_of_the_page():
+    assert plots.main(["--check"]) == 0
+    assert {path.stem for path in plots.PLOTS.iterdir()} == set(DRAWN)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_file_shows_its_description_in_both_schemes(name):
+    plot, path = DRAWN[name], plots.PLOTS / f"{name}.svg"
+    texts = [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert plot.title in texts
+    for group in plot.groups:
+        last = group.form.format([*group.values.values()][-1])
+        if plot.kind == "lines":
+            assert f"{group.title}: {last}" in texts
+        else:
+            shown = [group.title, *group.values, *map(group.form.format, group.values.values())]
+            assert [text for text in shown if text not in texts] == []
+    style, _, drawn = path.read_text(encoding="utf-8").partition("</style>")
+    colors = set(re.findall(r"(?:fill|stroke): #\w+", drawn))
+    assert len(colors) > 3
+    assert {color for color in colors if f'[style*="{color}"]' not in style} == set()
+
+
+def test_a_plot_of_other_figures_is_named(tmp_path, monkeypatch, capsys):
+    text = plots.PAGE.read_text(encoding="utf-8")
+    slower = re.sub(r"(?<=\n\| `--help` )\|[^|]*\|", "| 9.99 s |", text, count=1)
+    assert slower != text
+    (tmp_path / "benchmarks.md").write_text(slower, encoding="utf-8")
+    monkeypatch.setattr(plots, "PAGE", tmp_path / "benchmarks.md")
+    assert plots.main(["--check"]) == 1
+    assert capsys.readouterr().out == "docs/images/plots/command.svg: out of date; run: hatch run draw\n"
+
+
+PAGE = """
+## A training step
+
+| loop | plain PyTorch | ours | Accelerate | Fabric |
+|---|---|---|---|---|
+| plain | 200 µs | 1.10 [1.0-1.2] | 3.00 | peer 2.00 |
+
+text
+
+| loop | other |
+|---|---|
+| plain | 1,234 MB |
+
+## Other
+"""
+
+
+def test_cells_are_found_by_section_row_and_column():
+    page = plots.Page(PAGE)
+    assert page.value("plain", "ours", section="A training step") == 1.1
+    assert page.value("plain", "other", section="A training step") == 1234
+    assert page.value("plain", "Fabric", section="A training step", after="peer ") == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "section", "after"),
+    [
+        ("plain", "ours", "None", ""),
+        ("fp16", "ours", "A training step", ""),
+        ("plain", "theirs", "A training step", ""),
+        ("plain", "ours", "A training step", "peer "),
+        ("plain", "ours", "Other", ""),
+    ],
+)
+def test_what_the_page_does_not_have_is_named(row, column, section, after):
+    with pytest.raises(plots.PageError, match=f"{after}.*{section}.*{row}.*{column}"):
+        plots.Page(PAGE).value(row, column, section=section, after=after)
