@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import itertools
 import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
 import sys
 import tempfile
-import termios
-import time
 from collections.abc import Mapping, Sequence
-from fcntl import ioctl
 from pathlib import Path
 
+import pexpect
 import pyte
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
@@ -34,7 +30,8 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images" / "terminal"
 _LINES = 400
 _PROMPT = "$ "
 _SHOWN_FOLDER = b"/home/you/project"
-_FONTS = re.compile(r"\s*@font-face \{.*?\n    \}", re.DOTALL)
+# rich's, without fonts, which it would load from another site
+_FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +42,10 @@ class Picture:
         name: name of the file, without suffix.
         command: what a user types, as the picture shows it.
         files: files that the folder holds before, by name.
-        keys: pairs of a text to wait for, and what is typed when it is on the screen.
+        keys: pairs of a text to wait for, and what is typed when the command has written it.
         columns: width of the terminal.
         code: the exit code that the command must have.
-        seconds: how long it may take.
+        seconds: how long each text, and then the end, may take.
     """
 
     name: str
@@ -57,7 +54,7 @@ class Picture:
     keys: Sequence[tuple[str, str]] = ()
     columns: int = 100
     code: int = 0
-    seconds: float = 120.0
+    seconds: float = 300.0
 
 
 FAILING = """\
@@ -129,6 +126,7 @@ CONFIG_KEYS = (
     ("first process", "\r"),
     ("activation checkpointing?", "y\r"),
     ("checkpointed", "\r"),
+    ("several kinds of parallelism", "\r"),
     ("mixed precision?", "3\r"),
     ("more than that?", " \r"),
     ("micro-batches", "4\r"),
@@ -184,7 +182,7 @@ PICTURES = (
         "plan",
         "accel plan llama --devices 8 --memory 80GB --seq_length 2048",
         {"llama/config.json": LLAMA},
-        columns=132,
+        columns=137,
     ),
 )
 
@@ -217,16 +215,16 @@ def show(picture: Picture) -> list[Text]:
         RuntimeError: the command took too long, or ended with another code.
     """
     screen = pyte.Screen(picture.columns, _LINES)
-    stream = pyte.ByteStream(screen)
     with tempfile.TemporaryDirectory(prefix="accel-picture-") as folder:
         for name, text in picture.files.items():
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        code = _run(picture, Path(folder), stream, screen)
-    if code != picture.code:
+        output, problem = _run(picture, folder)
+    pyte.ByteStream(screen).feed(output.replace(folder.encode(), _SHOWN_FOLDER))
+    if problem:
         shown = "\n".join(line.rstrip() for line in screen.display).strip()
-        raise RuntimeError(f"{picture.command} ended with {code}, not {picture.code}:\n{shown}")
+        raise RuntimeError(f"{picture.command} {problem}:\n{shown}")
     lines = [_line(screen, number) for number in range(_LINES)]
     while lines and not lines[-1].plain.strip():
         lines.pop()
@@ -235,17 +233,16 @@ def show(picture: Picture) -> list[Text]:
 
 def draw(lines: Sequence[Text], picture: Picture) -> str:
     """The SVG of a terminal that shows the command and its output."""
-    console = Console(record=True, width=picture.columns, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console = Console(record=True, width=picture.columns, file=io.StringIO(), force_terminal=True)
     console.print(Text(_PROMPT, style="bold green").append(picture.command, style="bold"))
     for line in lines:
         console.print(line, no_wrap=True, overflow="crop", crop=True)
-    svg = console.export_svg(title=picture.command.split(" ")[0], theme=MONOKAI, unique_id=picture.name)
-    return _FONTS.sub("", svg)  # they would be loaded from another site
+    title = picture.command.split(" ")[0]
+    return console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
 
 
-def _run(picture: Picture, folder: Path, stream: pyte.ByteStream, screen: pyte.Screen) -> int:
-    main_end, other_end = pty.openpty()
-    ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, picture.columns, 0, 0))
+def _run(picture: Picture, folder: str) -> tuple[bytes, str]:
+    """What the command wrote, and what is wrong with its end."""
     kept = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")
     }
@@ -253,53 +250,38 @@ def _run(picture: Picture, folder: Path, stream: pyte.ByteStream, screen: pyte.S
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "TERM": "xterm-256color",
         "COLUMNS": str(picture.columns),
-        "HF_HOME": str(folder / ".home"),
+        "HF_HOME": f"{folder}/.home",
         "PS1": _PROMPT,
         "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
         "ACCEL_DEVICE_COUNT": "0",
     }
-    process = subprocess.Popen(
-        picture.command, shell=True, cwd=folder, env=environ, stdin=other_end, stdout=other_end, stderr=other_end,
-        start_new_session=True,
-    )  # fmt: skip
-    os.close(other_end)
-    waiting = list(picture.keys)
-    hidden, pending = str(folder).encode(), b""
-    end = time.monotonic() + picture.seconds
+    output, size = io.BytesIO(), (_LINES, picture.columns)
+    child = pexpect.spawn(
+        "bash", ["-c", picture.command], cwd=folder, env=environ, dimensions=size, timeout=picture.seconds
+    )
+    child.logfile_read = output
     try:
-        while time.monotonic() < end:
-            if select.select([main_end], [], [], 0.2)[0]:
-                try:
-                    data = os.read(main_end, 65536)
-                except OSError:  # the other end is closed
-                    break
-                pending = (pending + data).replace(hidden, _SHOWN_FOLDER)
-                held = _beginning_at_end(pending, hidden)
-                stream.feed(pending[: len(pending) - held])
-                pending = pending[len(pending) - held :]
-            if waiting and waiting[0][0] in "\n".join(screen.display):
-                os.write(main_end, waiting.pop(0)[1].encode())
-                time.sleep(0.3)
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise RuntimeError(
-                f"{picture.command} took more than {picture.seconds} s; it waits for {waiting[:1]}"
-            )
-        return process.wait()
+        for text, keys in picture.keys:
+            child.expect_exact(text)
+            child.send(keys)
+        child.expect_exact(pexpect.EOF)
+        code = child.wait()
+    except pexpect.TIMEOUT:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return output.getvalue(), f"took more than {picture.seconds} s"
+    except pexpect.EOF:
+        return output.getvalue(), f"ended before it wrote {text!r}"
     finally:
-        os.close(main_end)
-
-
-def _beginning_at_end(data: bytes, text: bytes) -> int:
-    """How many bytes at the end of ``data`` may be the beginning of ``text``."""
-    return next((size for size in range(len(text) - 1, 0, -1) if data.endswith(text[:size])), 0)
+        child.close(force=True)
+    return output.getvalue(), "" if code == picture.code else f"ended with {code}, not {picture.code}"
 
 
 def _line(screen: pyte.Screen, number: int) -> Text:
     text = Text()
-    for column in range(screen.columns):
-        cell = screen.buffer[number][column]
-        text.append(cell.data, style=_style(cell))
+    cells = (screen.buffer[number][column] for column in range(screen.columns))
+    for style, alike in itertools.groupby(cells, key=_style):
+        text.append("".join(cell.data for cell in alike), style=style)
     text.rstrip()
     return text
 

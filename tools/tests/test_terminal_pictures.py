@@ -24,7 +24,8 @@ def test_keys_are_typed_when_their_text_is_there():
     ("picture", "message"),
     [
         (Picture("x", "echo bad; exit 3"), "ended with 3, not 0:\nbad"),
-        (Picture("x", "sleep 9", seconds=0.5), "took more than 0.5 s"),
+        (Picture("x", "echo first; sleep 9", seconds=0.5), "took more than 0.5 s:\nfirst"),
+        (Picture("x", "echo bye", keys=[("name?", "you\r")]), r"ended before it wrote 'name\?':\nbye"),
     ],
 )
 def test_a_picture_of_something_else_is_not_drawn(picture, message):
