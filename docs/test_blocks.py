@@ -21,9 +21,9 @@ LONG = {
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "containers", "ddp", "hugging-face", "launching", "local-sgd", "memory-estimates",
-            "multi-node", "other-checkpoints", "pipeline-inference", "preemption", "rehearse", "several-models",
-            "troubleshooting",
+            "as-accelerate", "collectives", "containers", "ddp", "evaluation", "hugging-face", "launching", "local-sgd",
+            "memory-estimates", "multi-node", "other-checkpoints", "pipeline-inference", "preemption", "processes",
+            "rehearse", "several-models", "timeouts", "troubleshooting",
         )
     ),
 }  # fmt: skip

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -107,15 +108,20 @@ CELLS = [(name, ranks) for name in MEMBERS for ranks in ranks_of(name)]
 REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS]
 
 
-def parameters(found: list[tuple[str, int]]) -> pytest.MarkDecorator:
-    """Variants of a strategy, and worlds that are not its smallest, are for the long run."""
-    marks = {True: [pytest.mark.full], False: []}
+def parameters(found: list[tuple[str, int]], quick: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Variants of a strategy, and worlds that are not its smallest, are for the long run.
+
+    Args:
+        found: the cells.
+        quick: the members that are not for the long run; by default all.
+    """
+
+    def is_long(name: str, ranks: int) -> bool:
+        return name in VARIANTS or ranks != ranks_of(name)[0] or bool(quick and name not in quick)
+
     return pytest.mark.parametrize(
         ("name", "ranks"),
-        [
-            pytest.param(*cell, marks=marks[cell[0] in VARIANTS or cell[1] != ranks_of(cell[0])[0]])
-            for cell in found
-        ],
+        [pytest.param(*cell, marks=[pytest.mark.full] if is_long(*cell) else []) for cell in found],
     )
 
 
@@ -405,7 +411,7 @@ def continued(case: Case, folder: str, ranks: int) -> list[Record]:
     return worlds.run(load_and_train, ranks, case, folder, follow=True)
 
 
-@cells
+@parameters(CELLS, quick={"ddp", "fsdp2"})
 def test_mobility(tmp_path, name, ranks):
     """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have.
 
