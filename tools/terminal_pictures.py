@@ -182,7 +182,7 @@ PICTURES = (
         "plan",
         "accel plan llama --devices 8 --memory 80GB --seq_length 2048",
         {"llama/config.json": LLAMA},
-        columns=137,
+        columns=128,
     ),
 )
 

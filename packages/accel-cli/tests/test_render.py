@@ -1,6 +1,6 @@
 """Facts as plain lines, and on a terminal."""
 
-from accel_cli.render import show_facts
+from accel_cli.render import show_facts, show_text
 
 
 def test_long_values_are_folded_on_a_terminal_only(capsys, monkeypatch):
@@ -16,3 +16,16 @@ def test_long_values_are_folded_on_a_terminal_only(capsys, monkeypatch):
     assert max(map(len, value)) <= 80
     assert [line[:12] for line in value] == ["  platform  ", *[" " * 12] * (len(value) - 1)]
     assert "".join(line[12:].strip() for line in value) == facts["system"]["platform"]
+
+
+def test_sentences_are_folded_between_words_on_a_terminal_only(capsys, monkeypatch):
+    text = "Why: " + "it needs no other package " * 6 + "and " + "x" * 50 + "\nlast"
+    show_text(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    show_text(text)
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "last"
+    assert max(len(line) for line in lines if "x" not in line) <= 40
+    assert " ".join(lines) == text.removesuffix("\nlast")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_bigmodel.planning.advice import Plan, Row, Suggestion
-from accel_cli.render import show_table
+from accel_cli.render import show_table, show_text
 from accel_state.config.files import save_config
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.roots import root_for
@@ -34,7 +34,7 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     machines = f" on {cluster.machines} machines" if cluster.machines > 1 else ""
     adapters = f", adapters of rank {shape.adapters}: {shape.trainable:,} trained" if shape.adapters else ""
     print(f"{shape.name}: {shape.parameters:,} parameters in {len(shape.units)} blocks{adapters}")
-    print(
+    show_text(
         f"{cluster.devices} x {gigabytes(cluster.memory)} GB{machines}, of which {gigabytes(cluster.reserve)} GB each "
         f"are reserved; micro-batch {workload.batch_size}, {workload.optimizer}, mixed precision {workload.precision}"
     )
@@ -43,13 +43,13 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     best = plan.advised
     bold = plan.rows.index(best) if best is not None else None
     show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
-    print(
+    show_text(
         "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
         "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest batch\n"
         "that fits"
     )
     for note in plan.notes:
-        print(f"note: {note}")
+        show_text(f"note: {note}")
     print()
     _show_advice(plan, suggested)
 
@@ -73,21 +73,21 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
     if best is not None:
         room = plan.cluster.usable - best.found.peak.total
         peak = best.found.peak
-        print(
+        show_text(
             f"Advised: {best.setting.name}. It peaks at {gigabytes(peak.total)} GB ({peak.when}), with "
             f"{gigabytes(room)} GB to spare.\nWhy: {_why(plan, best)}."
         )
         if best.extra:
-            print(f"Its price: it {best.extra}.")
+            show_text(f"Its price: it {best.extra}.")
         if best.setting.checkpointing and not best.kind.checkpoints:
-            print(
+            show_text(
                 "The script has to turn activation checkpointing on, as model.gradient_checkpointing_enable() does."
             )
         return
     least = min(plan.rows, key=lambda row: row.found.peak.total)
     peak = least.found.peak
     over = max(0.0, peak.total - plan.cluster.usable)
-    print(
+    show_text(
         f"Nothing fits: {least.setting.name} takes least, {gigabytes(peak.total)} GB ({peak.when}), "
         f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB that there are."
         if over
@@ -96,11 +96,11 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
     for each in suggested:
         found = each.row
         host = f", and {gigabytes(found.host)} GB of host memory" if found.host else ""
-        print(
+        show_text(
             f"- with {each.change}, {found.setting.name} fits: {gigabytes(found.found.peak.total)} GB{host}"
         )
     if not suggested:
-        print(
+        show_text(
             "- no number of devices up to 4,096 helps; shorten the sequences (--seq_length), or train fewer weights"
         )
 

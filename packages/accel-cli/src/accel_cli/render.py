@@ -1,12 +1,14 @@
-"""Shows facts by topic, and tables: with rich on a terminal, otherwise as plain lines."""
+"""Shows facts by topic, tables and sentences: to the width of a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["show_facts", "show_table"]
+__all__ = ["show_facts", "show_table", "show_text"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -82,3 +84,14 @@ def show_table(
 
 def _is_words(cell: str) -> bool:
     return bool(cell) and not any(character.isdigit() for character in cell) and cell not in ("-", "N/A")
+
+
+def show_text(text: str) -> None:
+    """Print lines of sentences: on a terminal folded between words, otherwise as they are."""
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        lines = text.split("\n")
+        text = "\n".join(
+            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in lines
+        )
+    print(text)
