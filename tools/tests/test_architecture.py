@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -245,7 +246,25 @@ def test_the_declaration_on_the_page_is_that_of_the_package():
     assert shown["launchable.py"].strip() == module.read_text(encoding="utf-8").strip()
 
 
-# The example
+# The examples
+
+
+def test_the_tracker_on_the_page_writes_what_is_logged(tmp_path, monkeypatch):
+    from accel_train import Accelerator
+
+    text = next(block.text for block in blocks.parse(PAGES[1]) if block.file == "json_lines.py")
+    (tmp_path / "json_lines.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tracker = importlib.import_module("json_lines").JSONLines("run", tmp_path / "logs")
+    accelerator = Accelerator(log_with=tracker)
+    accelerator.init_trackers("run", config={"lr": 0.1, "dtype": torch.float32})
+    accelerator.log({"loss": torch.tensor(0.5)}, step=3)
+    accelerator.end_training()
+    lines = (tmp_path / "logs" / "run.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": None, "config": {"lr": 0.1, "dtype": "torch.float32"}},
+        {"step": 3, "loss": 0.5},
+    ]
 
 
 @pytest.fixture

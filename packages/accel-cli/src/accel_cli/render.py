@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["show_facts", "show_table", "show_text"]
+__all__ = ["folded", "show_facts", "show_table", "show_text"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -89,9 +89,11 @@ def _is_words(cell: str) -> bool:
 def show_text(text: str) -> None:
     """Print lines of sentences: on a terminal folded between words, otherwise as they are."""
     if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-        lines = text.split("\n")
-        text = "\n".join(
-            textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False) for line in lines
-        )
+        text = "\n".join(map(folded, text.split("\n")))
     print(text)
+
+
+def folded(text: str) -> str:
+    """The text in lines that end between words; paths are not broken, so that they can be copied."""
+    columns = shutil.get_terminal_size().columns - 1
+    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)

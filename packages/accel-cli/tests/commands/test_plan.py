@@ -27,12 +27,17 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def planned(*words):
-    """The code, the facts of ``--json``, and what was said on standard error."""
+def run(*words):
+    """The exit code, and what was printed on standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["plan", *words, "--json"])
-    return code, json.loads(out.getvalue()), err.getvalue()
+        code = main(["plan", *words])
+    return code, out.getvalue(), err.getvalue()
+
+
+def planned(*words):
+    code, out, _ = run(*words, "--json")
+    return code, json.loads(out)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +50,9 @@ def facts(folder):
 def advised(folder, tmp_path_factory):
     """The text for the same devices, what was said beside it, and the file that was written."""
     file = tmp_path_factory.mktemp("written") / "run.yaml"
-    out, err = io.StringIO(), io.StringIO()
-    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file)]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        assert main(words) == 0
-    return out.getvalue(), err.getvalue(), file
+    code, out, err = run(folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file))
+    assert code == 0
+    return out, err, file
 
 
 def test_the_table_and_the_advice(advised):
@@ -90,7 +93,7 @@ def test_adapters_take_less(folder):
 def test_files_without_a_configuration(tmp_path):
     tensors = {f"layers.{n}.weight": torch.zeros(10, 10) for n in range(3)} | {"head.weight": torch.zeros(5)}
     save_file(tensors, tmp_path / "m.safetensors")
-    code, facts, _ = planned(str(tmp_path), "--devices", "2", "--device", "H100")
+    code, facts = planned(str(tmp_path), "--devices", "2", "--device", "H100")
     assert (code, facts["parameters"], facts["blocks"]) == (0, 305, 3)
     assert "leave room for them" in facts["notes"][0]
     assert facts["devices"]["memory"] == 80e9

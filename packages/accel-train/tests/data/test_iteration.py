@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_train import Accelerator, DataLoaderConfiguration, skip_first_batches
-from accel_train.data.iteration import Iteration, is_plain
+from accel_train.data.iteration import Iteration
 from accel_train.data.reading_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import ArithmeticStream, SamplerReader, SingleStream
@@ -212,28 +212,6 @@ def test_the_position_of_a_dataset_that_keeps_its_own():
     assert one.position_of_source() == {"at": 6}, "before what was read ahead"
     one.ahead.note(None, 0)
     assert one.position_of_source() == {"at": 7}
-
-
-class Text(str):
-    __slots__ = ()
-
-
-@pytest.mark.parametrize(
-    ("batch", "plain"),
-    [
-        (None, True),
-        (torch.ones(1), True),
-        ({"a": (1, [True, "x"])}, True),
-        ({1: 2}, False),
-        ([{"a": object()}], False),
-        (torch.nn.Parameter(torch.ones(1)), False),
-        (Text("a"), False),
-        (range(3), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_plain_batches(batch, plain):
-    assert is_plain(batch) is plain
 
 
 class Noisy(IterableDataset):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import typer
 
 from accel_cli.colors import Colors, colors_for
+from accel_cli.render import folded
 from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import BACK, Asker, Interview
 from accel_cli.wizard.machine import describe, detect
@@ -63,9 +62,9 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
     colors = colors_for()
     machine = detect(environ)
     for line in describe(machine):
-        typer.echo(colors("cyan", _filled(line)))
+        typer.echo(colors("cyan", folded(line)))
     situation = Situation(machine, _existing(path, environ, typer.echo), offers)
-    typer.echo(_filled(_KEYS) + "\n")
+    typer.echo(folded(_KEYS) + "\n")
     interview = Interview(QUESTIONS, situation, ask)
     while True:
         answers = interview.run()
@@ -78,7 +77,7 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
             continue
         typer.echo("\n" + _colored(text, colors))
         for warning in warnings_about(answers, config):
-            typer.echo(_filled(f"note: {warning}").replace("note:", colors("yellow", "note:"), 1))
+            typer.echo(folded(f"note: {warning}").replace("note:", colors("yellow", "note:"), 1))
         answer = ask(_may_write(path))
         if answer is BACK:
             interview.back()
@@ -100,18 +99,12 @@ def _existing(path: Path, environ: Mapping[str, str], say: Callable[[str], None]
     try:
         values = existing_values(source)
     except ConfigError as error:
-        say(_filled(f"{source} cannot be read, so its values are not the defaults: {error}"))
+        say(folded(f"{source} cannot be read, so its values are not the defaults: {error}"))
         return {}
     foreign = found is not None and found.foreign and source == found.path
     whose = ", Accelerate's file, which is not changed" if foreign else ""
-    say(_filled(f"The defaults are the values of {source}{whose}."))
+    say(folded(f"The defaults are the values of {source}{whose}."))
     return values
-
-
-def _filled(text: str) -> str:
-    """The text in lines that end between words; paths are not broken, so that they can be copied."""
-    columns = shutil.get_terminal_size().columns - 1
-    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
 
 
 def _check_writable(path: Path) -> None:

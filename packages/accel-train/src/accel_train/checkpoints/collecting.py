@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +88,10 @@ class _Collected:
     def of(cls, prepared: Prepared, parts: Sequence[StatePart], named: Sequence[NamedModel]) -> _Collected:
         trees = Trees()
         for part in parts:
+            before = set(trees.shared)
             part.dump(trees)
-        _check_names(trees, parts)
+            if added := trees.shared.keys() - before:
+                _check_names(part, added)
         if prepared.process.num_processes == 1:
             return cls(trees, {}, {}, {})
         buffers = replicated_buffers(named)
@@ -97,14 +99,14 @@ class _Collected:
         return cls(trees, buffers, marks, rank_differences.compared(trees.shared))
 
 
-def _check_names(trees: Trees, parts: Sequence[StatePart]) -> None:
-    """Refuse a shared tree of a new kind that no part expects: no script could load the checkpoint."""
-    new = {name for name in trees.shared if part_of(name) is None} - {"progress"}
-    unexpected = new.difference(*(part.expected() for part in parts))
+def _check_names(part: StatePart, added: Collection[str]) -> None:
+    """Refuse a shared tree of a new kind that its part does not expect: no script could load the checkpoint."""
+    new = {name for name in added if part_of(name) is None}
+    unexpected = new.difference(part.expected()) if new else new
     if unexpected:
         raise accel_ckpt.CheckpointSaveError(
-            f"dump() of a StatePart adds to Trees.shared {', '.join(sorted(unexpected))}, which expected() of none "
-            "yields, so no script could load the checkpoint. Yield the name there, or add it to Trees.progress"
+            f"{type(part).__name__}.dump() adds to Trees.shared {', '.join(sorted(unexpected))}, which expected() does "
+            "not yield, so no script could load the checkpoint. Yield the name there, or add it to Trees.progress"
         )
 
 

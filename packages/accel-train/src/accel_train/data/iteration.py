@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from accel_train.data.reading_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.permutations import Record
 from accel_train.data.workers import WorkerStates
 
-__all__ = ["NOT_COUNTED", "Iteration", "ReadAhead", "is_plain"]
+__all__ = ["NOT_COUNTED", "Iteration", "ReadAhead"]
 
 NOT_COUNTED = -1
 """Placeholder for a number of batches that was not counted yet."""
@@ -223,12 +221,3 @@ class Iteration:
     def states_of_workers(self) -> dict[str, Any] | None:
         """The generators of worker processes after the last returned batch."""
         return None if self.workers is None else self.workers.dump(self.yielded * self.per_batch)
-
-
-def is_plain(batch: Any) -> bool:
-    """Whether a batch consists of tensors and plain data only."""
-    if type(batch) is dict:
-        return all(isinstance(key, str) and is_plain(value) for key, value in batch.items())
-    if type(batch) in (list, tuple):
-        return all(is_plain(item) for item in batch)
-    return batch is None or type(batch) in (torch.Tensor, bool, int, float, str, bytes)

@@ -61,7 +61,7 @@ class Precision:
     name: ClassVar[str] = "no"
     #: The dtype that autocast computes in, None without autocast.
     dtype: ClassVar[torch.dtype | None] = None
-    #: How far losses and weights of a small model may be from exact ones, relative; `accel_train`'s own tests allow it.
+    #: How far losses and weights of a small model may be from exact ones, relative: the bound of the conformance suite.
     tolerance: ClassVar[float] = 0.0
 
     #: The gradient scaler, None when gradients are not scaled.
@@ -203,8 +203,8 @@ class Precision:
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint keeps anything of this precision: where it has a scaler, or its own `state_dict`."""
-        return self.scaler is not None or type(self).state_dict is not Precision.state_dict
+        """Whether a checkpoint keeps anything of this precision: where it has its own `state_dict`."""
+        return type(self).state_dict is not Precision.state_dict
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.

@@ -1,9 +1,10 @@
 """How far an iteration is where rank 0 reads for all; positions are counted by hand."""
 
+import pytest
 import torch
 from torch.utils.data import SequentialSampler
 
-from accel_train.data.dispatch.dispatcher import DispatchIteration
+from accel_train.data.dispatch.dispatcher import DispatchIteration, is_plain
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import ArithmeticStream, SamplerReader, SingleStream
 from accel_train.data.sampling.layout import BatchLayout
@@ -62,3 +63,25 @@ def test_what_padding_needs_is_saved_where_it_can_be():
     assert one.read_ahead() == {"first": one.first_batch}
     one.first_batch = {"x": {1, 2}}
     assert one.read_ahead() == {}
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("batch", "plain"),
+    [
+        (None, True),
+        (torch.ones(1), True),
+        ({"a": (1, [True, "x"])}, True),
+        ({1: 2}, False),
+        ([{"a": object()}], False),
+        (torch.nn.Parameter(torch.ones(1)), False),
+        (Text("a"), False),
+        (range(3), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_batches(batch, plain):
+    assert is_plain(batch) is plain

@@ -13,7 +13,7 @@ from accel_train.data.dispatch.cut import Round, cut_round
 from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored
 from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
-from accel_train.data.iteration import NOT_COUNTED, Iteration, is_plain
+from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.iterators import LoaderIterator, TimedIterator, early_end
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.rng_replay import Randomness
@@ -23,7 +23,7 @@ from accel_train.data.sampling.permutations import OrderSource, Record
 from accel_train.data.sampling.shared_seed import Alone
 from accel_train.ranks import Ranks
 
-__all__ = ["DataLoaderDispatcher"]
+__all__ = ["DataLoaderDispatcher", "DispatchIteration", "is_plain"]
 
 
 class DispatchIteration(Iteration):
@@ -541,3 +541,12 @@ class DispatchIterator(LoaderIterator):
         iteration.part = envelope
         self._yielded(iteration)
         return batch
+
+
+def is_plain(batch: Any) -> bool:
+    """Whether a batch consists of tensors and plain data only."""
+    if type(batch) is dict:
+        return all(isinstance(key, str) and is_plain(value) for key, value in batch.items())
+    if type(batch) in (list, tuple):
+        return all(is_plain(item) for item in batch)
+    return batch is None or type(batch) in (torch.Tensor, bool, int, float, str, bytes)
