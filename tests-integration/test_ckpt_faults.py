@@ -1,7 +1,6 @@
 """What goes wrong around a save on real file systems: what was saved before is there, and the error says why."""
 
 import contextlib
-import multiprocessing
 import os
 import pathlib
 import shutil
@@ -156,8 +155,7 @@ def train(folder, name, rounds, ready):
 
 
 def test_two_trainings_write_to_one_directory(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(worlds._PRELOAD)
+    context = worlds.context()
     ready = context.Barrier(2)
     rounds = 12
     processes = [

@@ -1,7 +1,6 @@
 """``kill -9`` at random moments of a save: the newest complete checkpoint loads and is what was saved."""
 
 import contextlib
-import multiprocessing
 import os
 import pathlib
 import random
@@ -69,8 +68,7 @@ def series(folder, pipe, exchanges):
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_one_process(tmp_path, exchanges, moments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(worlds._PRELOAD)
+    context = worlds.context()
     generator = random.Random(0)
     interrupted = 0
     for _ in range(moments):

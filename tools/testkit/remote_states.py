@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import time
@@ -154,8 +153,7 @@ def check_kills(
         calm: called when it is killed.
         look: called after what is there was compared.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*worlds._PRELOAD, *preload, "accel_ckpt"])
+    context = worlds.context(*preload, "accel_ckpt")
     generator = random.Random(0)
     reported, left = -1, 0
     for number in range(kills):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import sys
@@ -17,27 +18,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 
 from accel_state.constants import STORE_SECRET
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.spawns import pickled
-
-_PRELOAD = [
-    "torch",
-    "torch._dynamo",  # optimizers import it at their first step
-    "torch.distributed",
-    "torch.nn.parallel",
-    "numpy",
-    "cloudpickle",
-    "accel_state.operations.collectives",
-    "accel_train.accelerator",
-    "accel_ckpt.loading.load_state",
-    "testkit.worlds",
-]
 
 
 class RankError(AssertionError):
@@ -62,10 +52,13 @@ def free_port() -> int:
     return port
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
+def context(*preload: str) -> Any:
+    """Multiprocessing with processes forked from one that has imported ``testkit.preloaded``, and more modules."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(["testkit.preloaded", *preload])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it finds testkit there
+        ensure_running()
+    return forkserver
 
 
 def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes, pipe: Connection) -> None:
@@ -73,6 +66,8 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:] = path
+    if "huggingface_hub.constants" in sys.modules:  # read from the environment of the server
+        importlib.reload(sys.modules["huggingface_hub.constants"])
     import torch
 
     torch.set_num_threads(1)
@@ -117,7 +112,7 @@ def run(
     with contextlib.suppress(ValueError):
         cloudpickle.register_pickle_by_value(module)
     blob = pickled((function, args, kwargs))
-    context = _context()
+    forkserver = context()
     port = free_port()
     base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(environ or {})}
     processes: list[BaseProcess] = []
@@ -130,9 +125,9 @@ def run(
                 "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STORE_SECRET: "of this world",  # as the launcher
             }  # fmt: skip
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = forkserver.Pipe(duplex=False)
         # Not daemonic, since those may not have children and a rank's data loader may want workers.
-        process = context.Process(target=_rank_main, args=(rank, env, sys.path, blob, theirs))
+        process = forkserver.Process(target=_rank_main, args=(rank, env, sys.path, blob, theirs))
         process.start()
         theirs.close()
         processes.append(process)
