@@ -1,6 +1,6 @@
 """Facts as plain lines, and on a terminal."""
 
-from accel_cli.render import show_facts, show_text
+from accel_cli.render import show_facts, show_table, show_text
 
 
 def test_long_values_are_folded_on_a_terminal_only(capsys, monkeypatch):
@@ -29,3 +29,19 @@ def test_sentences_are_folded_between_words_on_a_terminal_only(capsys, monkeypat
     assert last == "last"
     assert max(len(line) for line in lines if "x" not in line) <= 40
     assert " ".join(lines) == text.removesuffix("\nlast")
+
+
+def test_a_narrow_terminal_goes_without_spare_columns(capsys, monkeypatch):
+    columns, rows = ("strategy", "peak", "weights", "logits"), [("fsdp2", "1.5", "1.0", "0.5")]
+    spare = ("logits", "weights")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "25")
+    assert show_table(columns, rows, spare=spare) == []  # no terminal
+    assert capsys.readouterr().out.split() == [*columns, *rows[0]]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for width, without in ((40, []), (25, ["logits"]), (16, ["logits", "weights"])):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert show_table(columns, rows, spare=spare) == without
+        header, row = capsys.readouterr().out.splitlines()
+        assert max(len(header), len(row)) <= width
+        assert header.split() == [name for name in columns if name not in without]

@@ -42,7 +42,9 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     columns = ("strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
     best = plan.advised
     bold = plan.rows.index(best) if best is not None else None
-    show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
+    without = show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold, spare=_HEADERS[::-1])
+    if without:
+        show_text(f"(no room for {', '.join(reversed(without))}: make the terminal wider, or see --json)")
     show_text(
         "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
         "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest batch\n"

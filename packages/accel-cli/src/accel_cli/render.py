@@ -50,16 +50,28 @@ def _show_on_terminal(facts: Facts) -> None:
 
 
 def show_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, bold: int | None = None
-) -> None:
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    bold: int | None = None,
+    spare: Sequence[str] = (),
+) -> list[str]:
     """Print rows under a header: with rich on a terminal, otherwise as aligned text.
+
+    Returns the columns that were left out.
 
     Args:
         columns: the header.
         rows: cells as text, each as many as there are columns.
         left: number of columns that are aligned to the left; the last one always is if it holds words.
         bold: index of a row to make stand out on a terminal.
+        spare: columns that a terminal that is too narrow for all goes without, the first one first.
     """
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    without = _too_many(dict(zip(columns, widths, strict=True)), spare) if sys.stdout.isatty() else []
+    kept = [at for at, name in enumerate(columns) if name not in without]
+    columns, rows = [columns[at] for at in kept], [[row[at] for at in kept] for row in rows]
     words = [at for at in range(len(columns)) if at < left or any(_is_words(row[at]) for row in rows)]
     if sys.stdout.isatty():
         from rich.console import Console
@@ -72,14 +84,26 @@ def show_table(
         for at, row in enumerate(rows):
             table.add_row(*map(Text, row), style="bold" if at == bold else None)
         Console(highlight=False).print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        return without
     for row in (columns, *rows):
         cells = (
             cell.ljust(width) if at in words else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         print("  ".join(cells).rstrip())
+    return without
+
+
+def _too_many(widths: Mapping[str, int], spare: Sequence[str]) -> list[str]:
+    """The first of the spare columns, as many as do not fit on the terminal."""
+    over = sum(widths.values()) + 2 * len(widths) - shutil.get_terminal_size().columns
+    without: list[str] = []
+    for name in spare:
+        if over <= 0:
+            break
+        without.append(name)
+        over -= widths[name] + 2
+    return without
 
 
 def _is_words(cell: str) -> bool:
