@@ -18,12 +18,15 @@ PAGES = [
 # Pages whose commands start many worlds: for the long run.
 LONG = {
     "packages/accel-cli/README.md",
+    "docs/from-accelerate.md",
+    "docs/from-pytorch.md",
+    "docs/installation.md",
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "collectives", "containers", "ddp", "evaluation", "hugging-face", "launching", "local-sgd",
-            "memory-estimates", "multi-node", "other-checkpoints", "pipeline-inference", "preemption", "processes",
-            "rehearse", "several-models", "timeouts", "troubleshooting",
+            "as-accelerate", "checkpoints", "collectives", "containers", "ddp", "evaluation", "fsdp", "hugging-face",
+            "launching", "local-sgd", "memory-estimates", "multi-node", "other-checkpoints", "pipeline-inference",
+            "preemption", "processes", "rehearse", "several-models", "timeouts", "troubleshooting",
         )
     ),
 }  # fmt: skip

@@ -65,7 +65,7 @@ def series(folder, pipe, exchanges):
 
 
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
-@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("exchanges", [pytest.param(True, marks=pytest.mark.full), False])
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_one_process(tmp_path, exchanges, moments):
     context = worlds.context()

@@ -223,6 +223,7 @@ def test_a_missing_part_is_noticed(saved):
         open_training_state(broken)
 
 
+@pytest.mark.full
 def test_a_rank_needs_memory_for_its_share(tmp_path):
     """Saved by two ranks and loaded by two in another division, one tensor of 256 MB, and an optimizer with as much."""
 

@@ -115,6 +115,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(doctor):
     assert done.seconds < 120
 
 
+@pytest.mark.full
 def test_a_rank_that_never_arrives_is_named(doctor):
     done = doctor("--num_processes", "2", "--timeout", "15", fault="absent")
     assert done.returncode == 1

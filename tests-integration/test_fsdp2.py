@@ -483,6 +483,7 @@ def compiled(strategy, regional):
 
 
 @pytest.mark.parametrize("regional", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
 def test_compiled(regional):
     check(worlds.run(compiled, 2, "fsdp2", regional), expected(llama), bound=1e-4)
 

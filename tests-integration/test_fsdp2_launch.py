@@ -119,6 +119,7 @@ def test_user_paths(tmp_path, how, expected):
     assert expected in done.stdout
 
 
+@pytest.mark.full
 def test_one_process_cannot_be_sharded(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

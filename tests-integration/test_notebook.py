@@ -112,6 +112,7 @@ def test_one_process_then_two_then_one_in_the_same_notebook():
     assert text(cells[3]) == "c 1 NO no\n"
 
 
+@pytest.mark.full
 def test_a_state_of_a_later_cell_is_refused_also_after_one_process():
     cells = execute(
         ACCELERATOR,

@@ -149,6 +149,7 @@ def test_the_plan_has_its_memory(accel, tmp_path):
     assert zero["traffic"] == pytest.approx(1.5 * ddp["traffic"])
 
 
+@pytest.mark.full
 def test_a_rehearsal(accel):
     text = accel("rehearse", "--use_zero_redundancy", "--num_processes", "6", "--ranks", "0,5", TRAIN)
     assert "zero_redundancy" in text
@@ -213,6 +214,7 @@ def test_a_state_continues_elsewhere(accel, saved, tmp_path, flags):
     close(tmp_path / "w.pt", 8)
 
 
+@pytest.mark.full
 def test_it_continues_what_another_strategy_saved(accel, tmp_path):
     accel("launch", "--cpu", "--num_processes", "1", TRAIN, "--save", "state")
     flags = ["--cpu", "--num_processes", "2", "--use_zero_redundancy"]

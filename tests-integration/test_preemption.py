@@ -406,6 +406,7 @@ def test_preemption_is_left_to_the_scheduler_unless_asked(launches):
     assert_same_run(launches, "scheduler", 2)
 
 
+@pytest.mark.full
 def test_one_process(launches):
     process = launches.start("single", 1, "--resume", delay=0.02)
     launches.await_step("single", 7)
@@ -418,6 +419,7 @@ def test_one_process(launches):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_killed_rank_goes_on_from_the_newest_checkpoint_or_anew(launches, saved, size):
     name = f"crash{saved}{size}"
     process = launches.start(
@@ -453,6 +455,7 @@ def test_crashes_count_and_preemptions_do_not(launches):
     assert done.stderr.count("restarting all ranks (1 of 1)") == 1
 
 
+@pytest.mark.full
 def test_a_crash_ends_the_others_at_once_although_they_listen(launches):
     process = launches.start("ended", 3, delay=0.02)
     launches.await_step("ended", 3)

@@ -272,7 +272,9 @@ def test_what_a_real_world_raises_the_rehearsal_raises(case, size, script, tmp_p
     assert len(errors([rank], size)) == 1
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case == "uneven" else ()) for case in OTHERS]
+)
 def test_ranks_that_differ_fail_in_both_worlds(case, script, tmp_path):
     path = script(CASES)
     with pytest.raises(worlds.RankError):  # with its error, or because one rank waits for the other
@@ -328,6 +330,10 @@ def test_the_command(script, tmp_path):
     assert "rank             0 of 16, on machine 0 of 4" in run.stdout
     assert "15 of 16, on machine 3 of 4" in run.stdout
     assert "Nothing would fail on ranks 0, 15." in run.stdout
+
+
+@pytest.mark.full
+def test_the_command_s_json(script):
     run = accel("--num_processes", "2", "--ranks", "0,1", "--json", script(CASES), "operations")
     report = json.loads(run.stdout)
     assert run.returncode == 1

@@ -99,7 +99,7 @@ CASES = [
     pytest.param("fsdp2", "backward", "kill", 0, marks=full),  # the host of the store
     pytest.param("fsdp2", "forward", "raise", 0, marks=full),
     pytest.param("fsdp2", "backward", "kill", 1, marks=full),
-    ("tp", "forward", "kill", 1),
+    pytest.param("tp", "forward", "kill", 1, marks=full),
     pytest.param("tp", "backward", "raise", 1, marks=full),
     pytest.param("tp", "backward", "kill", 0, marks=full),
     pytest.param("tp", "forward", "raise", 0, marks=full),

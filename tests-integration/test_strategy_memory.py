@@ -157,6 +157,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.ranks}")
+@pytest.mark.full
 def test_a_rank_holds_its_share(tmp_path, request, case):
     width = 1024 if request.config.getoption("--full") else 768  # 67 or 38 million parameters
     for found in worlds.run(measure, case.ranks, case.strategy, width, str(tmp_path), timeout=180):

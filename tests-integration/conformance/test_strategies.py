@@ -411,7 +411,7 @@ def continued(case: Case, folder: str, ranks: int) -> list[Record]:
     return worlds.run(load_and_train, ranks, case, folder, follow=True)
 
 
-@parameters(CELLS, quick={"ddp", "fsdp2"})
+@parameters(CELLS, quick={"fsdp2"})
 def test_mobility(tmp_path, name, ranks):
     """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have.
 

@@ -347,6 +347,29 @@ def test_resume_is_exact(name, tmp_path):
         torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
+KEPT = Path(__file__).parent / "saved_runs" / "megatron"
+"""Checkpoints that commit b8c3452 wrote, with torch 2.13 and megatron-core 0.16.1, by `keep`."""
+
+
+def keep(name: str) -> None:
+    """Write a checkpoint, and what its run computed afterwards."""
+    case, folder = DIVISIONS[name], KEPT / name
+    [(losses, weights), *_] = worlds.run(
+        save_and_continue, case.ranks, case, folder / "checkpoint", timeout=120
+    )
+    safetensors.torch.save_file({"losses": torch.tensor(losses), **weights}, folder / "after.safetensors")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in KEPT.iterdir()))
+def test_a_kept_checkpoint_continues(name):
+    after = safetensors.torch.load_file(KEPT / name / "after.safetensors")
+    case = DIVISIONS[name]
+    for losses, weights in worlds.run(
+        load_and_continue, case.ranks, case, KEPT / name / "checkpoint", timeout=120
+    ):
+        torch.testing.assert_close({"losses": torch.tensor(losses), **weights}, after, rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize("name", ["tp", "pp", "tied pp"])
 def test_state_in_another_division(name, tmp_path):
     case = DIVISIONS[name]

@@ -1,7 +1,8 @@
 """Import what ranks of tests use, once, in the server that they are forked from.
 
-transformers, DeepSpeed or torchao take a rank 2 to 4 seconds of computing to import, which is most of what a test with
-a small model computes. Imported here, they are shared, and left out of the garbage collections of all ranks.
+transformers, DeepSpeed, megatron-core or torchao take a rank 2 to 4 seconds of computing to import, which is most of
+what a test with a small model computes. Imported here, they are shared, and left out of the garbage collections of all
+ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ NEEDED = [
 ENGINES = {
     "pytest": ["_pytest.assertion.rewrite"],  # test modules are rewritten to call it
     "torchao": ["torchao.float8", "torch._inductor.codegen.triton"],
+    "megatron": [
+        "megatron.core.models.gpt",
+        "megatron.core.distributed",
+        "megatron.core.optimizer.optimizer",
+        "megatron.core.pipeline_parallel",
+    ],
     "deepspeed": ["deepspeed.runtime.zero.muon.muon_optimizer", "distutils.ccompiler"],
     "transformers": [
         f"transformers.models.{model}.modeling_{model}"

@@ -327,6 +327,7 @@ def test_the_type_of_the_plugin_selects_the_example_with_its_options(installed):
     assert worlds.run(gradients, 2, torch.bfloat16) == [("averaging", 1.0)] * 2
 
 
+@pytest.mark.full
 def test_the_conformance_suite_has_the_example_among_its_members(installed):
     command = [
         sys.executable,

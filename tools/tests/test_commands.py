@@ -28,7 +28,10 @@ def scripts() -> list[str]:
     )
 
 
-@pytest.mark.parametrize("script", scripts())
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=pytest.mark.full if "/bench/" in script else ()) for script in scripts()],
+)
 def test_a_script_starts(script):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(

@@ -71,6 +71,7 @@ def test_the_reason_is_true_of_the_table(advised, facts):
     assert f"{min(fitting, key=lambda name: fitting[name])} sends least" in out or "it sends least" in out
 
 
+@pytest.mark.full
 def test_nothing_fits_and_what_would(capsys, folder, tmp_path):
     file = tmp_path / "none.yaml"
     words = ["--devices", "1", "--memory", "2MB", "--batch_size", "16", *SMALL, "--write", str(file)]
@@ -81,6 +82,7 @@ def test_nothing_fits_and_what_would(capsys, folder, tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.full
 def test_adapters_take_less(folder):
     whole, few = (
         planned(folder, "--devices", "1", "--memory", "1GB", *words, *SMALL)[1]

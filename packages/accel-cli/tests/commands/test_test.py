@@ -42,6 +42,7 @@ def test_a_mistake_is_an_error_of_this_command(flags, message, capsys):
         pytest.param("--cpu --num_processes 4 --mixed_precision bf16", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_worlds_that_are_right_pass(flags, tmp_path):
     done = run(*flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -256,6 +256,7 @@ def test_a_rank_that_dies_is_named_before_those_that_notice(play, step):
     assert measured["silent"] == [1]
 
 
+@pytest.mark.full
 def test_a_silent_rank_of_another_machine_is_named_after_the_timeout(play):
     def silent(rank):
         rank.arrive("b")
@@ -286,6 +287,7 @@ def test_a_stopped_rank_is_named(play):
     assert problems(findings) == ["rank 1 on a is stopped (SIGSTOP), last seen at: barrier"]
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_tell_the_time_is_the_only_one_named(play):
     def silent(rank):
         rank.arrive("b")

@@ -64,6 +64,7 @@ def test_a_script_is_migrated_once():
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(7, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_two_processes_run_the_result(number, on_the_cpu):
     (on_the_cpu / "moved.py").write_text(migrate_source(SCRIPTS[number].text).after)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(on_the_cpu)}

@@ -89,7 +89,7 @@ def walk(terminal, branch):
     return Interview(QUESTIONS, known, ask).run()
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_every_branch_writes_its_file(start, tmp_path, part):
     branches = [branch for branch in BRANCHES if possible(branch)][part::2]
     files = [tmp_path / f"{at}.yaml" for at in range(len(branches))]

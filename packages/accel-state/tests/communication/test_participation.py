@@ -155,6 +155,7 @@ def test_some_ranks_are_a_mismatch_on_all(calling: list[int]) -> None:
         assert "gather_object" in error
 
 
+@pytest.mark.full
 def test_ranks_that_have_ended_do_not_take_part() -> None:
     script = """
         state = PartialState()

@@ -132,6 +132,7 @@ def test_different_collectives_of_torch_are_reported_and_ended():
 
 
 @recorded
+@pytest.mark.full
 def test_a_rank_that_is_late_for_a_collective_of_torch_is_reported_and_waited_for():
     def body():
         state = PartialState()

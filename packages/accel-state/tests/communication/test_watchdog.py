@@ -127,6 +127,7 @@ def test_t21_a_rank_in_the_middle_of_other_work_is_no_proof():
     assert worlds.run(body, 2, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "0.2"}) == [[0, 1]] * 2
 
 
+@pytest.mark.full
 def test_t21_a_rank_that_exits_is_proof():
     script = """
         state = PartialState()
@@ -150,6 +151,7 @@ def test_t21_a_rank_that_exits_is_proof():
     )
 
 
+@pytest.mark.full
 def test_t21_a_rank_that_is_done_is_proof():
     script = """
         state = PartialState()
@@ -289,6 +291,7 @@ def test_reports_can_be_switched_on_later():
     assert "not arrived: rank 1" in waiting
 
 
+@pytest.mark.full
 def test_an_interrupted_rank_exits():
     script = """
         import signal, threading
@@ -356,6 +359,7 @@ def test_a_forked_child_does_not_say_goodbye():
     assert worlds.run(body, 2, environ=QUICK) == [[0, 1]] * 2
 
 
+@pytest.mark.full
 def test_without_a_watch_a_lost_rank_is_still_an_error():
     script = """
         import os, signal

@@ -20,6 +20,7 @@ OUT_OF_MEMORY = "CUDA out of memory."
 SIZES = [128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41, 36, 32, 28, 25, 22, 19, 17, 15, 13, 11, 9, 8]
 
 
+@pytest.mark.full
 def test_the_sizes_that_are_tried():
     tried = []
 

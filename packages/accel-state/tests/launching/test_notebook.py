@@ -62,6 +62,7 @@ def test_ranks_form_a_world_and_print_with_prefix(tmp_path):
 
 
 @forks
+@pytest.mark.full
 def test_a_rank_of_torchrun_can_start_a_world_of_its_own(tmp_path):
     # Tests that call debug_launcher, themselves under torchrun: its agent's store must not be waited for.
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -259,6 +260,7 @@ NOT_FORKED = [
 
 @forks
 @pytest.mark.parametrize(("before", "reason"), NOT_FORKED)
+@pytest.mark.full
 def test_where_a_fork_is_not_safe_the_ranks_are_new_processes(tmp_path, before, reason):
     done = run(
         f"""

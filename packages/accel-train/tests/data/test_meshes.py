@@ -234,6 +234,7 @@ def resumed(degrees, kinds):
     [(2, {"tp": 2}), pytest.param(4, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.full)],
     ids=str,
 )
+@pytest.mark.full
 def test_a_resumed_run_reads_and_draws_what_the_uninterrupted_one_does(world, degrees):
     kinds = [kind for kind in KINDS if "kept" not in kind and "stream, worker" not in kind]
     for found in worlds.run(resumed, world, degrees, kinds, timeout=240):

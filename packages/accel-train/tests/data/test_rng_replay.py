@@ -301,7 +301,14 @@ def test_t5_a_generator_with_other_users_goes_on_where_it_was(kind, place):
     assert parts == whole
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" in kind])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("workers", "kept workers") else pytest.mark.full)
+        for kind in KINDS
+        if "worker" in kind
+    ],
+)
 @pytest.mark.parametrize(
     "stateful", [True, pytest.param(False, marks=pytest.mark.full)], ids=["by itself", "skipping"]
 )
@@ -350,6 +357,7 @@ def interrupted_in_a_world():
     return found
 
 
+@pytest.mark.full
 def test_t5_two_ranks_go_on_where_they_were():
     for answers in worlds.run(interrupted_in_a_world, 2, timeout=120):
         for case, (whole, parts) in answers.items():

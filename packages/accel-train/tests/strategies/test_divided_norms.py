@@ -114,6 +114,7 @@ def compare(kind, ranks):
     ("kind", "ranks"),
     [pytest.param("fsdp2", 4, marks=pytest.mark.full), ("hsdp", 4), ("ignored", 2), ("tp", 2)],
 )
+@pytest.mark.full
 def test_every_type_of_norm_is_that_of_one_process(kind, ranks):
     for wrong in worlds.run(compare, ranks, kind, ranks):
         assert wrong == []

@@ -64,6 +64,7 @@ def test_a_rank_that_does_not_join_is_shown_before_it_has_loaded_anything(launch
     assert "in sleeper" in done.stderr
 
 
+@pytest.mark.full
 def test_a_save_has_a_time_out_of_its_own(launcher):
     body = "pulse.joined()\nwith pulse.saving():\n    time.sleep(3 if 'short' in sys.argv else 100)\n"
     script = launcher.script(JOIN + body)
@@ -134,6 +135,7 @@ def test_a_request_that_is_passed_on_belongs_to_the_ranks(launcher):
     assert "where the ranks are" not in err
 
 
+@pytest.mark.full
 def test_a_suspended_run_does_not_stall(launcher):
     process = started(launcher, "--step_timeout", "4", body="pulse.joined()")
     process.send_signal(signal.SIGTSTP)
