@@ -20,11 +20,19 @@ __all__ = ["as_json", "configuration", "show", "write"]
 _PARTS = ("weights", "masters", "gradients", "optimizer", "gathered", "activations", "logits")
 _HEADERS = ("weights", "masters", "grads", "optim", "gathered", "activ", "logits")
 
+_LEGEND = {
+    "optim": "optimizer states",
+    "gathered": "whole weights while they compute, buffers, and what the step computes",
+    "host": "GB of host memory of a machine",
+    "traffic": "GB that a rank sends in a step",
+    "batch": "the largest batch that fits",
+}
+
 
 def gigabytes(size: float) -> str:
     """A size as a number of GB, 10^9 bytes."""
     if size < 5e5:
-        return "-" if size else "0"
+        return "<0.001" if size else "0"
     return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
 
 
@@ -42,14 +50,13 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     columns = ("strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
     best = plan.advised
     bold = plan.rows.index(best) if best is not None else None
-    without = show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold, spare=_HEADERS[::-1])
+    rows = [_cells(row) for row in plan.rows]
+    without = show_table(columns, rows, left=2, bold=bold, spare=(*_HEADERS[::-1], "traffic", "host"))
     if without:
-        show_text(f"(no room for {', '.join(reversed(without))}: make the terminal wider, or see --json)")
-    show_text(
-        "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
-        "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest batch\n"
-        "that fits"
-    )
+        names = ", ".join(name for name in columns if name in without)
+        show_text(f"(no room for {names}: make the terminal wider, or see --json)")
+    print()
+    show_text("; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in without))
     for note in plan.notes:
         show_text(f"note: {note}")
     print()

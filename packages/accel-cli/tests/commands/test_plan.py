@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from accel_cli.app import main
+from accel_cli.plan_report import gigabytes
 from accel_state.config.files import load_config
 from accel_train.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
@@ -53,6 +54,10 @@ def advised(folder, tmp_path_factory):
     code, out, err = run(folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file))
     assert code == 0
     return out, err, file
+
+
+def test_sizes():
+    assert [gigabytes(size) for size in (0, 4e5, 6e5, 1.26e9)] == ["0", "<0.001", "0.001", "1.3"]
 
 
 def test_the_table_and_the_advice(advised):

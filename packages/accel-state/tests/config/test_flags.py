@@ -149,6 +149,8 @@ def test_the_command_may_have_flags_of_its_own():
         (["--use_fdsp"], r"--use_fdsp does not exist; did you mean --use_fsdp"),
         (["--no-num_processes"], r"--no_num_processes does not exist"),
         (["-z"], r"flag -z does not exist"),
+        (["--lr", "0.1", "train.py"], r"flag --lr does not exist; a flag of train.py comes after it$"),
+        (["--seed=3", "train.py"], r"flag --seed does not exist; a flag of train.py comes after it$"),
     ],
 )
 def test_unknown_flags_are_errors_with_a_suggestion(words, message):

@@ -38,6 +38,7 @@ def test_what_is_there_passes(folder):
     [
         ("trian.py", r"script 'trian.py' does not exist; did you mean 'train.py'\?"),
         ("project/finetun.py", r"did you mean 'project.finetune.py'\?"),
+        ("nope.py", "script 'nope.py' does not exist; (?!did you mean)"),  # all of them end in .py
         ("nowhere/train.py", "the folder 'nowhere' does not exist either"),
         ("some.module", "to run the module some.module, pass --module"),
         ("xyz", "to run the module"),

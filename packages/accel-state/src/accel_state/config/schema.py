@@ -269,9 +269,11 @@ def nearest(name: str, known: Iterable[str], count: int = 2) -> list[str]:
     """The known names that resemble ``name``, best first; a second one only if it is about as close as the first."""
     import difflib
 
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.6)
+    bare = {other.lstrip("-"): other for other in known}  # the dashes of flags are alike in all
+    name = name.lstrip("-")
+    near = difflib.get_close_matches(name, list(bare), n=count, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in near]
-    return [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
+    return [bare[other] for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
 
 
 def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:

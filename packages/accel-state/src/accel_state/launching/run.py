@@ -209,11 +209,13 @@ def render_failure(
     first = " first" if size > 1 else ""
     heading = f"=== {outcome.label} failed{first} ({outcome.how}) ===".center(width, "=")
     where = [f"full output: {log}"] if log is not None else []
-    error = outcome.error.rstrip() or "the rank wrote nothing to standard error"
+    error = outcome.error.rstrip()
+    if not error and "ended by" not in outcome.how:  # a signal says what happened
+        error = "the rank wrote nothing to standard error"
     shown = fold_frames(error) if folded else error
     if shown != error:
         where.append("frames of libraries are folded; --debug shows all of them")
-    return "\n".join(["", colors("red", heading), *outcome.others, *where, shown])
+    return "\n".join(["", colors("red", heading), *outcome.others, *where, *([shown] if shown else [])])
 
 
 def start_members(

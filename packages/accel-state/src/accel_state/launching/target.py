@@ -91,7 +91,8 @@ def _check_script(name: str, environ: Mapping[str, str]) -> None:
         if not (script / "__main__.py").exists():
             raise TargetError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
     elif not script.exists():
-        hint = _nearest(script.name, _scripts_in(script.parent))
+        scripts = {Path(there).stem: there for there in _scripts_in(script.parent)}
+        hint = scripts.get(_nearest(script.stem, list(scripts)) or "")
         if hint is not None:
             advice = f"did you mean {str(script.parent / hint)!r}?"
         elif not script.parent.is_dir():
@@ -187,5 +188,5 @@ def _modules_in(places: Iterable[str]) -> list[str]:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return close[0] if close else None

@@ -116,6 +116,7 @@ def test_a_killed_rank_is_explained(launcher):
     done = launcher.run("--num_processes", "2", script)
     assert done.returncode == 137
     assert "running out of memory" in done.stderr
+    assert "wrote nothing" not in done.stderr
 
 
 @posix
@@ -205,8 +206,19 @@ def test_second_ctrl_c_kills(launcher):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert time.monotonic() - started < 3
-    assert process.returncode == 137
+    assert process.returncode == 130
     assert "interrupted again; killing" in err
+
+
+@posix
+def test_ranks_that_are_slow_to_end_after_ctrl_c_change_no_exit_code(launcher):
+    script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP)
+    process = launcher.start("--num_processes", "2", script)
+    wait_for(launcher.folder / "ready_*", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "rank 0, rank 1 did not exit in time; killing" in err
+    assert process.returncode == 130
 
 
 @posix

@@ -476,14 +476,20 @@ class _Group:
         if self.stopped_by is not None:
             asked_for |= {code for n in (self.stopped_by, signal.SIGTERM) for code in (-n, 128 + n)}
         wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
-        stop_requested = self.stopped_by not in (None, signal.SIGINT)
+        interrupted = self.stopped_by == signal.SIGINT
+        stop_requested = self.stopped_by is not None and not interrupted
         others = [
             (member.label, last_line(last_traceback(member.output.tail)))
             for member in failed
             if member is not first and member.output.traceback_at is not None
         ]
+        code = _shell_code(first.code)
+        if wanted and stop_requested and self.policy.resumable:
+            code = PREEMPTED
+        elif wanted and interrupted:  # also where ranks were too slow and had to be killed
+            code = _shell_code(-signal.SIGINT)
         return Outcome(
-            PREEMPTED if wanted and stop_requested and self.policy.resumable else _shell_code(first.code),
+            code,
             failed=None if wanted else first.process.rank,
             label=first.label,
             how=_how(first),
