@@ -115,12 +115,13 @@ def test_chained_exceptions_are_told_whole(launcher):
     assert "RuntimeError: outer" in told
 
 
-def test_a_syntax_error_is_told_too(launcher):
+def test_a_syntax_error_is_told_once(launcher):
     path = launcher.folder / "bad.py"
     path.write_text("x = = 1\n")
     done = launcher.run("--num_processes", "2", str(path))
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr.rpartition("=\n")[2]
+    assert done.stderr.count("SyntaxError") == 1
 
 
 def test_first_failing_rank_is_told_last_and_gives_the_code(launcher):

@@ -32,6 +32,8 @@ _CAN_POLL = sys.platform != "win32"
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = HEADER.encode()
+_BEGINNINGS = (_HEADER, b'  File "')
+"""First lines of what the report shows: of a traceback, and of a syntax error in the script, which has no header."""
 _HELD = 5.0
 """Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once.
 
@@ -296,8 +298,8 @@ class RankOutput:
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()
-                if self._hold and self._held_since is None:
-                    self._held_since = self.traceback_at
+            if self._hold and self._held_since is None and piece.startswith(_BEGINNINGS):
+                self._held_since = time.monotonic()
         self._write_log(stream, piece)  # whole lines, so that the two streams never mix within a line
         if stream == "stderr" and self._held_since is not None:
             self._held.append(piece)
