@@ -190,6 +190,7 @@ def test_ctrl_c_interrupts_the_ranks(launcher):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=10)
     assert sorted(out.splitlines()) == ["[rank 0] interrupted", "[rank 1] interrupted"]
+    assert err.count("KeyboardInterrupt") == 1, "one rank's traceback"
     assert process.returncode == 130
     assert "failed" not in err
 

@@ -130,6 +130,10 @@ class SupervisedProcess:
             last_line(last_traceback(self.output.tail))
         )
 
+    def was_interrupted(self) -> bool:
+        """Whether its error is the one that Ctrl-C raises."""
+        return last_line(last_traceback(self.output.tail)) == "KeyboardInterrupt"
+
     def failed_at(self) -> float:
         """Time of failure: its last traceback precedes its exit and the exits of other ranks that it causes."""
         return (
@@ -269,14 +273,19 @@ class _Group:
     def show_errors(self, *, reported: bool) -> None:
         """Print the tracebacks that were held back, or drop those of failed ranks if the outcome tells of them.
 
+        After Ctrl-C one rank's is printed, as of a program of one process.
+
         Args:
             reported: the caller shows the outcome.
         """
+        told = False
         for member in self.members:
-            if reported and member.code:
+            interrupted = self.stopped_by == signal.SIGINT and member.was_interrupted()
+            if (interrupted and told) or (reported and member.code):
                 member.output.drop_held()
             else:
                 member.output.show_held()
+            told = told or interrupted
 
     def _alive(self) -> list[SupervisedProcess]:
         return [member for member in self.members if member.code is None]
