@@ -1,5 +1,7 @@
 """``accel``, also as ``python -m accel_cli``."""
 
+import os
+import signal
 import sys
 from typing import Any
 
@@ -19,7 +21,13 @@ def main() -> int:
             return code
     from accel_cli.app import main as run
 
-    return run()
+    code = run()
+    if code == 128 + signal.SIGINT and sys.platform != "win32":
+        # A shell that waits for a program ends its loop only if Ctrl-C has ended the program, whatever code it returns.
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code
 
 
 def _application() -> Any:

@@ -1,8 +1,10 @@
 """``accel launch``: its flags, which words belong to whom, and that nothing typed is ignored."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -214,3 +216,23 @@ def test_debug_says_where_each_value_comes_from(script, tmp_path):
     assert "accel: mixed_precision is bf16, from flag --mixed_precision\n" in done.stderr
     assert "max_restarts" not in done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_ctrl_c_ends_a_loop_of_a_shell_too(tmp_path):
+    """A shell goes on with its loop after an exit code, 130 included, but not after a death by SIGINT."""
+    script = tmp_path / "wait.py"
+    script.write_text("import os, time\nopen(f'ready_{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", str(script)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 30
+    while len(list(tmp_path.glob("ready_*"))) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1
