@@ -154,6 +154,12 @@ def test_writing(capsys, folder, advised):
         (["--devices", "2", "--memory", "80GG"], 2, "--memory: '80GG' is not a size"),
         (["--devices", "2", "--memory", "1GB", "--device", "h100"], 2, "leave one of them out"),
         (["--devices", "2", "--device", "h100-81gb"], 2, "did you mean"),
+        (["--devices", "2", "--device", "h101"], 2, "did you mean h100-80gb?"),
+        (
+            ["--devices", "2", "--memory", "80"],
+            2,
+            "nothing of the 80 bytes of a device; is --memory 80 meant in GB?",
+        ),
         (["--memory", "80GB"], 2, "--devices is missing"),
         (["--device", "h100"], 2, "--devices is missing"),
         (["--devices", "2", "--memory", "1GB"], 2, "--reserve 2GB leaves nothing"),

@@ -57,7 +57,9 @@ def device_memory(name: str) -> int:
         return DEVICES[found[0]] * 10**9
     if found:
         raise EstimateError(f"device {name!r} comes in several sizes; name one of {', '.join(found)}")
-    near = difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.5) or sorted(DEVICES)
-    raise EstimateError(
-        f"device {name!r} is not in the table; did you mean {', '.join(near)}? Or give its memory"
-    )
+    near = difflib.get_close_matches(wanted, DEVICES, n=3, cutoff=0.5)
+    if not near:
+        models = difflib.get_close_matches(wanted, {key.rpartition("-")[0] for key in DEVICES}, n=2)
+        near = [key for key in DEVICES if key.rpartition("-")[0] in models]
+    hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(sorted(DEVICES))}."
+    raise EstimateError(f"device {name!r} is not in the table; {hint} Or give its memory")

@@ -231,7 +231,10 @@ def _cluster(
         raise ConfigError("--devices is missing; give the number of devices of all machines together")
     kept = _bytes("--reserve", reserve)
     if kept >= size:
-        raise ConfigError(f"--reserve {reserve} leaves nothing of the {size / 1e9:.1f} GB of a device")
+        raise ConfigError(
+            f"--reserve {reserve} leaves nothing of the {int(size):,} bytes of a device"
+            + (f"; is --memory {memory} meant in GB? Write {memory}GB" if str(memory).isdecimal() else "")
+        )
     host = None if host_memory is None else _bytes("--host_memory", host_memory)
     return Cluster(devices, machines, size, kept, host), False
 
