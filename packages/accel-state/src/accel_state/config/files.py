@@ -331,6 +331,7 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         loader = yaml.SafeLoader(text)
     except yaml.YAMLError as error:  # control characters
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    loader.name = path.name  # in messages, instead of "<unicode string>"
     try:
         node = loader.get_single_node()
         _refuse_bombs(node, path)
