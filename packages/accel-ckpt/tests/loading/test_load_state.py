@@ -361,6 +361,9 @@ def test_verification_can_be_left_out(tmp_path):
 def test_not_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint folder"):
         open_training_state(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointNotFoundError, match="is a file; pass the folder of the checkpoint"):
+        open_training_state(tmp_path / "file")
     with pytest.raises(CheckpointNotFoundError, match=r"holds no manifest\.json"):
         open_training_state(tmp_path)
 

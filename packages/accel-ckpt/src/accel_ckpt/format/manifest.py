@@ -104,6 +104,8 @@ class Manifest:
             CorruptCheckpointError: the manifest is damaged.
         """
         path = directory / MANIFEST_NAME
+        if directory.is_file():
+            raise CheckpointNotFoundError(f"{directory} is a file; pass the folder of the checkpoint")
         if not directory.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
         refuse_irregular(path)
