@@ -482,7 +482,7 @@ def compiled(strategy, regional):
     return steps(accelerator, model, optimizer), accelerator.get_state_dict(model), 0.0
 
 
-@pytest.mark.parametrize("regional", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("regional", [False, True])
 @pytest.mark.full
 def test_compiled(regional):
     check(worlds.run(compiled, 2, "fsdp2", regional), expected(llama), bound=1e-4)

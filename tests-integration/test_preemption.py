@@ -418,7 +418,7 @@ def test_one_process(launches):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.full
 def test_a_killed_rank_goes_on_from_the_newest_checkpoint_or_anew(launches, saved, size):
     name = f"crash{saved}{size}"

@@ -63,7 +63,7 @@ def test_a_script_is_migrated_once():
     assert migrate_source(after).after == after
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(7, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [0, 7])
 @pytest.mark.full
 def test_two_processes_run_the_result(number, on_the_cpu):
     (on_the_cpu / "moved.py").write_text(migrate_source(SCRIPTS[number].text).after)

@@ -168,11 +168,9 @@ class _Reader:
         else:
             known = [*tables.by_flag, *tables.switches, *self.extra]
             shown = (f"--{item}" if not item.startswith("-") else item for item in known)
-            error = unknown(f"--{name}" if flag.startswith("--") else flag, shown, "flag")
             script = next((word for word in self.words[self.at :] if word.endswith(".py")), None)
-            if script is not None and "did you mean" not in str(error):
-                error = UnknownKeyError(f"{error}; a flag of {script} comes after it")
-            raise error
+            hint = f"; a flag of {script} comes after it" if script is not None else ""
+            raise unknown(f"--{name}" if flag.startswith("--") else flag, shown, "flag", hint)
 
     def _option(self, flag: str, bound: BoundOption, text: str | None) -> None:
         if text is None and isinstance(bound.option_type, (Bool, BoolOrName)):

@@ -276,10 +276,10 @@ def nearest(name: str, known: Iterable[str], count: int = 2) -> list[str]:
     return [bare[other] for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
 
 
-def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
-    """The error for an unknown name, with the closest known names."""
+def unknown(name: str, known: Iterable[str], what: str, otherwise: str = "") -> UnknownKeyError:
+    """The error for an unknown name, with the closest known names; with ``otherwise`` if none is close."""
     near = nearest(name, known)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    hint = f"; did you mean {' or '.join(near)}?" if near else otherwise
     return UnknownKeyError(f"{what} {name} does not exist{hint}")
 
 

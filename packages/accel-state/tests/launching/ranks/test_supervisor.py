@@ -195,12 +195,17 @@ def test_ctrl_c_interrupts_the_ranks(launcher):
     assert "failed" not in err
 
 
-@posix
-def test_second_ctrl_c_kills(launcher):
+def interrupted_while_ranks_ignore_it(launcher):
     script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP)
     process = launcher.start("--num_processes", "2", script)
     wait_for(launcher.folder / "ready_*", 2)
     process.send_signal(signal.SIGINT)
+    return process
+
+
+@posix
+def test_second_ctrl_c_kills(launcher):
+    process = interrupted_while_ranks_ignore_it(launcher)
     time.sleep(0.3)
     assert process.poll() is None
     started = time.monotonic()
@@ -213,10 +218,7 @@ def test_second_ctrl_c_kills(launcher):
 
 @posix
 def test_ranks_that_are_slow_to_end_after_ctrl_c_change_no_exit_code(launcher):
-    script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP)
-    process = launcher.start("--num_processes", "2", script)
-    wait_for(launcher.folder / "ready_*", 2)
-    process.send_signal(signal.SIGINT)
+    process = interrupted_while_ranks_ignore_it(launcher)
     _, err = process.communicate(timeout=30)
     assert "rank 0, rank 1 did not exit in time; killing" in err
     assert process.returncode == 130

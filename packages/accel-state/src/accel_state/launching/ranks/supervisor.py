@@ -126,13 +126,15 @@ class SupervisedProcess:
 
     def waited(self) -> bool:
         """Whether its error says that another rank was gone."""
-        return self.output.traceback_at is not None and waited_for_another(
-            last_line(last_traceback(self.output.tail))
-        )
+        return self.output.traceback_at is not None and waited_for_another(self.error())
 
     def was_interrupted(self) -> bool:
         """Whether its error is the one that Ctrl-C raises."""
-        return last_line(last_traceback(self.output.tail)) == "KeyboardInterrupt"
+        return self.error() == "KeyboardInterrupt"
+
+    def error(self) -> str:
+        """The last line of its last traceback."""
+        return last_line(last_traceback(self.output.tail))
 
     def failed_at(self) -> float:
         """Time of failure: its last traceback precedes its exit and the exits of other ranks that it causes."""
@@ -357,9 +359,7 @@ class _Group:
 
     def _timed_out(self, member: SupervisedProcess) -> bool:
         """Whether the error of a rank is that the others did not enter a collective in time."""
-        return member.output.traceback_at is not None and timed_out(
-            last_line(last_traceback(member.output.tail))
-        )
+        return member.output.traceback_at is not None and timed_out(member.error())
 
     def _on_stall(self) -> None:
         """End all ranks if they make no progress."""
@@ -488,7 +488,7 @@ class _Group:
         interrupted = self.stopped_by == signal.SIGINT
         stop_requested = self.stopped_by is not None and not interrupted
         others = [
-            (member.label, last_line(last_traceback(member.output.tail)))
+            (member.label, member.error())
             for member in failed
             if member is not first and member.output.traceback_at is not None
         ]
