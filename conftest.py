@@ -10,6 +10,8 @@ import signal
 
 import pytest
 
+pytest_plugins = ["testkit.pytest_device"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--full``."""

@@ -28,6 +28,7 @@ import cloudpickle
 from accel_state.constants import STORE_SECRET
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.spawns import pickled
+from testkit import simulated_device
 
 
 class RankError(AssertionError):
@@ -76,7 +77,9 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
     multiprocessing.set_start_method("fork" if sys.version_info < (3, 14) else None, force=True)
     try:
         function, args, kwargs = cloudpickle.loads(blob)
-        pipe.send((True, cloudpickle.dumps(function(*args, **kwargs))))
+        result = cloudpickle.dumps(function(*args, **kwargs))
+        simulated_device.check()
+        pipe.send((True, result))
     except BaseException as error:
         pipe.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
     finally:
@@ -114,7 +117,8 @@ def run(
     blob = pickled((function, args, kwargs))
     forkserver = context()
     port = free_port()
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(environ or {})}
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "true")  # --device says otherwise
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": cpu, **(environ or {})}
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     for rank in range(world_size):

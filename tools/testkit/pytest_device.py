@@ -1,0 +1,47 @@
+"""``pytest --device npu:2``: run tests on simulated devices, as they would run on two accelerators of that type.
+
+Other projects load it with ``-p testkit.pytest_device``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from testkit import simulated_device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--device``."""
+    parser.addoption(
+        "--device",
+        metavar="TYPE[:NUMBER]",
+        help="run on simulated devices of this type, such as npu:2, instead of the accelerator of this machine",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this process and all that it starts the devices."""
+    wanted = config.getoption("--device")
+    if wanted is None:
+        return
+    try:
+        simulated_device.use(wanted)
+    except (ValueError, simulated_device.BuildError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Name the devices."""
+    wanted = config.getoption("--device")
+    return f"simulated devices: {wanted}" if wanted else None
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which the device has an error, or an unordered access, that no call has raised."""
+    yield
+    if request.config.getoption("--device") is not None:
+        simulated_device.check()
