@@ -119,8 +119,22 @@ def test_a_backend_for_other_devices_is_refused(monkeypatch):
 
 
 def test_an_unknown_kind_of_device():
-    with pytest.raises(DeviceError, match="'meta'"):
+    with pytest.raises(DeviceError, match=r"'meta' is unknown, and torch\.accelerator finds no such device"):
         devices.device_backend(torch.device("meta"))
+
+
+def test_a_kind_that_another_package_has_registered(accelerators, monkeypatch):
+    accelerators("privateuseone", 2)
+    device = devices.choose_device(Topology(), cpu=False)
+    assert device == torch.device("privateuseone", 0)
+    assert devices.device_backend(device).collectives is None
+    with pytest.raises(DeviceError, match="privateuseone devices cannot communicate with each other"):
+        devices.choose_device(local(0, 2), cpu=False)
+    known = torch.distributed.Backend.default_device_backend_map
+    monkeypatch.setitem(known, "privateuseone", "theirs")
+    assert devices.choose_device(local(1, 2), cpu=False) == torch.device("privateuseone", 1)
+    assert devices.choose_collectives(device) == "cpu:gloo,privateuseone:theirs"
+    assert devices.device_backend(device).distributed_type is DistributedType.MULTI_GPU
 
 
 def test_a_module_of_an_absent_device(accelerators):

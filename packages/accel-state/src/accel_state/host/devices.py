@@ -73,13 +73,22 @@ BACKENDS: dict[str, DeviceBackend] = {
 def device_backend(device: torch.device) -> DeviceBackend:
     """The row of ``BACKENDS`` for ``device``.
 
+    A type without a row is one that another package has registered with PyTorch. Its collectives are those that the
+    package has registered for it; several processes are ``MULTI_GPU``.
+
     Raises:
-        DeviceError: the device type is unknown.
+        DeviceError: the device type is unknown, and is not that of this machine's accelerator.
     """
     row = BACKENDS.get(device.type)
-    if row is None:
-        raise DeviceError(f"device type {device.type!r} is unknown; known types are {', '.join(BACKENDS)}")
-    return row
+    if row is not None:
+        return row
+    if default_device().type != device.type:
+        raise DeviceError(
+            f"device type {device.type!r} is unknown, and torch.accelerator finds no such device; known types are "
+            f"{', '.join(BACKENDS)}"
+        )
+    collectives = dist.Backend.default_device_backend_map.get(device.type)
+    return DeviceBackend(device.type, DistributedType.MULTI_GPU, collectives)
 
 
 def default_device() -> torch.device:
@@ -151,14 +160,13 @@ def choose_device(
     kind = torch.device("cpu") if cpu else default_device()
     if kind.type == "cpu":
         return kind
-    if device_backend(kind).collectives is None:
-        if topology.world_size > 1:
-            raise DeviceError(
-                f"{topology.world_size} processes were started, but {kind.type} devices cannot communicate with "
-                "each other; start one process, or run on the CPU (--cpu, cpu=True or ACCELERATE_USE_CPU=true)"
-            )
-        return kind
-    return torch.device(kind.type, _device_index(topology, kind.type))
+    row = device_backend(kind)
+    if row.collectives is None and topology.world_size > 1:
+        raise DeviceError(
+            f"{topology.world_size} processes were started, but {kind.type} devices cannot communicate with "
+            "each other; start one process, or run on the CPU (--cpu, cpu=True or ACCELERATE_USE_CPU=true)"
+        )
+    return torch.device(kind.type, _device_index(topology, kind.type)) if row.has_index else kind
 
 
 def _device_index(topology: Topology, kind: str) -> int:
