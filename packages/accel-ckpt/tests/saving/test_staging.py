@@ -12,6 +12,7 @@ from accel_ckpt.format.writer import PlannedFile
 from accel_ckpt.saving.save_model import plan_model_files
 from accel_ckpt.saving.save_state import StatePlan
 from accel_ckpt.saving.staging import Staging
+from testkit.accelerators import this_accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -120,18 +121,20 @@ def test_a_save_that_is_given_up_writes_nothing(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copies_from_a_gpu(tmp_path):
+def test_copies_from_a_device(tmp_path):
+    device = this_accelerator()
     buffers = HostBuffers()
     for step in range(3):
-        parameter = torch.full((1 << 24,), float(step), device="cuda")
-        buffer = torch.full((1 << 20,), float(step), device="cuda")
-        turned = torch.full((300, 200), float(step), device="cuda").t()
+        parameter = torch.full((1 << 24,), float(step), device=device)
+        buffer = torch.full((1 << 20,), float(step), device=device)
+        turned = torch.full((300, 200), float(step), device=device).t()
         tensors = {"w": parameter, "b": buffer, "part": parameter[5:99], "turned": turned}
         area = staged(tensors, buffers)
-        with torch.cuda.stream(torch.cuda.Stream()):  # which waits for nothing of the stream that copied
+        other = torch.Stream(device)
+        with other:  # which waits for nothing of the stream that copied
             for changed in (parameter, buffer, turned):
                 changed.fill_(-1)
+                changed.record_stream(other)
         found = written(area, tmp_path)
         assert set(found) == set(tensors)
         assert all((t == step).all() for t in found.values())
