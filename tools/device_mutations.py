@@ -1,0 +1,134 @@
+"""Leave out, one at a time, every call that orders streams or keeps memory, and count what the simulated device notices.
+
+    hatch run mutations                   # all
+    hatch run mutations --list
+    hatch run mutations accel_train.data  # of some modules
+
+A call that is left out without a failing test is a survivor. Those with a known reason are in ``HARMLESS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CALLS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "record_event", "pin_memory"}
+KEYWORDS = {"pin_memory"}
+RECEIVERS = {"_schedule", "_states"}
+"""Objects whose method ``record`` has nothing to do with events."""
+
+TESTS = {
+    "accel_train.data": ["packages/accel-train/tests/data/test_transfer.py", "tests-integration/test_simulated_devices.py"],
+    "accel_ckpt": ["packages/accel-ckpt/tests/saving/test_staging.py", "tests-integration/test_simulated_devices.py"],
+    "accel_bigmodel": [
+        "packages/accel-bigmodel/tests/streaming/test_transfer.py",
+        "packages/accel-bigmodel/tests/test_dispatch_gpu.py",
+        "tests-integration/test_simulated_streaming.py",
+    ],
+}  # fmt: skip
+"""Which tests would notice, by the beginning of the module."""
+
+HARMLESS = {
+    "accel_cli.doctor.collectives": "waits for a clock to be right; only a speed would be wrong",
+    "accel_cli.doctor.links": "waits for a clock to be right; only a speed would be wrong",
+}
+"""Modules of which a survivor is expected, and why."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in our sources."""
+
+    module: str
+    line: int
+    place: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.line}:{self.place}"
+
+
+def sites() -> Iterator[Site]:
+    """Every call that orders streams or keeps memory, in the order of the sources."""
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        source = path.read_text()
+        if not any(name in source for name in CALLS | KEYWORDS):
+            continue
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts[3:])
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Attribute) and node.func.attr in CALLS and _is_meant(node.func):
+                yield Site(module, node.lineno, str(node.col_offset), lines[node.lineno - 1].strip())
+            for keyword in node.keywords:
+                if keyword.arg in KEYWORDS and isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
+                    line = keyword.value.lineno
+                    yield Site(module, line, keyword.arg, lines[line - 1].strip())
+
+
+def _is_meant(function: ast.Attribute) -> bool:
+    receiver = function.value
+    return not (isinstance(receiver, ast.Attribute) and receiver.attr in RECEIVERS)
+
+
+def tests_of(site: Site) -> list[str]:
+    """Files of tests that may notice what is left out at ``site``; none for modules without any."""
+    return next((tests for start, tests in TESTS.items() if site.module.startswith(start)), [])
+
+
+def notices(site: Site | None, tests: list[str]) -> tuple[bool, str]:
+    """Whether a test fails without the call, and the last line of pytest."""
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
+    if site is not None:
+        environment["MUTANT"] = site.name
+    command = [
+        sys.executable, "-m", "pytest", "-x", "-q", "-p", "testkit.mutant", "-p", "no:cacheprovider",
+        "--device", "npu:4", *tests,
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr.strip()[-200:]
+    if run.returncode not in (0, 1):
+        raise SystemExit(f"pytest ended with {run.returncode} for {site}:\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}")
+    return run.returncode == 1, last
+
+
+def main() -> int:
+    """Print a line for each site, and the score."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", help="beginnings of modules; all by default")
+    parser.add_argument("--list", action="store_true", help="only list the calls")
+    options = parser.parse_args()
+    chosen = [s for s in sites() if not options.modules or s.module.startswith(tuple(options.modules))]
+    if options.list:
+        for site in chosen:
+            print(f"{site.name:60} {site.text}")
+        return 0
+    found = survivors = expected = 0
+    for site in chosen:
+        began, tests = time.monotonic(), tests_of(site)
+        if site.module in HARMLESS:
+            expected += 1
+            print(f"left    {site.name:58} {HARMLESS[site.module]}", flush=True)
+            continue
+        noticed, last = notices(site, tests) if tests else (False, "no test runs this on a device")
+        found, survivors = found + noticed, survivors + (not noticed)
+        print(
+            f"{'noticed' if noticed else 'SURVIVES':8} {site.name:58} {site.text}  ({time.monotonic() - began:.0f} s; {last})",
+            flush=True,
+        )
+    print(f"{found} of {found + survivors} noticed; {expected} left out for a reason")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
