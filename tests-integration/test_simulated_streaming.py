@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -41,7 +42,14 @@ def inputs() -> list[torch.Tensor]:
 
 def on_two_devices() -> torch.device:
     simulated_device.use("npu:2")
+    torch.npu.allow_set_data(os.environ["SET_DATA"] == "allowed")
     return torch.device("npu", 0)
+
+
+@pytest.fixture(autouse=True, params=["allowed", "refused"])
+def set_data(request, monkeypatch):
+    """Whether the device lets `tensor.data` come from another one, as CUDA does."""
+    monkeypatch.setenv("SET_DATA", request.param)
 
 
 @torch.no_grad()
@@ -144,7 +152,9 @@ HALVES = {str(n): f"npu:{n // 6}" for n in range(BLOCKS)}
 MIXED = {str(n): ["npu:0", "cpu", "disk", "npu:1"][n % 4] for n in range(BLOCKS)}
 
 
-@pytest.mark.parametrize("device_map", [{"": "npu:0"}, HALVES, MIXED, "auto"], ids=["one", "two", "mixed", "auto"])
+@pytest.mark.parametrize(
+    "device_map", [{"": "npu:0"}, HALVES, MIXED, "auto"], ids=["one", "two", "mixed", "auto"]
+)
 def test_a_model_is_loaded_onto_devices(device_map, tmp_path):
     run_alone(dispatch, device_map, str(tmp_path))
 

@@ -71,7 +71,11 @@ def sites() -> Iterator[Site]:
             if isinstance(node.func, ast.Attribute) and node.func.attr in CALLS and _is_meant(node.func):
                 yield Site(module, node.lineno, str(node.col_offset), lines[node.lineno - 1].strip())
             for keyword in node.keywords:
-                if keyword.arg in KEYWORDS and isinstance(keyword.value, ast.Constant) and keyword.value.value is True:
+                if (
+                    keyword.arg in KEYWORDS
+                    and isinstance(keyword.value, ast.Constant)
+                    and keyword.value.value is True
+                ):
                     line = keyword.value.lineno
                     yield Site(module, line, keyword.arg, lines[line - 1].strip())
 
@@ -98,7 +102,9 @@ def notices(site: Site | None, tests: list[str]) -> tuple[bool, str]:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr.strip()[-200:]
     if run.returncode not in (0, 1):
-        raise SystemExit(f"pytest ended with {run.returncode} for {site}:\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}")
+        raise SystemExit(
+            f"pytest ended with {run.returncode} for {site}:\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+        )
     return run.returncode == 1, last
 
 

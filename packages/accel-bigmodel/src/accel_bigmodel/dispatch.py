@@ -47,6 +47,7 @@ from accel_ckpt.modules.tensors import (
     check_nothing_on_meta,
     get_non_persistent_buffers,
     refuse_without_values,
+    set_data,
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
@@ -453,7 +454,7 @@ class _Plan:
                 target = CPU if home == "disk" else torch.device(home)
                 if tensor.device != target:
                     old = tensor.data
-                    tensor.data = old.to(target)
+                    set_data(tensor, old.to(target))
                     self.moved.append((tensor, old if old.is_cpu else old.device))
         except BaseException:
             self.put_back()
@@ -463,7 +464,7 @@ class _Plan:
         """Undo ``move``."""
         while self.moved:
             tensor, old = self.moved.pop()
-            tensor.data = old if isinstance(old, torch.Tensor) else tensor.data.to(old)
+            set_data(tensor, old if isinstance(old, torch.Tensor) else tensor.data.to(old))
 
 
 def _slowness(place: torch.device | str) -> int:

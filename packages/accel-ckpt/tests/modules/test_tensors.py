@@ -12,7 +12,7 @@ from accel_ckpt import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from accel_ckpt.modules.tensors import check_is_module
+from accel_ckpt.modules.tensors import check_is_module, set_data
 
 
 class Model(nn.Module):
@@ -154,3 +154,40 @@ def test_row_statistics_are_kept_with_the_weights_they_scale():
     set_module_tensor_to_device(model, "weight", "cpu", value=value, fp16_statistics=statistics)
     assert torch.equal(model.weight.SCB, statistics)
     assert not model.weight.requires_grad  # integers have no gradients
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_other_data_for_the_same_object(monkeypatch, allowed):
+    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda tensor, data: allowed)
+
+    class Marked(nn.Parameter):
+        pass
+
+    weight = Marked(torch.zeros(2))
+    weight.mark = "kept"
+    weight.grad = torch.ones(2)
+    with torch.no_grad():
+        weight.add_(1)
+    version, data = weight._version, torch.full((2,), 7.0)
+    held = [weight]
+    set_data(weight, data)
+    assert held[0] is weight
+    assert (type(weight), weight.mark, weight.requires_grad) == (Marked, "kept", True)
+    assert weight.data_ptr() == data.data_ptr()
+    assert weight._version == version
+    assert torch.equal(weight.grad, torch.ones(2))
+    buffer = torch.zeros(2)
+    set_data(buffer, data)
+    assert buffer.data_ptr() == data.data_ptr()
+    assert type(data) is torch.Tensor
+    assert torch.equal(data, torch.full((2,), 7.0))
+
+
+def test_a_graph_that_has_saved_a_tensor_of_a_device_that_refuses(monkeypatch):
+    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda tensor, data: False)
+    weight = nn.Parameter(torch.zeros(2))
+    graph = weight * weight
+    with pytest.raises(RuntimeError):
+        set_data(weight, torch.ones(2))
+    assert graph.requires_grad
+    assert torch.equal(weight, torch.zeros(2))

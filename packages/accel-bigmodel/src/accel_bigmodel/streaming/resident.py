@@ -9,6 +9,7 @@ import torch
 from accel_bigmodel.streaming.slot_layout import SlotLayout
 from accel_bigmodel.streaming.streamed_groups import StreamedGroup
 from accel_bigmodel.streaming.types import Slot, Transfer
+from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.tensor_storage import flat_bytes
 
 __all__ = ["Resident"]
@@ -38,7 +39,7 @@ class Resident:
         for copy in copies:
             copy.wait()
         for tensor, layout, slot in zip(self._tensors, layouts, self._slots, strict=True):
-            tensor.data = slot.views(layout)[0]
+            set_data(tensor, slot.views(layout)[0])
 
     def homes(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Identities of the tensors, with their counterparts in host memory."""
@@ -52,7 +53,7 @@ class Resident:
             if not _same_bytes(now, host):
                 with torch.inference_mode():  # may write inference tensors and others
                     host.copy_(now)
-            tensor.data = host
+            set_data(tensor, host)
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

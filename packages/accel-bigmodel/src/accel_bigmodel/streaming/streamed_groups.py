@@ -12,6 +12,7 @@ from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.streaming.groups import Group
 from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of
 from accel_bigmodel.streaming.types import Pending, Slot
+from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import parent_and_leaf
 
 __all__ = ["Item", "Load", "StreamedGroup", "TiedUses"]
@@ -116,7 +117,7 @@ class StreamedGroup:
         """Move tensors to host memory that are on a device, as the resident weights of a copied model are."""
         for item in self.items:
             if item.tensor.device.type != "cpu":
-                item.tensor.data = item.tensor.data.cpu()
+                set_data(item.tensor, item.tensor.data.cpu())
 
     def leave_out(self, elsewhere: Set[int]) -> bool:
         """Exclude tensors by identity; false if nothing is left to stream."""
@@ -148,7 +149,7 @@ class StreamedGroup:
         """Point the tensors at the slot."""
         for item, view, host in zip(self.items, load.views, load.hosts, strict=True):
             if not item.tied or tied.first(item, host):
-                item.tensor.data = view
+                set_data(item.tensor, view)
 
     def restore(self, load: Load, tied: TiedUses) -> None:
         """Point the tensors at host memory again, including the changes that the forward made."""
@@ -162,10 +163,10 @@ class StreamedGroup:
                 with torch.inference_mode():  # allowed for tensors of either kind
                     host.copy_(load.views[number])
                 load.versions[number] = version
-            tensor.data = host
+            set_data(tensor, host)
             new = item.table.get(item.leaf)
             if item.is_buffer and new is not None and new is not tensor:  # the forward registered another one
-                new.data = torch.empty_like(new.data, device="cpu").copy_(new.data)
+                set_data(new, torch.empty_like(new.data, device="cpu").copy_(new.data))
 
     def reset_to_host(self) -> None:
         """Point every tensor that is still in a slot at host memory, in whatever state the group is."""
@@ -174,7 +175,7 @@ class StreamedGroup:
             return
         for item, host in zip(self.items, load.hosts, strict=True):
             if host is not None and address_of(item.tensor) == load.slot.address:
-                item.tensor.data = host
+                set_data(item.tensor, host)
 
 
 class TiedUses:

@@ -30,7 +30,7 @@ from accel_ckpt.loading.weights import (
 from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
-from accel_ckpt.modules.tensors import refuse_without_values
+from accel_ckpt.modules.tensors import refuse_without_values, set_data
 from accel_ckpt.parts import fill_part, is_sharded
 from accel_ckpt.tensor_storage import parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
@@ -422,7 +422,7 @@ class Placer:
         for target in rest:
             home, tensor = self.home(target), target.tensor
             if home is not None and not tensor.is_meta and tensor.device != home:
-                tensor.data = tensor.data.to(home)
+                set_data(tensor, tensor.data.to(home))
 
 
 def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:

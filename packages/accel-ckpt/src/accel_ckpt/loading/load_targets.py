@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_ckpt.modules.names import prefixed_modules, refuse_collisions
-from accel_ckpt.modules.tensors import check_is_module, rewrap
+from accel_ckpt.modules.tensors import check_is_module, rewrap, set_data
 from accel_ckpt.parts import reshard
 from accel_ckpt.tensor_storage import is_lazy
 
@@ -105,7 +105,7 @@ def assign(target: LoadTarget, value: torch.Tensor) -> None:
     """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
     old = target.tensor
     if not old.is_meta:
-        old.data = value
+        set_data(old, value)
         return
     wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
     for name, tensors in zip(target.names, target.owners, strict=True):

@@ -184,6 +184,28 @@ def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     return new
 
 
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Let a tensor have other data, also of another device; it stays the same object, with its version and gradient.
+
+    Some types of devices do not let ``tensor.data`` come from another device. There the tensor trades places with a new
+    one, which torch allows as long as no graph of autograd has saved it.
+
+    Raises:
+        RuntimeError: a graph has saved it, on such a device.
+    """
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    gradient, tensor.grad = tensor.grad, None
+    new = rewrap(tensor, data) if isinstance(tensor, nn.Parameter) else data.detach()
+    version = None if tensor.is_inference() or new.is_inference() else tensor._version
+    torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    if version is not None:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    if gradient is not None:
+        tensor.grad = gradient.to(data.device)
+
+
 def check_nothing_on_meta(model: nn.Module) -> None:
     """Refuse a model that still has tensors without values.
 

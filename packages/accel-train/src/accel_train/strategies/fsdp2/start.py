@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_ckpt.parts import is_sharded
 from accel_state.operations.collectives import broadcast, gather_object
@@ -212,7 +213,7 @@ def place_whole(parameters: Iterable[nn.Parameter], device: torch.device) -> Non
     """Move parameters that the engine does not manage to where they compute."""
     for parameter in parameters:
         if not parameter.is_meta and parameter.device != device:
-            parameter.data = parameter.data.to(device)
+            set_data(parameter, parameter.data.to(device))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
