@@ -16,12 +16,8 @@ from accel_ckpt import open_training_state
 from accel_train import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accel_train.data import transfer
 from testkit import simulated_device, worlds
-from testkit.simulated_device.build import BuildError, compiler
 
-try:
-    compiler()
-except BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.simulated
 
 
 def on(kind: str) -> None:

@@ -20,12 +20,8 @@ from accel_bigmodel import (
     undispatch,
 )
 from testkit import simulated_device, worlds
-from testkit.simulated_device.build import BuildError, compiler
 
-try:
-    compiler()
-except BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.simulated
 
 WIDTH, BLOCKS = 128, 12
 

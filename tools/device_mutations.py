@@ -1,4 +1,4 @@
-"""Leave out, one at a time, every call that orders streams or keeps memory, and count what the simulated device notices.
+"""Leave out each call that orders streams or keeps memory, in turn, and count what the simulated device notices.
 
     hatch run mutations                   # all
     hatch run mutations --list
@@ -26,14 +26,20 @@ RECEIVERS = {"_schedule", "_states"}
 """Objects whose method ``record`` has nothing to do with events."""
 
 TESTS = {
-    "accel_train.data": ["packages/accel-train/tests/data/test_transfer.py", "tests-integration/test_simulated_devices.py"],
-    "accel_ckpt": ["packages/accel-ckpt/tests/saving/test_staging.py", "tests-integration/test_simulated_devices.py"],
+    "accel_train.data": [
+        "packages/accel-train/tests/data/test_transfer.py",
+        "tests-integration/test_simulated_devices.py",
+    ],
+    "accel_ckpt": [
+        "packages/accel-ckpt/tests/saving/test_staging.py",
+        "tests-integration/test_simulated_devices.py",
+    ],
     "accel_bigmodel": [
         "packages/accel-bigmodel/tests/streaming/test_transfer.py",
         "packages/accel-bigmodel/tests/test_dispatch_gpu.py",
         "tests-integration/test_simulated_streaming.py",
     ],
-}  # fmt: skip
+}
 """Which tests would notice, by the beginning of the module."""
 
 HARMLESS = {
@@ -128,10 +134,8 @@ def main() -> int:
             continue
         noticed, last = notices(site, tests) if tests else (False, "no test runs this on a device")
         found, survivors = found + noticed, survivors + (not noticed)
-        print(
-            f"{'noticed' if noticed else 'SURVIVES':8} {site.name:58} {site.text}  ({time.monotonic() - began:.0f} s; {last})",
-            flush=True,
-        )
+        verdict, seconds = "noticed" if noticed else "SURVIVES", time.monotonic() - began
+        print(f"{verdict:8} {site.name:58} {site.text}  ({seconds:.0f} s; {last})", flush=True)
     print(f"{found} of {found + survivors} noticed; {expected} left out for a reason")
     return int(survivors > 0)
 

@@ -1,4 +1,4 @@
-"""A pytest plugin that leaves one call out of one module when it is imported, here and in the processes that tests start.
+"""A pytest plugin that leaves one call out of one module, here and in the processes that tests start.
 
     MUTANT=accel_train.data.transfer:62:8 pytest -p testkit.mutant --device npu:2 …
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from testkit import simulated_device
+from testkit.simulated_device import build
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Give this process and all that it starts the devices."""
+    config.addinivalue_line(
+        "markers", "simulated: runs processes with simulated devices, for which a C++ compiler is needed"
+    )
     wanted = config.getoption("--device")
     if wanted is None:
         return
@@ -31,6 +35,25 @@ def pytest_configure(config: pytest.Config) -> None:
         simulated_device.use(wanted)
     except (ValueError, simulated_device.BuildError) as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a compiler where there is none."""
+    marked = [item for item in items if item.get_closest_marker("simulated")]
+    try:
+        if marked:
+            build.compiler()
+    except simulated_device.BuildError as error:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=str(error)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile before the tests, whose time is limited."""
+    if any(
+        item.get_closest_marker("simulated") and not item.get_closest_marker("skip") for item in session.items
+    ):
+        simulated_device.prepare()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

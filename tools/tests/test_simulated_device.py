@@ -18,12 +18,8 @@ from torch import nn
 from torch.nn import attention
 
 from testkit import simulated_device, worlds
-from testkit.simulated_device.build import BuildError, compiler
 
-try:
-    compiler()
-except BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = pytest.mark.simulated
 
 LATE = 30.0  # seconds; nothing runs before it is waited for
 

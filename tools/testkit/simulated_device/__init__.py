@@ -24,7 +24,7 @@ from typing import Any
 
 from testkit.simulated_device.build import BuildError, built
 
-__all__ = ["COLLECTIVES", "METADATA", "VARIABLE", "BuildError", "check", "install", "use"]
+__all__ = ["COLLECTIVES", "METADATA", "VARIABLE", "BuildError", "check", "install", "prepare", "use"]
 
 VARIABLE = "SIMULATED_DEVICE"
 METADATA = Path(__file__).with_name("metadata")
@@ -49,6 +49,15 @@ def use(devices: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     sys.path[:] = dict.fromkeys([*sys.path, *folders])
     install()
+
+
+def prepare() -> None:
+    """Compile the extension, if it is not in the cache; that takes minutes.
+
+    Raises:
+        BuildError: there is no C++ compiler, or it failed.
+    """
+    built(EXTENSION)
 
 
 def check() -> None:
