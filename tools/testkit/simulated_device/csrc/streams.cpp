@@ -259,6 +259,7 @@ Stream& Streams::fresh(int device) {
 }
 
 Stream& Streams::from_pool(int device) {
+  std::lock_guard<std::mutex> lock(pool_mutex_);
   auto& pool = pool_[device];
   if (pool.size() < 32) {
     pool.push_back(&fresh(device));

@@ -98,6 +98,7 @@ class Streams {
  private:
   std::mutex mutex_;
   std::vector<std::unique_ptr<Stream>> streams_[kMostDevices];
+  std::mutex pool_mutex_;
   std::vector<Stream*> pool_[kMostDevices];
   size_t next_in_pool_[kMostDevices] = {};
   uint32_t count_ = 0;
