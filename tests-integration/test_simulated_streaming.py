@@ -89,7 +89,7 @@ def test_weights_are_streamed_to_a_device(place, tmp_path):
     run_alone(stream, place, str(tmp_path))
 
 
-def forget(place: str, folder: str) -> None:
+def forget(place: str, folder: str, how: str) -> None:
     device = on_two_devices()
     torch.npu.set_lateness(0.05)
     for _ in range(3):
@@ -100,7 +100,8 @@ def forget(place: str, folder: str) -> None:
             disk_offload(model, folder, execution_device=device)
         with torch.no_grad():
             outputs = model(inputs()[0].to(device))
-        undispatch(model)
+        if how == "undispatched":
+            undispatch(model)
         del model
         gc.collect()
         torch.zeros(WIDTH * WIDTH, device=device)  # takes memory that was given back too early
@@ -108,9 +109,10 @@ def forget(place: str, folder: str) -> None:
     simulated_device.check()
 
 
+@pytest.mark.parametrize("how", ["undispatched", "dropped"])
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_a_model_is_forgotten_while_its_copies_run(place, tmp_path):
-    run_alone(forget, place, str(tmp_path))
+def test_a_model_is_forgotten_while_its_copies_run(place, how, tmp_path):
+    run_alone(forget, place, str(tmp_path), how)
 
 
 def other_stream() -> None:

@@ -103,7 +103,7 @@ def notices(site: Site | None, tests: list[str]) -> tuple[bool, str]:
         environment["MUTANT"] = site.name
     command = [
         sys.executable, "-m", "pytest", "-x", "-q", "-p", "testkit.mutant", "-p", "no:cacheprovider",
-        "--device", "npu:4", *tests,
+        "-m", "gpu or simulated", "--device", "npu:4", *tests,
     ]  # fmt: skip
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr.strip()[-200:]

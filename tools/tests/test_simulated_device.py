@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import subprocess
@@ -610,6 +611,27 @@ def test_pinned_memory_lives_until_its_copy_is_done():
     other = torch.zeros(1000).pin_memory()
     assert there.sum().item() == 1000
     assert other.sum() == 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_pinned_memory_that_its_allocator_cannot_keep(waits):
+    @on_device(lateness=LATE)
+    def run(waits):
+        there = torch.empty(100, device=device())
+        block = torch.ones(1000).pin_memory()
+        part = torch.frombuffer(memoryview(block.numpy()), dtype=torch.float32)[500:600]
+        there.copy_(part, non_blocking=True)
+        if waits:
+            torch.accelerator.synchronize()
+        del part, block
+        gc.collect()
+        if waits:
+            torch.accelerator.synchronize()
+            return
+        with raises_race("pinned memory is freed while a copy may still use it"):
+            torch.accelerator.synchronize()
+
+    run(waits)
 
 
 @on_device

@@ -401,6 +401,20 @@ c10::DataPtr Pinned::allocate(size_t size) {
 
 void Pinned::free(void* pointer) {
   if (!pointer || Streams::get().in_bad_fork()) return;
+  std::vector<std::shared_ptr<Place>> copies;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = live_.find(reinterpret_cast<uintptr_t>(pointer));
+    if (found == live_.end()) return;
+    for (const Held& held : held_)
+      if (!held.keeps_memory && held.begin >= found->first && held.end <= found->first + found->second.size)
+        copies.push_back(held.place);
+  }
+  if (!copies.empty())
+    Races::get().add(
+        "unordered access to memory: pinned memory is freed while a copy may still use it, of which its allocator does not "
+        "know, since the tensor was made from a buffer; the host must wait for the copy first.\nCopy: " +
+        copies[0]->text() + "\nFreed: " + here("here")->text());
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = live_.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == live_.end()) return;
@@ -451,18 +465,22 @@ bool Pinned::record_event(void* pointer, void*, c10::Stream stream) {
 }
 
 void Pinned::hold(
-    const void* begin, size_t size, Stream& stream, uint64_t task, bool device_writes, std::shared_ptr<Place> place) {
+    const void* begin, size_t size, const void* context, Stream& stream, uint64_t task, bool device_writes,
+    std::shared_ptr<Place> place) {
   listen_for_faults();
   auto from = reinterpret_cast<uintptr_t>(begin);
   std::lock_guard<std::mutex> lock(mutex_);
+  bool keeps_memory = false;
   auto next = live_.upper_bound(from);
   if (next != live_.begin()) {
-    auto& uses = std::prev(next)->second.until;
+    auto block = std::prev(next);
+    keeps_memory = block->first == from || block->first == reinterpret_cast<uintptr_t>(context);
+    auto& uses = block->second.until;
     uses.erase(
         std::remove_if(uses.begin(), uses.end(), [](auto& use) { return use.first->finished(use.second); }), uses.end());
     uses.emplace_back(&stream, task);
   }
-  held_.push_back({from, from + size, stream.number, task, device_writes, std::move(place)});
+  held_.push_back({from, from + size, stream.number, task, device_writes, keeps_memory, std::move(place)});
   protect(from, from + size);
 }
 

@@ -125,8 +125,11 @@ class Pinned final : public at::HostAllocator {
 
   bool has(const void* pointer);
   // A task of `stream` reads or writes these bytes of pinned memory; until the host has waited for it, the host may only
-  // read them, or not even that.
-  void hold(const void* begin, size_t size, Stream& stream, uint64_t task, bool device_writes, std::shared_ptr<Place> place);
+  // read them, or not even that. As with CUDA's allocator, freed memory lives on until the task is done only if the tensor
+  // is the allocator's own, by `context`, or begins where the memory begins; one that was made from a buffer does not.
+  void hold(
+      const void* begin, size_t size, const void* context, Stream& stream, uint64_t task, bool device_writes,
+      std::shared_ptr<Place> place);
   void host_waited();
   // The host touched a protected address. False if it is not of this memory.
   bool touched(void* address);
@@ -142,6 +145,7 @@ class Pinned final : public at::HostAllocator {
     uint32_t stream;
     uint64_t task;
     bool device_writes;
+    bool keeps_memory;
     std::shared_ptr<Place> place;
   };
   static void drop(void* pointer);

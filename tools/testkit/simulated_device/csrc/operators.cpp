@@ -444,7 +444,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (asynchronous) {
     Span held = span_of(host, false);
     Pinned::get().hold(
-        reinterpret_cast<void*>(held.begin), held.end - held.begin, stream, position, from_device, place);
+        reinterpret_cast<void*>(held.begin), held.end - held.begin, host.storage().data_ptr().get_context(), stream,
+        position, from_device, place);
     (to_device ? counts().to_device_async : counts().to_host_async) += bytes;
   } else {
     stream.synchronize();
