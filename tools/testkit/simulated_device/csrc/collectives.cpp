@@ -109,7 +109,7 @@ class DeviceBackend final : public Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto host = seen(tensors);
-    return queue("allreduce", c10d::OpType::ALLREDUCE, tensors, tensors, reduced(host, host, options,
+    return queue("allreduce", c10d::OpType::ALLREDUCE, tensors, tensors, reduced(host, options,
         [](Backend& gloo, Tensors& all, const c10d::AllreduceOptions& sum) { return gloo.allreduce(all, sum); }));
   }
 
@@ -127,7 +127,7 @@ class DeviceBackend final : public Backend {
 
   c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     auto host = seen(tensors);
-    return queue("reduce", c10d::OpType::REDUCE, tensors, tensors, reduced(host, host, options,
+    return queue("reduce", c10d::OpType::REDUCE, tensors, tensors, reduced(host, options,
         [](Backend& gloo, Tensors& all, const c10d::ReduceOptions& sum) { return gloo.reduce(all, sum); }));
   }
 
@@ -291,7 +291,7 @@ class DeviceBackend final : public Backend {
   }
 
   template <class Options, class Call>
-  Later reduced(Tensors host, Tensors, const Options& options, Call call) {
+  Later reduced(Tensors host, const Options& options, Call call) {
     int size = getSize();
     return [host, options, call, size](Backend& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
       Options plainly = options;

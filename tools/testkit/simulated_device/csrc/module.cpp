@@ -40,6 +40,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {"to_host_sync", now.to_host_sync}};
   });
   m.def("waiting_operators", &waiting_operators);
-  m.def("ranges", [] { return Ordering::get().ranges(); });
   define_collectives(m);
 }

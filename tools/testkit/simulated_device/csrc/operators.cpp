@@ -153,6 +153,15 @@ std::string short_name(const c10::OperatorHandle& op) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
+// The argument that a result is, for operators that write into one.
+const c10::IValue& written_argument(
+    const c10::FunctionSchema& schema, const c10::Argument& result, const Stack& stack, size_t first) {
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); i++)
+    if (arguments[i].alias_info() && *arguments[i].alias_info() == *result.alias_info()) return stack[first + i];
+  TORCH_CHECK(false, schema.name(), ": a result is none of the arguments that its schema names");
+}
+
 void copy_result(const c10::OperatorHandle& op, at::Tensor& to, const at::Tensor& from) {
   if (!to.defined() && !from.defined()) return;
   TORCH_CHECK(
@@ -223,7 +232,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         at::native::resize_output(given.toTensor(), shaped.toTensor().sizes());
     }
   }
-  bool later = known || (!masked && !fresh && !returns.empty()) || (!masked && returns.empty() && !op.hasTag(at::Tag::data_dependent_output));
+  bool later =
+      known || (!masked && !fresh && (!returns.empty() || !op.hasTag(at::Tag::data_dependent_output)));
 
   // 2. The same call over the memory that tasks see.
   Stack call;
@@ -253,12 +263,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     Stack targets;
     for (size_t i = 0; i < returns.size(); i++) {
       if (returns[i].alias_info()) {
-        // The argument of the same name is the result.
-        for (size_t j = 0; j < arguments.size(); j++)
-          if (arguments[j].alias_info() && *arguments[j].alias_info() == *returns[i].alias_info()) {
-            results.push_back((*stack)[first + j]);
-            break;
-          }
+        results.push_back(written_argument(schema, returns[i], *stack, first));
         targets.emplace_back();
         continue;
       }
@@ -320,8 +325,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     for (size_t i = 0; i < returns.size(); i++) {
       c10::IValue value = call[i];
       if (returns[i].alias_info()) {
-        for (size_t j = 0; j < arguments.size(); j++)
-          if (arguments[j].alias_info() && *arguments[j].alias_info() == *returns[i].alias_info()) value = (*stack)[first + j];
+        value = written_argument(schema, returns[i], *stack, first);
       } else {
         each_tensor(value, [&](at::Tensor& tensor) {
           if (tensor.defined()) tensor = tensor.to(c10::Device(c10::DeviceType::PrivateUse1, device));

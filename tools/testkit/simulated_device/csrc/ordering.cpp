@@ -16,14 +16,13 @@ Ordering& Ordering::get() {
   return *ordering;
 }
 
-Clock Ordering::queue(uint32_t stream, uint64_t task) {
+void Ordering::queue(uint32_t stream, uint64_t task) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (streams_.size() <= stream) streams_.resize(stream + 1);
   Clock& clock = streams_[stream];
   join(clock, host_);
   if (clock.size() <= stream) clock.resize(stream + 1, 0);
   clock[stream] = std::max(clock[stream], task);
-  return clock;
 }
 
 void Ordering::wait(uint32_t stream, const Clock& known) {
@@ -47,11 +46,6 @@ Clock Ordering::of_stream(uint32_t stream) {
 bool Ordering::host_knows(uint32_t stream, uint64_t task) {
   std::lock_guard<std::mutex> lock(mutex_);
   return after(host_, {stream, task, nullptr});
-}
-
-void Ordering::everything_done() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const Clock& clock : streams_) join(host_, clock);
 }
 
 bool Ordering::after(const Clock& clock, const Access& access) {
@@ -137,11 +131,6 @@ void Ordering::name_stream(uint32_t stream, std::string name) {
 std::string Ordering::stream_name(uint32_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   return names_.at(stream);
-}
-
-size_t Ordering::ranges() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return ranges_.size();
 }
 
 std::string Conflict::text() const {

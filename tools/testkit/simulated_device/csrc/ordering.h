@@ -54,13 +54,12 @@ class Ordering {
  public:
   static Ordering& get();
 
-  // A task is queued: it comes after all that the host and its stream know. Gives the clock with the task itself.
-  Clock queue(uint32_t stream, uint64_t task);
+  // A task is queued: it comes after all that the host and its stream know.
+  void queue(uint32_t stream, uint64_t task);
   void wait(uint32_t stream, const Clock& known);  // the stream's next task comes after `known`
   void host_waited(const Clock& known);
   Clock of_stream(uint32_t stream);
   bool host_knows(uint32_t stream, uint64_t task);
-  void everything_done();  // the host waited for all streams
 
   // Notes accesses of a task, and gives the first that is out of order.
   std::optional<Conflict> access(uint32_t stream, uint64_t task, const std::vector<Span>& spans, const std::shared_ptr<Place>& place);
@@ -69,7 +68,6 @@ class Ordering {
   void forget(uintptr_t begin, uintptr_t end);  // what happened to these bytes is over
   void name_stream(uint32_t stream, std::string name);
   std::string stream_name(uint32_t stream);
-  size_t ranges();
 
  private:
   struct Range {

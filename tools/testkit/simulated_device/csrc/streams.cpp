@@ -169,45 +169,38 @@ void Event::record(Stream& stream) {
   last_ = std::move(record);
 }
 
+std::shared_ptr<Event::Record> Event::last() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return last_;
+}
+
 void Event::block(Stream& stream) {
-  std::shared_ptr<Record> last;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    last = last_;
-  }
-  if (last) stream.wait_for(*last->stream, last->position, last->known);
+  if (auto record = last()) stream.wait_for(*record->stream, record->position, record->known);
 }
 
 bool Event::query() {
-  std::shared_ptr<Record> last;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    last = last_;
-  }
-  if (!last) return true;
-  if (!last->stream->finished(last->position)) return false;
-  Memory::host_waited(last->known);
+  auto record = last();
+  if (!record) return true;
+  if (!record->stream->finished(record->position)) return false;
+  Memory::host_waited(record->known);
   return true;
 }
 
 void Event::synchronize() {
-  std::shared_ptr<Record> last;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    last = last_;
-  }
-  if (!last) return;
+  auto record = last();
+  if (!record) return;
   {
     WithoutGil without;
-    last->stream->finish(last->position);
+    record->stream->finish(record->position);
   }
-  Memory::host_waited(last->known);
+  Memory::host_waited(record->known);
 }
 
 double Event::milliseconds_until(Event& later) {
   TORCH_CHECK(query() && later.query(), "both events must be recorded and done before the time between them is known");
-  TORCH_CHECK(last_ && later.last_, "an event that was never recorded has no time");
-  return std::chrono::duration<double, std::milli>(*later.last_->at - *last_->at).count();
+  auto first = last(), second = later.last();
+  TORCH_CHECK(first && second, "an event that was never recorded has no time");
+  return std::chrono::duration<double, std::milli>(*second->at - *first->at).count();
 }
 
 Streams& Streams::get() {

@@ -67,6 +67,8 @@ class Event {
     Clock known;
     std::shared_ptr<std::chrono::steady_clock::time_point> at;
   };
+  std::shared_ptr<Record> last();  // nothing if it was never recorded
+
   std::mutex mutex_;
   std::shared_ptr<Record> last_;
 };
