@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import attention
 
 from testkit import simulated_device, worlds
@@ -747,4 +748,22 @@ def test_the_future_of_a_collective():
     x = torch.ones(4, device=device(rank))
     future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
     assert future.wait().tolist() == [4] * 4
+    dist.destroy_process_group()
+
+
+@on_device(ranks=4)
+def test_a_group_is_split():
+    rank = int(os.environ["RANK"])
+    here = device(rank)
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,npu:hccl", device_id=here)
+    group = dist.split_group(split_ranks=[[0, 2], [1, 3]])
+    for place in (here, torch.device("cpu")):
+        x = torch.full((2,), float(rank), device=place)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [2.0 if rank in (0, 2) else 4.0] * 2
+    mesh = init_device_mesh("npu", (2, 2))  # splits, since the group is bound to a device
+    x = torch.full((2,), float(rank), device=here)
+    dist.all_reduce(x, group=mesh.get_group(1))
+    assert x.tolist() == [1.0 if rank < 2 else 5.0] * 2
     dist.destroy_process_group()

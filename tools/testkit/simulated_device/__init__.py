@@ -132,7 +132,13 @@ def _register_collectives(kind: str, extension: ModuleType) -> None:
     name = COLLECTIVES.get(kind, f"{kind}_ccl")
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._timeout = timeout
+        options.global_ranks_in_group = list(
+            range(size)
+        )  # by which gloo names those of a part that is split off
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("simulated", store), rank, size, options)
         return extension.collectives(gloo, name, timeout.total_seconds())
 
     dist.Backend.register_backend(name, create, devices=[kind])

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "operators.h"
@@ -74,19 +75,33 @@ class DeviceWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// Python copies the options of a group that it splits, so they are a class that can be copied there.
+struct DeviceOptions final : Backend::Options {
+  using Options::Options;
+};
+
 class DeviceBackend final : public Backend {
  public:
   DeviceBackend(c10::intrusive_ptr<Backend> gloo, std::string name, std::chrono::milliseconds timeout)
       : Backend(gloo->getRank(), gloo->getSize()),
         gloo_(std::move(gloo)),
         name_(std::move(name)),
-        options_(c10::make_intrusive<Options>(name_, timeout)) {}
+        options_(c10::make_intrusive<DeviceOptions>(name_, timeout)) {}
 
   const std::string getBackendName() const override { return name_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
     gloo_->setTimeout(timeout);
+  }
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
+    auto gloo = gloo_->split(c10::make_intrusive<c10d::PrefixStore>("simulated", store), ranks, options);
+    if (!gloo) return nullptr;  // this rank is not among them
+    gloo->setTimeout(options->timeout);
+    return c10::make_intrusive<DeviceBackend>(std::move(gloo), name_, options->timeout);
   }
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override {  // each is queued when it is called
@@ -377,7 +392,7 @@ class DeviceBackend final : public Backend {
 
   c10::intrusive_ptr<Backend> gloo_;
   const std::string name_;
-  c10::intrusive_ptr<Options> options_;
+  c10::intrusive_ptr<DeviceOptions> options_;
   std::mutex mutex_;
   std::map<std::tuple<int, int, bool>, Stream*> streams_;
   int last_device_ = 0;
@@ -390,7 +405,12 @@ class DeviceBackend final : public Backend {
 
 void define_collectives(pybind11::module& m) {
   pybind11::module::import("torch.distributed");
-  pybind11::class_<DeviceBackend, Backend, c10::intrusive_ptr<DeviceBackend>>(m, "DeviceBackend");
+  pybind11::class_<DeviceOptions, Backend::Options, c10::intrusive_ptr<DeviceOptions>>(m, "DeviceOptions")
+      .def("__deepcopy__", [](const DeviceOptions& options, const pybind11::dict&) {
+        return c10::make_intrusive<DeviceOptions>(options.backend, options.timeout);
+      });
+  pybind11::class_<DeviceBackend, Backend, c10::intrusive_ptr<DeviceBackend>>(m, "DeviceBackend")
+      .def_property_readonly("options", &DeviceBackend::getBackendOptions);
   m.def("collectives", [](c10::intrusive_ptr<Backend> gloo, std::string name, double seconds) {
     auto timeout = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
     return c10::intrusive_ptr<Backend>(c10::make_intrusive<DeviceBackend>(std::move(gloo), std::move(name), timeout));
