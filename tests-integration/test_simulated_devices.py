@@ -95,10 +95,7 @@ def test_training_equals_the_cpus(strategy, ranks, precision, tmp_path):
 
 
 def test_a_type_of_device_without_a_row_in_the_table():
-    environ = {"ACCELERATE_USE_CPU": "false"}
-    known, unknown = (
-        worlds.run(train, 2, kind, "ddp", "no", environ=environ) for kind in ("npu", "brandnew")
-    )
+    known, unknown = (worlds.run(train, 2, kind, "ddp", "no") for kind in ("npu", "brandnew"))
     assert all(torch.equal(a["losses"], b["losses"]) for a, b in zip(known, unknown, strict=True))
 
 
@@ -123,7 +120,7 @@ def load(without: str | None) -> tuple[float, dict[str, int]]:
 
 
 def test_a_pinned_loader_copies_all_bytes_while_the_host_goes_on():
-    [(_, found)] = worlds.run(load, 1, None, environ={"ACCELERATE_USE_CPU": "false"})
+    [(_, found)] = worlds.run(load, 1, None)
     assert found["to_device_async"] == 96 * 9 * 4
     assert found["to_device_sync"] == 0
     assert found["synchronizations"] == 0
@@ -132,7 +129,7 @@ def test_a_pinned_loader_copies_all_bytes_while_the_host_goes_on():
 @pytest.mark.parametrize("without", ["wait_event", "record_stream"])
 def test_an_order_that_is_left_out_is_noticed(without):
     with pytest.raises(worlds.RankError, match="unordered access to memory"):
-        worlds.run(load, 1, without, environ={"ACCELERATE_USE_CPU": "false"})
+        worlds.run(load, 1, without)
 
 
 def save(folder: str) -> None:
@@ -154,5 +151,5 @@ def save(folder: str) -> None:
 
 
 def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path: Path):
-    worlds.run(save, 1, str(tmp_path), environ={"ACCELERATE_USE_CPU": "false"})
+    worlds.run(save, 1, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]

@@ -59,7 +59,7 @@ def check(model: nn.Module, device: torch.device) -> None:
 
 
 def run_alone(function, *args) -> None:
-    worlds.run(function, 1, *args, environ={"ACCELERATE_USE_CPU": "false"}, timeout=120)
+    worlds.run(function, 1, *args, timeout=120)
 
 
 def stream(place: str, folder: str) -> None:
@@ -113,6 +113,44 @@ def forget(place: str, folder: str, how: str) -> None:
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_a_model_is_forgotten_while_its_copies_run(place, how, tmp_path):
     run_alone(forget, place, str(tmp_path), how)
+
+
+def stop_inside(place: str, folder: str, how: str) -> None:
+    """A forward ends by an error while the weights of the next blocks are being copied; nobody waits for those."""
+    device = on_two_devices()
+    model = build()
+    if how == "undispatched":  # its memory belongs to the script again, which may change it
+        for parameter in model.parameters():
+            parameter.data = parameter.data.pin_memory()
+    if place == "host":
+        cpu_offload(model, execution_device=device)
+    else:
+        disk_offload(model, folder, execution_device=device)
+    x = inputs()[0].to(device)
+    with torch.no_grad():
+        model(x)  # so that all memory is there
+        torch.npu.set_lateness(0.5)
+        model[5][1].register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+    if how == "undispatched":
+        undispatch(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    del model
+    gc.collect()
+    taken = [
+        torch.zeros(size, device=device) for size in (WIDTH * WIDTH, WIDTH * WIDTH + WIDTH) for _ in range(4)
+    ]
+    assert not any(each.any() for each in taken)
+    simulated_device.check()
+
+
+@pytest.mark.parametrize("how", ["undispatched", "dropped"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_forward_ends_by_an_error_while_copies_run(place, how, tmp_path):
+    run_alone(stop_inside, place, str(tmp_path), how)
 
 
 def other_stream() -> None:
