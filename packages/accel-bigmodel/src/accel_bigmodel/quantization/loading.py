@@ -35,7 +35,12 @@ from accel_ckpt.loading.load_model import Placer, Request, Step, load_weights
 from accel_ckpt.loading.load_targets import LoadTarget
 from accel_ckpt.loading.weights import WeightSource
 from accel_ckpt.modules.names import listed
-from accel_ckpt.modules.tensors import check_is_module, check_nothing_on_meta, get_non_persistent_buffers
+from accel_ckpt.modules.tensors import (
+    check_is_module,
+    check_nothing_on_meta,
+    get_non_persistent_buffers,
+    set_data,
+)
 
 __all__ = ["load_and_quantize_model"]
 
@@ -253,7 +258,7 @@ class _QuantizingPlacer(Placer):
                 continue
             converts = tensor.dtype.is_floating_point and name not in hidden
             dtype = self._converted(name) if converts else tensor.dtype
-            tensor.data = tensor.data.to(self._devices_of.of(name), dtype)
+            set_data(tensor, tensor.data.to(self._devices_of.of(name), dtype))
         trim_heap()
 
     def _replace(self, layer: SelectedLayer, new: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import find_tied_parameters
 from accel_train import Accelerator, FullyShardedDataParallelPlugin
 from accel_train.errors import PrepareError
@@ -50,7 +51,7 @@ def get_parameters_from_modules(
         return set()
     parameters = ignored_parameters(model, modules)
     for parameter in parameters:
-        parameter.data = parameter.data.to(device)
+        set_data(parameter, parameter.data.to(device))
     return parameters
 
 
