@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-pytest_plugins = ["testkit.pytest_device"]
+pytest_plugins = ["testkit.pytest_device", "testkit.pytest_conformance"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

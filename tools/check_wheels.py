@@ -3,8 +3,9 @@
 Builds all distributions with ``hatch build --all``, then gives each package a fresh virtual environment that
 holds its wheel, the wheels of the packages below it, and links to exactly the third-party distributions that
 their metadata requires (links, so that nothing is downloaded twice). In this environment every public name must
-import, and the other packages must be absent. Run from the repository root, where the third-party
-distributions are installed: ``python tools/check_wheels.py``.
+import, and the other packages must be absent. Into the last one go the test kit and the strategy of an outside package,
+which a test of the conformance suite must find. Run from the repository root, where the third-party distributions are
+installed: ``python tools/check_wheels.py``.
 """
 
 from __future__ import annotations
@@ -48,6 +49,20 @@ print(f"{package}: {len(module.__all__)} public names import")
 """
 
 
+ROOT = Path(__file__).parents[1]
+OUTSIDE = ("tools", "docs/examples/zero_redundancy")
+"""Projects that are no packages of ours, but are installed beside them."""
+OUTSIDE_TEST = (
+    "--conformance",
+    "zero_redundancy",
+    "-k",
+    "test_training and 1-",
+    "-p",
+    "no:cacheprovider",
+    "-q",
+)
+
+
 class WheelError(RuntimeError):
     """A wheel is not what it should be."""
 
@@ -59,10 +74,7 @@ def import_name(package: str) -> str:
 
 def build(folder: Path) -> dict[str, Path]:
     """Build every workspace member into ``folder``; package → wheel."""
-    hatch = shutil.which("hatch")
-    if hatch is None:
-        raise WheelError("hatch is not on the PATH; install it with: python3 -m pip install 'hatch>=1.18'")
-    subprocess.run([hatch, "build", "--all", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    _hatch_build("--all", str(folder))
     wheels: dict[str, Path] = {}
     for package in BELOW:
         found = sorted(folder.glob(f"{import_name(package)}-*.whl"))
@@ -72,6 +84,13 @@ def build(folder: Path) -> dict[str, Path]:
             )
         wheels[package] = found[0]
     return wheels
+
+
+def _hatch_build(*words: str, cwd: Path = ROOT) -> None:
+    hatch = shutil.which("hatch")
+    if hatch is None:
+        raise WheelError("hatch is not on the PATH; install it with: python3 -m pip install 'hatch>=1.18'")
+    subprocess.run([hatch, "build", *words], check=True, stdout=subprocess.DEVNULL, cwd=cwd)
 
 
 def wheel_metadata(wheel: Path) -> Message:
@@ -133,6 +152,37 @@ def link(distributions: Iterable[str], folder: Path) -> None:
                 (folder / top).symlink_to(target, target_is_directory=target.is_dir())
 
 
+def install(wheels: list[Path], home: Path) -> Path:
+    """Make an environment of these wheels and what they need; its interpreter."""
+    venv.create(home, with_pip=False, symlinks=True)
+    python = home / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python)]
+    _run([*command, "install", "--quiet", "--no-deps", "--no-index", *map(str, wheels)])
+    links = home / "dependencies"
+    link(third_party(wheels), links)
+    site = next((home / "lib").glob("python*/site-packages"))
+    (site / "dependencies.pth").write_text(f"{links}\n")
+    return python
+
+
+def check_outside(wheels: dict[str, Path], folder: Path) -> str:
+    """Install the test kit and an outside strategy beside all packages, and run a test of the conformance suite on it.
+
+    Returns:
+        One line that says what was run.
+
+    Raises:
+        WheelError: with the output of the command that failed.
+    """
+    for project in OUTSIDE:
+        _hatch_build("-t", "wheel", str(folder / "outside"), cwd=ROOT / project)
+    python = install([*wheels.values(), *(folder / "outside").glob("*.whl")], folder / "with-testkit")
+    (folder / "project").mkdir()
+    (folder / "project" / "test_conformance.py").write_text("from testkit.conformance_suite import *\n")
+    output = _run([str(python), "-m", "pytest", *OUTSIDE_TEST], cwd=folder / "project")
+    return f"accel-testkit: pytest {' '.join(OUTSIDE_TEST)}: {output.strip().splitlines()[-1]}"
+
+
 def check_install(package: str, wheels: dict[str, Path], folder: Path) -> str:
     """Install ``package`` and those below it into a fresh environment under ``folder`` and import it.
 
@@ -143,25 +193,7 @@ def check_install(package: str, wheels: dict[str, Path], folder: Path) -> str:
         WheelError: with the output of the command that failed.
     """
     home = folder / package
-    venv.create(home, with_pip=False, symlinks=True)
-    python = home / "bin" / "python"
-    mine = [wheels[name] for name in (package, *BELOW[package])]
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    _run([*install, *map(str, mine)])
-    links = folder / f"{package}-dependencies"
-    link(third_party(mine), links)
-    site = next((home / "lib").glob("python*/site-packages"))
-    (site / "dependencies.pth").write_text(f"{links}\n")
+    python = install([wheels[name] for name in (package, *BELOW[package])], home)
     absent = [import_name(name) for name in BELOW if name != package and name not in BELOW[package]]
     output = _run([str(python), "-I", "-c", _PROBE, import_name(package), ",".join(absent)])
     for script in _scripts(wheels[package]):
@@ -179,8 +211,8 @@ def _scripts(wheel: Path) -> list[str]:
     return []
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
+def _run(command: list[str], cwd: Path | None = None) -> str:
+    done = subprocess.run(command, text=True, capture_output=True, check=False, cwd=cwd)
     if done.returncode:
         raise WheelError(
             f"{' '.join(command[:3])} … exited with {done.returncode}\n{done.stdout}{done.stderr}"
@@ -204,6 +236,10 @@ def main(arguments: list[str] | None = None) -> int:
                 print(check_install(package, wheels, folder), flush=True)
             except WheelError as error:
                 problems.append(f"{package}: {error}")
+        try:
+            print(check_outside(wheels, folder), flush=True)
+        except WheelError as error:
+            problems.append(f"accel-testkit: {error}")
     for problem in problems:
         print(problem)
     print(f"wheels: {len(problems)} problems in {len(BELOW)} packages")

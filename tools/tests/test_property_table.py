@@ -39,7 +39,7 @@ def test_the_guide_has_every_property_and_member_as_the_command_prints_them():
 
 
 def test_every_test_of_the_suite_is_a_property():
-    suite = (ROOT / "tests-integration" / "conformance" / "test_strategies.py").read_text()
+    suite = (ROOT / "tools" / "testkit" / "conformance_suite.py").read_text()
     assert set(re.findall(r"^def test_(\w+)\(", suite, re.MULTILINE)) == PROPERTIES.keys() | OTHER_TESTS
 
 

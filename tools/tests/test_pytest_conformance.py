@@ -1,0 +1,42 @@
+"""The conformance suite in a project of somebody else's; `hatch run wheels` runs one of its tests so, installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def collected(tmp_path):
+    """Let pytest collect a project with a test of its own; the exit code, the names of tests, and what was printed."""
+    (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
+    (tmp_path / "test_conformance.py").write_text("from testkit.conformance_suite import *\n")
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def run(*words):
+        plugin = ["-p", "testkit.pytest_conformance", "--strict-markers"]
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *plugin, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+        tests = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+        return done.returncode, tests, done.stdout + done.stderr
+
+    return run
+
+
+def test_chosen_strategies_and_the_projects_own_tests(collected):
+    code, tests, printed = collected("--conformance", "ddp", "--conformance", "tp")
+    assert code == 0, printed
+    assert {"test_own", "test_training[1-ddp-2]", "test_training[3-tp-4]", "test_mobility[ddp-2]"} < set(
+        tests
+    )
+    assert all("ddp-" in test or "[tp-" in test or "-tp-" in test for test in tests if test != "test_own")
+
+
+def test_a_name_that_nothing_has(collected):
+    code, _, printed = collected("--conformance", "dpd")
+    assert code == 4
+    assert "--conformance dpd: no strategy of this name is registered here, only ddp, " in printed
+    assert "accel_train.strategies" in printed
