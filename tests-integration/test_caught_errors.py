@@ -20,7 +20,7 @@ def train(where: str, failing: tuple[int, ...]) -> tuple[list[float], str]:
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(0)
     # Sizes that differ, so that gloo ends a process that takes the part of one block for that of another.
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 2))

@@ -134,7 +134,7 @@ def test_t33_names_are_the_same_under_ddp_and_compile(tmp_path):
         )
         from accel_state import PartialState
 
-        state = PartialState(cpu=True)
+        state = PartialState()
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         model = nn.parallel.DistributedDataParallel(torch.compile(plain))
@@ -352,7 +352,7 @@ def test_save_model_is_complete_on_every_rank_that_calls(tmp_path):
                 time.sleep(0.3)
                 return super().write(descriptor, data)
 
-        state, rank = PartialState(cpu=True), default_coordinator().rank
+        state, rank = PartialState(), default_coordinator().rank
 
         def model(value):
             made = torch.nn.Linear(3, 3)
@@ -395,7 +395,7 @@ def test_the_facade_saves_a_model_before_any_rank_goes_on(tmp_path, each_node):
         from accel_train import Accelerator, ProjectConfiguration
 
         config = ProjectConfiguration(save_on_each_node=each_node)
-        accelerator = Accelerator(cpu=True, project_config=config)
+        accelerator = Accelerator(project_config=config)
         torch.manual_seed(0)
         model = accelerator.prepare(torch.nn.Linear(300, 300))
         for number in range(3):

@@ -226,7 +226,7 @@ def unfrozen(part: bool, again: bool) -> Any:
     (model[0] if part else model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    rows = inputs(4)[2 * accelerator.process_index :][:2]
+    rows = inputs(4)[2 * accelerator.process_index :][:2].to(accelerator.device)
     with torch.no_grad():
         model(rows)
     if part:
@@ -290,7 +290,7 @@ def unwrapped_while_training() -> Any:
     accelerator = Accelerator(dynamo_backend="eager", gradient_accumulation_steps=2)
     model = accelerator.prepare(make())
     unwrapped = accelerator.unwrap_model(model)
-    rows = inputs(4)[2 * accelerator.process_index :][:2]
+    rows = inputs(4)[2 * accelerator.process_index :][:2].to(accelerator.device)
     with accelerator.accumulate(model):
         accelerator.backward(model(rows[:1]).sum())
     local = gradient(model)

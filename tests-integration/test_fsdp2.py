@@ -64,7 +64,7 @@ def prepared(make, strategy="fsdp2", precision="no", **options):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(**options) if strategy == "fsdp2" else None
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin)
     model = make()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return accelerator, *accelerator.prepare(model, optimizer)
@@ -193,7 +193,7 @@ def on_two_machines(strategy_name):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(sharding_strategy=strategy_name)
-    mesh = Accelerator(cpu=True, fsdp_plugin=plugin).strategy.options.mesh.device_mesh
+    mesh = Accelerator(fsdp_plugin=plugin).strategy.options.mesh.device_mesh
     replicas = mesh["dp_replicate"].mesh.tolist(), mesh["dp_shard"].mesh.tolist()
     return *replicas, *train(llama, sharding_strategy=strategy_name)
 
@@ -299,7 +299,7 @@ class Table(nn.Module):
 def started(make, **options):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
     torch.manual_seed(accelerator.process_index)
     with torch.device("meta"):
         model = make()
@@ -354,7 +354,7 @@ def prepare_different():
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
     from accel_train.errors import PrepareError
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
     with pytest.raises(PrepareError) as caught:
         accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index))
     return str(caught.value)
@@ -375,7 +375,7 @@ def shard_alone(strategy, accumulation):
 
     from accel_train import Accelerator
 
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulation)
     model = llama()
     mesh = init_device_mesh("cpu", (accelerator.num_processes,))
     for layer in model.model.layers:
@@ -403,7 +403,7 @@ def windows(accelerator, model, optimizer):
 def replicated(accumulation):
     from accel_train import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     model = llama()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     return windows(accelerator, model, optimizer)
@@ -424,7 +424,7 @@ def tensor_parallel(strategy):
 
     from accel_train import Accelerator
 
-    accelerator = Accelerator(cpu=True, strategy=strategy)
+    accelerator = Accelerator(strategy=strategy)
     mesh = init_device_mesh("cpu", (accelerator.num_processes,))
     accelerator.prepare(parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()}))
 
@@ -472,7 +472,6 @@ def compiled(strategy, regional):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
     accelerator = Accelerator(
-        cpu=True,
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional),
         fsdp_plugin=FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None,
     )

@@ -46,7 +46,7 @@ class Ranks:
     def __init__(self, precision, dtype):
         from accel_train import Accelerator
 
-        self.accelerator = Accelerator(cpu=True, strategy="fsdp2", mixed_precision=precision)
+        self.accelerator = Accelerator(strategy="fsdp2", mixed_precision=precision)
         self.model = make(dtype)
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer_of(self.model))
         index, count = self.accelerator.process_index, self.accelerator.num_processes
@@ -169,7 +169,7 @@ def in_replicas():
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     run = Ranks.__new__(Ranks)
-    run.accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(dp_replicate_size=2))
+    run.accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(dp_replicate_size=2))
     run.model = make(torch.float64)
     run.model, run.optimizer = run.accelerator.prepare(run.model, optimizer_of(run.model))
     run.x = data(torch.float64).chunk(4)[run.accelerator.process_index]

@@ -37,7 +37,7 @@ def accelerator_of(precision, policy):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-    return Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    return Accelerator(mixed_precision=precision, fsdp_plugin=plugin)
 
 
 def made():

@@ -78,7 +78,7 @@ def accelerator_of(strategy="fsdp2", **options):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(**options) if strategy == "fsdp2" else None
-    return Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
 
 
 def refused(make, **options):
@@ -178,7 +178,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_divided(tmp
 def missing_on_rank_1(folder):
     from accel_train import PartialState
 
-    rank = PartialState(cpu=True).process_index
+    rank = PartialState().process_index
     return refused(on_meta, checkpoint=str(folder / ("none" if rank else "model.safetensors")))
 
 

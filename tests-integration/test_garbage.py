@@ -39,7 +39,7 @@ def tensors_in_cycles(found: dict[str, int], name: str) -> Iterator[None]:
 
 def use(options, workers):
     """Tensors that are left in cycles, by what left them."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    accelerator = Accelerator(gradient_accumulation_steps=2, **options)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

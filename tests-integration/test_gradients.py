@@ -151,7 +151,7 @@ def no_items() -> list[float]:
     accelerator = Accelerator()
     model = make_model()
     model = accelerator.prepare(model)
-    x = torch.randn(3, DIM, dtype=torch.float64)
+    x = torch.randn(3, DIM, dtype=torch.float64).to(accelerator.device)
     with accelerator.accumulate(model):
         accelerator.backward((model(x) * 0).sum(), num_items=0)
     return [float(p.grad.abs().sum()) for p in model.parameters()]
@@ -171,7 +171,8 @@ def only_one_rank_has_items(rank_with: int) -> torch.Tensor:
     count = 4 if accelerator.process_index == rank_with else 0
     mask = torch.zeros(3, 4)
     mask.view(-1)[:count] = 1
-    accelerator.backward((errors(model, data.x, data.y) * mask).sum(), num_items=count)
+    x, y, mask = (each.to(accelerator.device) for each in (data.x, data.y, mask))
+    accelerator.backward((errors(model, x, y) * mask).sum(), num_items=count)
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -314,12 +315,12 @@ def loss_weights(strategy: str, inside: bool, averaged: bool) -> tuple[list[str]
     from accel_train.plugins import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64, device=accelerator.device))
     model = Weighted(weight) if inside else make_model()
     optimizer = torch.optim.SGD([*model.parameters(), *([] if inside else [weight])], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    x = torch.full((2, DIM), 1.0 + accelerator.process_index, dtype=torch.float64)
+    x = torch.full((2, DIM), 1.0 + accelerator.process_index, dtype=torch.float64, device=accelerator.device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -48,7 +48,7 @@ def started(make, strategy, seed):
 
     options = {"fsdp2": {}, "hsdp": {"dp_replicate_size": 2}, "offload": {"cpu_offload": True}}
     plugin = FullyShardedDataParallelPlugin(**options[strategy]) if strategy in options else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(seed)
     model = make()
     # A large epsilon keeps Adam from turning roundings of tiny gradients into whole steps.
@@ -57,7 +57,7 @@ def started(make, strategy, seed):
 
 
 def step(accelerator, model, optimizer, number):
-    ids = (torch.arange(40).view(4, 10) * (number + 1)) % VOCABULARY
+    ids = (torch.arange(40, device=accelerator.device).view(4, 10) * (number + 1)) % VOCABULARY
     accelerator.backward(model(input_ids=ids, labels=ids).loss)
     optimizer.step()
     optimizer.zero_grad()

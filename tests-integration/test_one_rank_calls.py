@@ -19,7 +19,7 @@ def trained(strategy: str):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if strategy == "fsdp2" else {}
-    accelerator = Accelerator(cpu=True, **plugin)
+    accelerator = Accelerator(**plugin)
     torch.manual_seed(0)
     model = nn.Linear(6, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -109,7 +109,6 @@ def divided_twice() -> str:
     from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
     accelerator = Accelerator(
-        cpu=True,
         fsdp_plugin=FullyShardedDataParallelPlugin(),
         parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
     )

@@ -107,7 +107,9 @@ def train(case):
         with accelerator.accumulate(model):
             places = batch.get("position_ids")
             if places is None:
-                places = torch.arange(LENGTH).expand(len(batch["input_ids"]), LENGTH)
+                places = torch.arange(LENGTH, device=accelerator.device).expand(
+                    len(batch["input_ids"]), LENGTH
+                )
             losses = losses_of(model, batch, places).double()
             read.append(batch["input_ids"].tolist())
             if case.items:
@@ -122,7 +124,7 @@ def train(case):
             accelerator.save_state(case.save)
             accelerator.save_model(model, f"{case.save}-model")
             break
-    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    weights = {name: value.cpu().clone() for name, value in accelerator.get_state_dict(model).items()}
     return accelerator.strategy.name, norms, weights, read
 
 
@@ -238,12 +240,11 @@ def evaluate(case):
     seen = []
     with torch.no_grad():
         for batch in loader:
-            places = batch.get(
-                "position_ids", torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
-            )
-            logits = model(batch["input_ids"], places)
+            ids = batch["input_ids"]
+            places = batch.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+            logits = model(ids, places)
             seen.append(accelerator.gather_for_metrics(logits))
-    return torch.cat(seen)
+    return torch.cat(seen).cpu()
 
 
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)

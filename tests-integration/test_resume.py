@@ -201,7 +201,7 @@ def repeatable(seed):
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    value = seed + PartialState(cpu=True).process_index
+    value = seed + PartialState().process_index
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
@@ -224,7 +224,6 @@ def train(
 
     repeatable(100 if resume else 1)
     accelerator = Accelerator(
-        cpu=True,
         mixed_precision=cell.precision,
         gradient_accumulation_steps=cell.steps,
         dataloader_config=cell.config(),
@@ -406,7 +405,7 @@ def until_killed(cell, folder, victim, batches, delay):
     from accel_state import PartialState
     from accel_train import ProjectConfiguration
 
-    rank = PartialState(cpu=True).process_index
+    rank = PartialState().process_index
     print(repeatable(1))
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     left = itertools.count(batches, -1)

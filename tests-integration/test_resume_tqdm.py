@@ -15,9 +15,7 @@ def loop(folder, stop=None, resume=False, workers=0):
     """Every batch with its epoch; saves after a batch of an epoch, or after the epoch (None)."""
     from accel_train import Accelerator, DataLoaderConfiguration, set_seed, tqdm
 
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
-    )
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     set_seed(0)
     data = TensorDataset(torch.arange(20.0))
     loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True, num_workers=workers))
@@ -53,9 +51,7 @@ def begun_again(folder):
     """A loaded position is kept by iterators that yield nothing, and gone with the first batch."""
     from accel_train import Accelerator, DataLoaderConfiguration
 
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
-    )
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6)), batch_size=1))
     for (x,) in loader:
         if x.item() == 2:

@@ -67,7 +67,6 @@ def prepared(kind, batch, size, split, even=True):
     from accel_train import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(
-        cpu=True,
         dataloader_config=DataLoaderConfiguration(
             split_batches=split,
             even_batches=even,
@@ -165,7 +164,7 @@ def trained(folder, stop, items):
 
     torch.manual_seed(0)
     config = DataLoaderConfiguration(split_batches=True, use_stateful_dataloader=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, dataloader_config=config)
+    accelerator = Accelerator(gradient_accumulation_steps=3, dataloader_config=config)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -253,7 +252,7 @@ def test_t9_a_stream_goes_on_where_it_divides(tmp_path, before, after):
 def drawn_after(folder, save):
     from accel_train import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     torch.manual_seed(accelerator.process_index)
     if save:
         accelerator.save_state(folder)

@@ -61,7 +61,7 @@ def save(folder, kind, safe=True, room=None, **options):
     from accel_ckpt.disk import LOCAL
     from accel_state import PartialState
 
-    state = PartialState(cpu=True)
+    state = PartialState()
     disk = LOCAL if room is None else Full(LOCAL, room)
     model = held(state.process_index, state.num_processes, kind)
     try:

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import open_training_state
-from accel_train import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accel_train import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from accel_train.data import transfer
 from testkit import simulated_device, worlds
 
@@ -53,9 +60,14 @@ def train(kind: str, strategy: str, precision: str, folder: str | None = None) -
     """Losses and weights of two epochs, and how often the host waited in the second."""
     on(kind)
     plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
-    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=precision)
+    degrees = ParallelismConfig(tp_size=2) if strategy == "tp" else None
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=degrees, mixed_precision=precision)
     assert accelerator.device.type == kind
     model = make_model()
+    if strategy == "tp":  # the layer norm stays whole
+        parallelize_module(
+            model, accelerator.torch_device_mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())}
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(shuffle=True))
     torch.manual_seed(4)
@@ -72,7 +84,7 @@ def train(kind: str, strategy: str, precision: str, folder: str | None = None) -
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
 def test_training_equals_the_cpus(strategy, ranks, precision, tmp_path):
     found = {
         kind: worlds.run(

@@ -90,7 +90,7 @@ def begin(tp, steps=1, **options):
     from accel_train import Accelerator, TorchTensorParallelPlugin
 
     plugin = TorchTensorParallelPlugin(tp_size=tp)
-    return Accelerator(cpu=True, torch_tp_plugin=plugin, gradient_accumulation_steps=steps, **options)
+    return Accelerator(torch_tp_plugin=plugin, gradient_accumulation_steps=steps, **options)
 
 
 def loader_of(ranks, batch=4):
@@ -234,7 +234,7 @@ def started(kind, steps, seed=0):
     if kind == "tp":
         accelerator = begin(2, steps, **options)
     else:
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+        accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
     model = make(seed)
     if kind == "tp":
         divide(model, group(accelerator))
@@ -306,18 +306,18 @@ def under_another(strategy, tp=2):
     from accel_train import Accelerator
 
     if strategy == "mixed":
-        accelerator = Accelerator(cpu=True, strategy="fsdp2")
+        accelerator = Accelerator(strategy="fsdp2")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = fully_shard(divide(make(), mesh["tp"]), mesh=mesh["dp"])
     elif strategy == "part":
-        accelerator = Accelerator(cpu=True, strategy="ddp")
+        accelerator = Accelerator(strategy="ddp")
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
         model = fully_shard(make(), mesh=mesh["dp"])
     elif strategy == "tp":
         accelerator = begin(1)
         model = divide(make(), init_device_mesh("cpu", (accelerator.num_processes,)))
     else:
-        accelerator = Accelerator(cpu=True, strategy=strategy)
+        accelerator = Accelerator(strategy=strategy)
         model = divide(make(), init_device_mesh("cpu", (accelerator.num_processes,)))
     accelerator.prepare(model)
 
@@ -387,6 +387,36 @@ def test_a_fused_optimizer_of_whole_and_divided_parameters():
     message = r"PrepareError.*Group 0 of AdamW has fused=True, 8 divided .* and 6 whole.*Leave out fused"
     with pytest.raises(worlds.RankError, match=message):
         worlds.run(fused, 2, 1)
+
+
+def stepped_by_default(folder):
+    """What torch would choose on an accelerator, before and after a state that one process saved is loaded."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator() if folder is None else begin(2)
+    model = make()
+    if folder is not None:
+        divide(model, group(accelerator))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    prepared = optimizer.param_groups[0]["foreach"]
+    if folder is None:
+        return accelerator, prepared
+    accelerator.load_state(folder)
+    return prepared, optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]
+
+
+def saved_alone(folder):
+    accelerator, foreach = stepped_by_default(None)
+    accelerator._optimizers[0].param_groups[0]["fused"] = True  # the script of that run had chosen it
+    accelerator.save_state(folder)
+    return foreach
+
+
+def test_whole_and_divided_parameters_are_stepped_one_by_one(tmp_path):
+    folder = str(tmp_path / "state")
+    assert worlds.run(saved_alone, 1, folder) == [None]
+    assert worlds.run(stepped_by_default, 2, folder) == [(False, False, None)] * 2
 
 
 def add_later():

@@ -66,6 +66,7 @@ def trainer_loop(precision: str = "no") -> list[tuple[list[float], float, bool]]
             last = number == len(window) - 1
             accelerator.gradient_state._set_sync_gradients(last)
             with contextlib.nullcontext() if last else accelerator.no_sync(model=model):
+                x, y = x.to(accelerator.device), y.to(accelerator.device)
                 loss = (model(x) - y).square().sum() / samples * accelerator.num_processes
                 accelerator.backward(loss)
             if not last:

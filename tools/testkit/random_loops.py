@@ -379,7 +379,6 @@ class Script:
             "hsdp": {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
         }.get(case.strategy, {})
         self.accelerator = Accelerator(
-            cpu=True,
             mixed_precision=case.precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=case.window, sync_with_dataloader=case.ends_with_loader
@@ -595,7 +594,7 @@ def try_all(strategy: str, numbers: Sequence[int], folder: str) -> list[tuple[in
     from accel_state import PartialState
 
     torch.set_num_threads(1)
-    state = PartialState(cpu=True)
+    state = PartialState()
     wrong = []
     for number in numbers:
         if state.is_main_process:

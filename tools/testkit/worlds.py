@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import sys
@@ -77,7 +78,7 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
     multiprocessing.set_start_method("fork" if sys.version_info < (3, 14) else None, force=True)
     try:
         function, args, kwargs = cloudpickle.loads(blob)
-        result = cloudpickle.dumps(function(*args, **kwargs))
+        result = _in_host_memory(function(*args, **kwargs))
         simulated_device.check()
         pipe.send((True, result))
     except BaseException as error:
@@ -94,6 +95,21 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
         os._exit(0)
 
 
+def _in_host_memory(result: Any) -> bytes:
+    """A result as a rank sends it, with tensors of an accelerator in host memory, as tests compare them."""
+    from torch import Tensor
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, Tensor) and value.device.type not in ("cpu", "meta"):
+                return value.detach().cpu().__reduce_ex__(2)
+            return super().reducer_override(value)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(result)
+    return buffer.getvalue()
+
+
 def run(
     function: Callable[..., Any],
     world_size: int,
@@ -102,7 +118,7 @@ def run(
     timeout: float = 60.0,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``function(*args, **kwargs)`` on every rank and return the results in rank order.
+    """Call ``function(*args, **kwargs)`` on every rank; its results in rank order, with tensors in host memory.
 
     Ranks find each other through torchrun's environment variables, as a launched script would; the function
     itself creates ``PartialState``, ``Accelerator`` or a process group. A world of one gets none of them.

@@ -221,3 +221,32 @@ def test_the_devices_state_is_part_of_it(monkeypatch):
     expected = torch.rand(4, device=kind)
     set_rng_state(state)
     assert torch.equal(torch.rand(4, device=kind), expected)
+
+
+@pytest.mark.gpu
+def test_states_of_more_devices_than_are_here(monkeypatch):
+    """One process saved all devices of its machine; now it has fewer, or is one of several with one each."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    kind = torch.accelerator.current_accelerator().type
+    state = get_rng_state()
+    expected = torch.rand(4, device=kind)
+    here = state["device"]["states"]
+    many = state | {"device": {"type": kind, "states": [*here, *here]}}
+    with pytest.warns(
+        UserWarning, match=f"is of {2 * len(here)} {kind} devices, and this process has {len(here)}"
+    ):
+        set_rng_state(many)
+    assert torch.equal(torch.rand(4, device=kind), expected)
+
+
+@pytest.mark.gpu
+def test_a_damaged_state_of_a_device_changes_nothing(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
+    kind = torch.accelerator.current_accelerator().type
+    state = get_rng_state()
+    random.random()
+    before = random.getstate()
+    damaged = state | {"device": {"type": kind, "states": [torch.zeros(3, dtype=torch.uint8)]}}
+    with pytest.raises(StateError, match=r"has \(3,\) elements of torch.uint8, where .* were expected"):
+        set_rng_state(damaged)
+    assert random.getstate() == before

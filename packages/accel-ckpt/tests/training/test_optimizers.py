@@ -247,6 +247,15 @@ def test_the_state_of_another_class_of_optimizer():
     load_optimizer_state(torch.optim.AdamW(model.parameters()), tree, [model])
 
 
+def test_how_a_step_is_computed_is_the_scripts_choice():
+    model = nn.Linear(2, 2)
+    tree = optimizer_state_by_name(torch.optim.AdamW(model.parameters(), lr=0.5, fused=True), [model])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    load_optimizer_state(optimizer, tree, [model])
+    [group] = optimizer.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.5, None, True)
+
+
 def saved_net(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))

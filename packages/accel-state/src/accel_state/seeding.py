@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -230,13 +231,26 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
     if saved is None:
         return lambda: None
     states = saved["states"]
-    if len(states) > len(devices) and len(states) > 1:
-        raise StateError(
-            f"the random state has {len(states)} {here} devices, but only {len(devices)} are here"
-        )
     module = accelerator_module(devices[0].type)
+    for device, value in zip(devices, states, strict=False):
+        known = module.get_rng_state(*_index(device))
+        if (value.shape, value.dtype) != (known.shape, known.dtype):
+            raise StateError(
+                f"the random state of {device} has {tuple(value.shape)} elements of {value.dtype}, where "
+                f"{tuple(known.shape)} of {known.dtype} were expected; nothing was changed. It is damaged, or of "
+                "another kind of device"
+            )
+    process = current_state()
+    # A rank has one device, of which the first state is; a process alone may have computed on all that it had.
+    is_alone = process is None or not process.use_distributed
 
     def write() -> None:
+        if is_alone and len(states) > len(devices):
+            warnings.warn(
+                f"The random state is of {len(states)} {here} devices, and this process has {len(devices)}: what the "
+                "others drew is not continued.",
+                stacklevel=4,
+            )
         for device, value in zip(devices, states, strict=False):
             module.set_rng_state(value, *_index(device))
 

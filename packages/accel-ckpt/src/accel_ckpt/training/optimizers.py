@@ -46,6 +46,8 @@ def _names(value: Any) -> bool:
     return isinstance(value, str)
 
 
+_KERNELS = ("foreach", "fused")
+"""Options that say how a step is computed on this device, and of these parameters, divided or not."""
 FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
 """Of the state of an optimizer by names."""
 
@@ -130,7 +132,7 @@ def load_optimizer_state(
 
     Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
     go to the device and dtype of their parameter as torch's ``load_state_dict`` decides. States of a parameter that is
-    divided among ranks (`DTensor`) are divided like it.
+    divided among ranks (`DTensor`) are divided like it. ``fused`` and ``foreach`` stay as the script has them.
 
     Args:
         optimizer: changed in place; so are its states, where they have the saved shape and dtype.
@@ -147,7 +149,9 @@ def load_optimizer_state(
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
     groups = [
-        {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
+        saved[frozenset(group_names)].pop(0)
+        | {key: group[key] for key in _KERNELS if key in group}
+        | {"params": list(group["params"])}
         for group_names, group in zip(names, current["param_groups"], strict=True)
     ]
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}

@@ -18,7 +18,7 @@ import accel_ckpt
 from accel_ckpt.parts import is_sharded
 from accel_train.errors import PrepareError
 
-__all__ = ["Replaced", "check_kinds", "followed", "link_parts"]
+__all__ = ["Replaced", "followed", "link_parts", "step_both_kinds"]
 
 
 class Replaced:
@@ -59,7 +59,7 @@ class Replaced:
 
         Raises:
             PrepareError: it holds a replaced parameter whose successor is gone, or state that cannot be divided as the
-                new parameter is. Nothing is changed then.
+                new parameter is: nothing is changed then. Or it cannot step what it holds: see `step_both_kinds`.
         """
         if not self._found:
             return
@@ -88,6 +88,8 @@ class Replaced:
             if old in optimizer.state:
                 del optimizer.state[old]
                 optimizer.state[new] = states[id(old)]
+        if linked:
+            step_both_kinds(optimizer)
 
 
 @contextlib.contextmanager
@@ -140,21 +142,26 @@ def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor])
         group["params"] = [gathered.get(id(parameter), parameter) for parameter in group["params"]]
 
 
-def check_kinds(optimizer: torch.optim.Optimizer) -> None:
-    """Check that a fused or foreach step does not get whole and divided parameters in one group.
+def step_both_kinds(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step whole and divided parameters of one group, one by one where torch leaves the choice.
+
+    Torch's kernels for many tensors, its default on accelerators, take either kind only.
 
     Raises:
-        PrepareError: it would, which torch refuses in the middle of a step.
+        PrepareError: the script has chosen such a kernel, which torch refuses in the middle of a step.
     """
     for number, group in enumerate(optimizer.param_groups):
-        option = next((name for name in ("fused", "foreach") if group.get(name)), None)
         divided = sum(map(is_sharded, group["params"]))
-        if option is not None and 0 < divided < len(group["params"]):
+        if not 0 < divided < len(group["params"]):
+            continue
+        if option := next((name for name in ("fused", "foreach") if group.get(name)), None):
             raise PrepareError(
                 f"Group {number} of {type(optimizer).__name__} has {option}=True, {divided} divided parameters "
                 f"(DTensor) and {len(group['params']) - divided} whole ones; torch cannot step both together. Leave "
                 f"out {option}, or give the optimizer one group of each kind."
             )
+        if "foreach" in group:
+            group["foreach"] = False
 
 
 def _is_freed(parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ from accel_train.mesh import Mesh
 from accel_train.plugins import TorchTensorParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.gradients import average, local_part
-from accel_train.strategies.relink import check_kinds
+from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
 
@@ -71,7 +71,7 @@ class TensorParallelStrategy(Strategy):
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Prepare the objects of one call; optimizers must be able to step what they hold."""
         for optimizer in parts.optimizers:
-            check_kinds(optimizer)
+            step_both_kinds(optimizer)
         return super().prepare(parts, steps)
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
@@ -80,7 +80,7 @@ class TensorParallelStrategy(Strategy):
         plain = self.plain(model)
         check_division(plain, self.batch)
         self.check_plan(plain)
-        if not any(map(is_sharded, plain.parameters())):
+        if not reduced_by_fsdp(plain):  # whose parameters may stay on the host
             model = steps.place(model)
         self._share_start(plain)
         self._known = [(known, ids) for known, ids in self._known if known is not plain]

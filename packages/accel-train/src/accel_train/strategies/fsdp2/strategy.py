@@ -38,7 +38,7 @@ from accel_train.strategies.fsdp2.start import (
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 from accel_train.strategies.gradients import average
-from accel_train.strategies.relink import check_kinds, link_parts
+from accel_train.strategies.relink import link_parts, step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.wrappers import is_sharded_by_script
@@ -203,7 +203,7 @@ class FSDP2Strategy(Strategy):
         """See that an optimizer holds this rank's parts, not the whole values that a forward may leave in the model."""
         gathered = {there: part for watch in self._watches for there, part in watch.gathered().items()}
         link_parts(optimizer, gathered)
-        check_kinds(optimizer)
+        step_both_kinds(optimizer)
         self._checked[optimizer] = _size(optimizer)
 
     def _start(self, held: list[Held], model: nn.Module) -> Start | None:
