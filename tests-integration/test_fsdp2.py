@@ -377,7 +377,7 @@ def shard_alone(strategy, accumulation):
 
     accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulation)
     model = llama()
-    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -385,6 +385,7 @@ def shard_alone(strategy, accumulation):
     again, optimizer = accelerator.prepare(model, optimizer)
     assert again is model
     assert isinstance(again, FSDPModule)
+    assert {parameter.device for parameter in model.parameters()} == {accelerator.device}
     return windows(accelerator, model, optimizer)
 
 

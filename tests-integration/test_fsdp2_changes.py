@@ -50,7 +50,7 @@ class Ranks:
         self.model = make(dtype)
         self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer_of(self.model))
         index, count = self.accelerator.process_index, self.accelerator.num_processes
-        self.x = data(dtype).chunk(count)[index]
+        self.x = data(dtype).chunk(count)[index].to(self.accelerator.device)
 
     def steps(self, count=2):
         for _ in range(count):
@@ -130,7 +130,7 @@ def add_head(run):
     run.steps()
     bias = getattr(getattr(run, "accelerator", None), "process_index", 0)
     torch.manual_seed(3)
-    head = nn.Linear(WIDTH, 1).to(run.x.dtype)
+    head = nn.Linear(WIDTH, 1).to(run.x.device, run.x.dtype)
     with torch.no_grad():
         head.bias += bias
     run.model.head = head

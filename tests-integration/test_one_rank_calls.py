@@ -91,7 +91,7 @@ def frozen_alone() -> str:
     accelerator, _, step = trained("ddp")
     if accelerator.is_main_process:
         teacher = accelerator.prepare(nn.Linear(3, 3).requires_grad_(False))
-        teacher(torch.ones(1, 3))
+        teacher(torch.ones(1, 3, device=accelerator.device))
     step()
     accelerator.wait_for_everyone()
     return "done"

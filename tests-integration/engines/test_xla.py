@@ -274,7 +274,7 @@ def test_ranks_of_torch_xla_are_refused(tmp_path: Path) -> None:
 def test_conformance(tests: str) -> None:
     """Every property of a strategy, on one process and on two, and kept checkpoints, in this environment's torch."""
     done = python(
-        "-m", "pytest", f"tests-integration/{tests}", "-k", "xla", "-q", "-p", "no:cacheprovider",
+        "-m", "pytest", "--full", f"tests-integration/{tests}", "-k", "xla", "-q", "-p", "no:cacheprovider",
         timeout=1400, ACCELERATE_USE_CPU="true",
     )  # fmt: skip
     print(done.stdout[-300:])

@@ -96,13 +96,14 @@ class Start:
                 assert make is not None, "checked before the first unit"
                 make(module)
         if self.sends:
-            tensors = [tensor.detach() for tensor in _distinct(modules)]
+            tensors = _distinct(modules)
             whole = [tensor for tensor in tensors if not is_sharded(tensor)]
+            _move(whole, self.device)  # rank 0 sends from where the others receive
             if whole:
                 broadcast(whole)
             if self.ranks.size > 1:
                 for tensor in filter(is_sharded, tensors):
-                    dist.broadcast(local_part(tensor), group=self.ranks.group, group_src=0)
+                    dist.broadcast(local_part(tensor.detach()), group=self.ranks.group, group_src=0)
 
     def check(self, model: nn.Module) -> None:
         """Check that every tensor can be given a value; changes nothing.
@@ -211,9 +212,13 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, h
 
 def place_whole(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Move parameters that the engine does not manage to where they compute."""
-    for parameter in parameters:
-        if not parameter.is_meta and parameter.device != device:
-            set_data(parameter, parameter.data.to(device))
+    _move([parameter for parameter in parameters if not parameter.is_meta], device)
+
+
+def _move(tensors: Iterable[Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.device != device:
+            set_data(tensor, tensor.data.to(device))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
