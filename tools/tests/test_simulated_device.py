@@ -767,3 +767,16 @@ def test_a_group_is_split():
     dist.all_reduce(x, group=mesh.get_group(1))
     assert x.tolist() == [1.0 if rank < 2 else 5.0] * 2
     dist.destroy_process_group()
+
+
+@on_device(ranks=2)
+def test_a_collective_that_another_rank_never_joins_is_aborted():
+    rank = int(os.environ["RANK"])
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,npu:hccl")
+    if rank == 1:
+        return
+    dist.all_reduce(torch.ones(4, device=device(rank)), async_op=True)
+    with pytest.raises(RuntimeError, match="allreduce: the process group was aborted"):
+        dist.group.WORLD.abort()
+        torch.accelerator.synchronize()

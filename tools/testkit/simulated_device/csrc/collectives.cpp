@@ -16,7 +16,33 @@ namespace {
 
 using c10d::Backend;
 using Tensors = std::vector<at::Tensor>;
-using Later = std::function<c10::intrusive_ptr<c10d::Work>(Backend&)>;  // starts gloo's own collective, in the task
+
+// The group that carries messages between hosts; used in tasks, and aborted by any thread.
+class Gloo {
+ public:
+  explicit Gloo(c10::intrusive_ptr<Backend> backend) : backend_(std::move(backend)) {}
+  Backend* operator->() const { return backend_.get(); }
+  // gloo cannot end a collective that it has begun, so whoever waits for it looks whether it was aborted.
+  void wait(const c10::intrusive_ptr<c10d::Work>& work) {
+    const bool tells = !c10d::isP2POp(work->retrieveOpType());  // its messages are complete only when they were waited for
+    for (int looked = 0; tells && !work->isCompleted(); looked++) {
+      if (aborted_) {
+        abandoned_.push_back(work);
+        throw std::runtime_error("the process group was aborted");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(looked < 100 ? 20 : 500));
+    }
+    work->wait();
+  }
+  void abort() { aborted_ = true; }
+
+ private:
+  const c10::intrusive_ptr<Backend> backend_;
+  std::atomic<bool> aborted_{false};
+  std::vector<c10::intrusive_ptr<c10d::Work>> abandoned_;  // gloo may still write into their tensors
+};
+
+using Later = std::function<c10::intrusive_ptr<c10d::Work>(Gloo&)>;  // starts gloo's own collective, in the task
 
 c10::Stream packed(const Stream& stream) {
   return c10::Stream(
@@ -84,21 +110,26 @@ class DeviceBackend final : public Backend {
  public:
   DeviceBackend(c10::intrusive_ptr<Backend> gloo, std::string name, std::chrono::milliseconds timeout)
       : Backend(gloo->getRank(), gloo->getSize()),
-        gloo_(std::move(gloo)),
+        gloo_(std::make_shared<Gloo>(std::move(gloo))),
         name_(std::move(name)),
         options_(c10::make_intrusive<DeviceOptions>(name_, timeout)) {}
 
   const std::string getBackendName() const override { return name_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setGroupUid(const std::string& uid) override {  // under which torch's flight recorder shows what waits
+    Backend::setGroupUid(uid);
+    (*gloo_)->setGroupUid(uid);
+  }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
-    gloo_->setTimeout(timeout);
+    (*gloo_)->setTimeout(timeout);
   }
+  void abort() override { gloo_->abort(); }
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
-    auto gloo = gloo_->split(c10::make_intrusive<c10d::PrefixStore>("simulated", store), ranks, options);
+    auto gloo = (*gloo_)->split(c10::make_intrusive<c10d::PrefixStore>("simulated", store), ranks, options);
     if (!gloo) return nullptr;  // this rank is not among them
     gloo->setTimeout(options->timeout);
     return c10::make_intrusive<DeviceBackend>(std::move(gloo), name_, options->timeout);
@@ -119,13 +150,13 @@ class DeviceBackend final : public Backend {
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto host = seen(tensors);
     return queue("broadcast", c10d::OpType::BROADCAST, options.rootRank == getRank() ? tensors : Tensors{}, tensors,
-        [host, options](Backend& gloo) mutable { return gloo.broadcast(host, options); });
+        [host, options](Gloo& gloo) mutable { return gloo->broadcast(host, options); });
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto host = seen(tensors);
     return queue("allreduce", c10d::OpType::ALLREDUCE, tensors, tensors, reduced(host, options,
-        [](Backend& gloo, Tensors& all, const c10d::AllreduceOptions& sum) { return gloo.allreduce(all, sum); }));
+        [](Gloo& gloo, Tensors& all, const c10d::AllreduceOptions& sum) { return gloo->allreduce(all, sum); }));
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
@@ -143,7 +174,7 @@ class DeviceBackend final : public Backend {
   c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     auto host = seen(tensors);
     return queue("reduce", c10d::OpType::REDUCE, tensors, tensors, reduced(host, options,
-        [](Backend& gloo, Tensors& all, const c10d::ReduceOptions& sum) { return gloo.reduce(all, sum); }));
+        [](Gloo& gloo, Tensors& all, const c10d::ReduceOptions& sum) { return gloo->reduce(all, sum); }));
   }
 
   c10::intrusive_ptr<c10d::Work> allgather(
@@ -151,14 +182,14 @@ class DeviceBackend final : public Backend {
     auto host = seen(inputs);
     auto targets = seen(outputs);
     return queue("allgather", c10d::OpType::ALLGATHER, inputs, flat(outputs),
-        [host, targets, options](Backend& gloo) mutable { return gloo.allgather(targets, host, options); });
+        [host, targets, options](Gloo& gloo) mutable { return gloo->allgather(targets, host, options); });
   }
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     return queue("all_gather_into_tensor", c10d::OpType::_ALLGATHER_BASE, {input}, {output},
-        [to = for_tasks(output), from = for_tasks(input), options](Backend& gloo) mutable {
-          return gloo._allgather_base(to, from, options);
+        [to = for_tasks(output), from = for_tasks(input), options](Gloo& gloo) mutable {
+          return gloo->_allgather_base(to, from, options);
         });
   }
 
@@ -173,7 +204,7 @@ class DeviceBackend final : public Backend {
     auto host = seen(inputs);
     auto targets = seen(outputs);
     return queue("gather", c10d::OpType::GATHER, inputs, flat(outputs),
-        [host, targets, options](Backend& gloo) mutable { return gloo.gather(targets, host, options); });
+        [host, targets, options](Gloo& gloo) mutable { return gloo->gather(targets, host, options); });
   }
 
   c10::intrusive_ptr<c10d::Work> scatter(
@@ -181,7 +212,7 @@ class DeviceBackend final : public Backend {
     auto host = seen(inputs);
     auto targets = seen(outputs);
     return queue("scatter", c10d::OpType::SCATTER, flat(inputs), outputs,
-        [host, targets, options](Backend& gloo) mutable { return gloo.scatter(targets, host, options); });
+        [host, targets, options](Gloo& gloo) mutable { return gloo->scatter(targets, host, options); });
   }
 
   c10::intrusive_ptr<c10d::Work> reduce_scatter(
@@ -190,8 +221,9 @@ class DeviceBackend final : public Backend {
     auto targets = seen(outputs);
     auto sources = seen(inputs);
     int rank = getRank(), size = getSize();
+    sequence_ += size - 1;
     return queue("reduce_scatter", c10d::OpType::REDUCE_SCATTER, flat(inputs), outputs,
-        [targets, sources, options, rank, size](Backend& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
+        [targets, sources, options, rank, size](Gloo& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
           for (size_t i = 0; i < targets.size(); i++) {
             Tensors own;
             for (auto& each : sources[i]) own.push_back(each.clone());
@@ -210,7 +242,7 @@ class DeviceBackend final : public Backend {
     int rank = getRank(), size = getSize();
     return queue("reduce_scatter_tensor", c10d::OpType::_REDUCE_SCATTER_BASE, {input}, {output},
         [to = for_tasks(output), from = for_tasks(input), options, rank, size](
-            Backend& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
+            Gloo& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
           Tensors whole{from.contiguous().clone()};
           sum(gloo, whole, options.reduceOp, size, options.timeout);
           to.copy_(whole[0].view({size, -1}).select(0, rank).view(to.sizes()));
@@ -228,8 +260,8 @@ class DeviceBackend final : public Backend {
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
     return queue("all_to_all_single", c10d::OpType::ALLTOALL_BASE, {input}, {output},
-        [to = for_tasks(output), from = for_tasks(input), output_sizes, input_sizes, options](Backend& gloo) mutable {
-          return gloo.alltoall_base(to, from, output_sizes, input_sizes, options);
+        [to = for_tasks(output), from = for_tasks(input), output_sizes, input_sizes, options](Gloo& gloo) mutable {
+          return gloo->alltoall_base(to, from, output_sizes, input_sizes, options);
         });
   }
 
@@ -239,7 +271,7 @@ class DeviceBackend final : public Backend {
     auto sources = seen(inputs);
     int rank = getRank(), size = getSize();
     return queue("all_to_all", c10d::OpType::ALLTOALL, inputs, outputs,
-        [targets, sources, rank, size](Backend& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
+        [targets, sources, rank, size](Gloo& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
           std::vector<c10::intrusive_ptr<c10d::Work>> works;
           Tensors kept;
           for (int peer = 0; peer < size; peer++) {
@@ -249,10 +281,10 @@ class DeviceBackend final : public Backend {
             }
             Tensors out{sources[peer].contiguous()}, in{targets[peer]};
             kept.push_back(out[0]);
-            works.push_back(gloo.send(out, peer, kAllToAll));
-            works.push_back(gloo.recv(in, peer, kAllToAll));
+            works.push_back(gloo->send(out, peer, kAllToAll));
+            works.push_back(gloo->recv(in, peer, kAllToAll));
           }
-          for (auto& work : works) work->wait();
+          for (auto& work : works) gloo.wait(work);
           return nullptr;
         });
   }
@@ -260,18 +292,18 @@ class DeviceBackend final : public Backend {
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int peer, int tag) override {
     auto host = seen(tensors);
     return queue("send", c10d::OpType::SEND, tensors, {},
-        [host, peer, tag](Backend& gloo) mutable { return gloo.send(host, peer, tag); }, peer, true);
+        [host, peer, tag](Gloo& gloo) mutable { return gloo->send(host, peer, tag); }, peer, true);
   }
 
   c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int peer, int tag) override {
     auto host = seen(tensors);
     return queue("recv", c10d::OpType::RECV, {}, tensors,
-        [host, peer, tag](Backend& gloo) mutable { return gloo.recv(host, peer, tag); }, peer, false);
+        [host, peer, tag](Gloo& gloo) mutable { return gloo->recv(host, peer, tag); }, peer, false);
   }
 
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
     return queue("barrier", c10d::OpType::BARRIER, {}, {},
-        [options](Backend& gloo) { return gloo.barrier(options); });
+        [options](Gloo& gloo) { return gloo->barrier(options); });
   }
 
  private:
@@ -279,12 +311,12 @@ class DeviceBackend final : public Backend {
 
   // Sums over all ranks, in place; gloo has neither mean nor a factor before the sum.
   static void sum(
-      Backend& gloo, Tensors& tensors, const c10d::ReduceOp& op, int size, std::chrono::milliseconds timeout) {
+      Gloo& gloo, Tensors& tensors, const c10d::ReduceOp& op, int size, std::chrono::milliseconds timeout) {
     c10d::AllreduceOptions options;
     options.timeout = timeout;
     options.reduceOp = plain(op);
     before(op, tensors);
-    gloo.allreduce(tensors, options)->wait();
+    gloo.wait(gloo->allreduce(tensors, options));
     after(op, tensors, size);
   }
 
@@ -308,11 +340,11 @@ class DeviceBackend final : public Backend {
   template <class Options, class Call>
   Later reduced(Tensors host, const Options& options, Call call) {
     int size = getSize();
-    return [host, options, call, size](Backend& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
+    return [host, options, call, size](Gloo& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
       Options plainly = options;
       plainly.reduceOp = plain(options.reduceOp);
       before(options.reduceOp, host);
-      call(gloo, host, plainly)->wait();
+      gloo.wait(call(gloo, host, plainly));
       after(options.reduceOp, host, size);
       return nullptr;
     };
@@ -371,7 +403,7 @@ class DeviceBackend final : public Backend {
         [gloo = gloo_, call = std::move(call), name = std::string(name)]() mutable {
           try {
             auto work = call(*gloo);
-            if (work) work->wait();
+            if (work) gloo->wait(work);
           } catch (const std::exception& error) {
             throw std::runtime_error(name + ": " + error.what());
           }
@@ -390,7 +422,7 @@ class DeviceBackend final : public Backend {
         std::vector<Ticket>{Ticket(of_group(last_device_))}, last_device_, type, results, false);
   }
 
-  c10::intrusive_ptr<Backend> gloo_;
+  std::shared_ptr<Gloo> gloo_;
   const std::string name_;
   c10::intrusive_ptr<DeviceOptions> options_;
   std::mutex mutex_;

@@ -159,7 +159,10 @@ def end_collectives(group: dist.ProcessGroup) -> None:
     """
     if "gloo" in str(dist.get_backend_config(group)):
         break_connections(group)
-    group.abort()
+    for backend in counters(
+        group
+    ):  # of a group that was split off, the group's own abort() ends but one of them
+        backend.abort()
 
 
 def counters(group: dist.ProcessGroup) -> list[Any]:

@@ -503,6 +503,10 @@ class Watchdog:
         self._abandoned[channel.name] = living
         store.add(f"abandoned by/{channel.name}", 1)
         channel.mark_failed(CollectiveMismatchError(text))
+        if (
+            channel.position()[1] is None
+        ):  # this rank may wait in a collective of torch instead, on a device for ever
+            self._end_collectives_of_torch()
 
     def _waiting(self, channel: WatchedGroup, now: float) -> _PendingCollective | None:
         """The pending collective of ``channel``, if an earlier poll saw it too."""
@@ -595,10 +599,13 @@ class Watchdog:
         """End the collectives that cannot complete."""
         if self._verdict is None and store.check(["verdict/torch"]):
             self._verdict = store.get("verdict/torch").decode()
-            waiting = self._torch.look(time.monotonic(), 0.0)
-            for group, name in groups().items():
-                if name in waiting:
-                    end_collectives(group)
+            self._end_collectives_of_torch()
+
+    def _end_collectives_of_torch(self) -> None:
+        """End the collective that this rank waits in, and on a device those that are queued behind it in other groups."""
+        if self._torch.look(time.monotonic(), 0.0):
+            for group in groups():
+                end_collectives(group)
 
     def _report(self, store: Store, what: str, age: float, diagnosis: Diagnosis) -> None:
         lines = [f"accel: rank {self._rank} has been waiting for {age:.1f} s in {what}"]
