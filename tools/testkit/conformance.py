@@ -362,7 +362,14 @@ def prepare_apart(case: Case, order: str) -> list[dict[str, Tensor]]:
     row = next(iter(DataLoader(Samples(4, case.dtype), batch_size=4)))
     here = [part.to(accelerator.device) for part in row]
     if order == "with state":
-        model(row[1]).sum().backward()
+        if any(
+            hasattr(parameter, "device_mesh") for parameter in model.parameters()
+        ):  # a part is on the device
+            model.to(accelerator.device)
+            optimizer.param_groups[0]["foreach"] = (
+                False  # torch's kernels there take either kind of parameters
+            )
+        model(row[1].to(model.first.weight.device)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     if order == "optimizer first":

@@ -163,7 +163,7 @@ class FakeStates(StateAdapter):
         engine = self._engine(model)
         for name, whole in (engine.whole if engine is not None else {}).items():
             gradient = state.get("hidden", {}).get(name)
-            whole.grad = None if gradient is None else gradient.clone()
+            whole.grad = None if gradient is None else gradient.to(whole.device, copy=True)
         if engine is not None:
             engine.stale = True
 

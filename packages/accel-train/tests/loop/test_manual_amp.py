@@ -34,10 +34,10 @@ def test_outputs_come_back_in_float32_and_the_rest_as_it_is():
 
 def test_the_scaler_is_torchs_for_this_device():
     scaler = get_grad_scaler(init_scale=8.0)
-    assert type(scaler) is torch.amp.GradScaler
+    assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.scale(torch.tensor(2.0)).item() == 16.0
-    assert type(get_grad_scaler(DistributedType.FSDP)) is torch.amp.GradScaler
-    assert type(get_grad_scaler(DistributedType.MEGATRON_LM)) is torch.amp.GradScaler
+    assert isinstance(get_grad_scaler(DistributedType.FSDP), torch.amp.GradScaler)
+    assert isinstance(get_grad_scaler(DistributedType.MEGATRON_LM), torch.amp.GradScaler)
 
 
 @pytest.mark.parametrize(

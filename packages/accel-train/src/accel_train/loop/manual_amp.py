@@ -14,6 +14,7 @@ from accel_state.trees import convert_to_fp32
 from accel_state.world.process import PartialState
 from accel_train.loop.state import AcceleratorState
 from accel_train.plugins import AutocastKwargs
+from accel_train.precision.fp16 import Scaler
 from accel_train.precision.registry import PRECISIONS
 
 __all__ = [
@@ -51,7 +52,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         distributed_type: how processes cooperate; all types that this version supports use the same scaler.
         kwargs: arguments of the scaler.
     """
-    return torch.amp.GradScaler(PartialState().device.type, **kwargs)
+    return Scaler(PartialState().device.type, **kwargs)
 
 
 def get_mixed_precision_context_manager(

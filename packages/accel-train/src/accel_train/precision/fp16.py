@@ -14,7 +14,23 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.precision.autocast import AutocastPrecision
 from accel_train.precision.base import PrecisionOptions
 
-__all__ = ["FP16Precision"]
+__all__ = ["FP16Precision", "Scaler"]
+
+
+class Scaler(torch.amp.GradScaler):
+    """torch's, which may also unscale gradients in host memory of parameters that compute on a device.
+
+    Torch (2.13) copies the factor and the flag to the host without waiting for them, and reads them there at once.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if inv_scale.device.type != "cpu" and any(
+            p.grad is not None and p.grad.device.type == "cpu" for p in parameters_of(optimizer)
+        ):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
 class FP16Precision(AutocastPrecision):
@@ -34,7 +50,7 @@ class FP16Precision(AutocastPrecision):
 
     def __init__(self, options: PrecisionOptions) -> None:
         super().__init__(options)
-        self.scaler = torch.amp.GradScaler(options.device_type, **dict(options.scaler_kwargs))
+        self.scaler = Scaler(options.device_type, **dict(options.scaler_kwargs))
         self._unscaled: dict[
             int, torch.optim.Optimizer
         ] = {}  # unscaled since the last update, not yet stepped

@@ -21,7 +21,14 @@ from accel_state.enums import DistributedType
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
-from accel_train.strategies.gradients import any_divided, any_nonfinite, clip_by_norm, local_part, total_norm
+from accel_train.strategies.gradients import (
+    any_divided,
+    any_nonfinite,
+    clip_by_norm,
+    local_part,
+    multiply,
+    total_norm,
+)
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
@@ -442,10 +449,10 @@ class Strategy:
 
         Args:
             parameters: whose gradients; one that comes twice is scaled once.
-            factor: a number, or a 0-d tensor on the gradients' device.
+            factor: a number, or a 0-d tensor on any device.
         """
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
-        _multiply([local_part(gradient) for gradient in gradients.values()], factor)
+        multiply([local_part(gradient) for gradient in gradients.values()], factor)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale of fp16 in an optimizer's gradients, once per step however often it is asked."""
@@ -506,12 +513,3 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator
-
-
-def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
-    sparse = [gradient for gradient in gradients if gradient.is_sparse]
-    for gradient in sparse:
-        gradient.mul_(factor)
-    dense = [gradient for gradient in gradients if not gradient.is_sparse]
-    if dense:
-        torch._foreach_mul_(dense, factor)

@@ -107,14 +107,28 @@ def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
     """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
     norm = total_norm(parameters, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = local_part(parameter.grad)
-            by_device.setdefault(gradient.device, []).append(gradient)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device))
+    multiply([local_part(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
     return norm
+
+
+def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place, which may be on several devices, in host memory, or sparse.
+
+    Args:
+        gradients: the tensors.
+        factor: a number, or a 0-d tensor on any device.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, together in by_device.items():
+        here = factor.to(device) if isinstance(factor, Tensor) else factor
+        for gradient in together:
+            if gradient.is_sparse:
+                gradient.mul_(here)
+        dense = [gradient for gradient in together if not gradient.is_sparse]
+        if dense:
+            torch._foreach_mul_(dense, here)
 
 
 @dataclass(frozen=True)

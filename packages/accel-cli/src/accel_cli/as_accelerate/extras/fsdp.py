@@ -14,6 +14,7 @@ from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import find_tied_parameters
 from accel_train import Accelerator, FullyShardedDataParallelPlugin
 from accel_train.errors import PrepareError
+from accel_train.precision.fp16 import Scaler
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import any_divided
@@ -116,8 +117,8 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler for divided parameters, which PyTorch's own takes."""
-    return torch.amp.GradScaler(**kwargs)
+    """A gradient scaler for divided parameters, which may be in host memory."""
+    return Scaler(**kwargs)
 
 
 def ensure_weights_retied(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, OptionError
 from accel_train.optimizer_parameters import parameters_of
+from accel_train.strategies.gradients import multiply
 
 __all__ = ["EngineGradients"]
 
@@ -62,9 +63,7 @@ class EngineGradients:
     def scale(self, factor: float | Tensor) -> None:
         """Multiply the gradients that wait, in the step."""
         if self.in_parameters:
-            found = [p.grad for p in self.parameters if p.grad is not None]
-            if found:
-                torch._foreach_mul_(found, factor)
+            multiply([p.grad for p in self.parameters if p.grad is not None], factor)
             return
         self.factor = self.factor * factor
 
@@ -86,9 +85,7 @@ class EngineGradients:
         bound = min(max_norm, self.clip_norm) if self.clip_norm > 0 and norm_type == 2 else max_norm
         coefficient = (bound / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         if self.in_parameters:
-            found = [p.grad for p in self.parameters if p.grad is not None]
-            if found:
-                torch._foreach_mul_(found, coefficient.to(found[0].device))
+            multiply([p.grad for p in self.parameters if p.grad is not None], coefficient)
         else:
             self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         self._clipped = True
