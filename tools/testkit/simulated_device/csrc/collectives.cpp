@@ -135,14 +135,32 @@ class DeviceBackend final : public Backend {
     return c10::make_intrusive<DeviceBackend>(std::move(gloo), name_, options->timeout);
   }
   bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override {  // each is queued when it is called
+  void startCoalescing() override {
     coalesced_.clear();
     coalescing_ = true;
   }
-  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {  // all begin together, and end together, as in one kernel
     coalescing_ = false;
-    return c10::make_intrusive<DeviceWork>(
-        std::move(coalesced_), last_device_, c10d::OpType::COALESCED, Tensors{}, false);
+    if (coalesced_.empty())
+      return c10::make_intrusive<DeviceWork>(
+          std::vector<Ticket>{}, last_device_, c10d::OpType::COALESCED, Tensors{}, false);
+    std::vector<Later> calls;
+    std::vector<Span> spans;
+    Tensors tensors;
+    for (auto& each : coalesced_) {
+      calls.push_back(std::move(each.call));
+      spans.insert(spans.end(), each.spans.begin(), each.spans.end());
+      tensors.insert(tensors.end(), each.tensors.begin(), each.tensors.end());
+    }
+    coalesced_.clear();
+    Later all = [calls = std::move(calls)](Gloo& gloo) mutable -> c10::intrusive_ptr<c10d::Work> {
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (auto& call : calls) works.push_back(call(gloo));
+      for (auto& work : works)
+        if (work) gloo.wait(work);
+      return nullptr;
+    };
+    return submit("coalesced collectives", c10d::OpType::COALESCED, tensors, spans, Tensors{}, all, last_device_, -1, false);
   }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
@@ -393,11 +411,22 @@ class DeviceBackend final : public Backend {
       }
     last_device_ = device;
     sequence_++;
+    Tensors tensors = reads;
+    tensors.insert(tensors.end(), writes.begin(), writes.end());
+    if (coalescing_) {
+      coalesced_.push_back({std::move(call), spans, tensors});
+      return c10::make_intrusive<DeviceWork>(std::vector<Ticket>{}, device, type, writes, false);
+    }
+    return submit(name, type, tensors, spans, writes, std::move(call), device, peer, sends);
+  }
+
+  c10::intrusive_ptr<c10d::Work> submit(
+      const char* name, c10d::OpType type, const Tensors& tensors, const std::vector<Span>& spans, const Tensors& results,
+      Later call, int device, int peer, bool sends) {
     Stream& current = Streams::get().current(device);
     Stream& stream = of_group(device, peer, sends);
     stream.wait_for(current);
-    for (auto* list : {&reads, &writes})
-      for (auto& tensor : *list) Allocator::get().record(tensor.storage().data_ptr().get_context(), stream);
+    for (auto& tensor : tensors) Allocator::get().record(tensor.storage().data_ptr().get_context(), stream);
     auto place = here(name);
     stream.submit(
         [gloo = gloo_, call = std::move(call), name = std::string(name)]() mutable {
@@ -410,10 +439,8 @@ class DeviceBackend final : public Backend {
         },
         spans, place);
     Races::get().raise();
-    Ticket ticket(stream);
-    if (coalescing_) coalesced_.push_back(ticket);
     return c10::make_intrusive<DeviceWork>(
-        std::vector<Ticket>{ticket}, device, type, writes, type == c10d::OpType::BARRIER);
+        std::vector<Ticket>{Ticket(stream)}, device, type, results, type == c10d::OpType::BARRIER);
   }
 
   // For all that was queued on the group's stream so far.
@@ -429,7 +456,12 @@ class DeviceBackend final : public Backend {
   std::map<std::tuple<int, int, bool>, Stream*> streams_;
   int last_device_ = 0;
   bool coalescing_ = false;
-  std::vector<Ticket> coalesced_;
+  struct Coalesced {
+    Later call;
+    std::vector<Span> spans;
+    Tensors tensors;
+  };
+  std::vector<Coalesced> coalesced_;
   uint64_t sequence_ = 0;
 };
 

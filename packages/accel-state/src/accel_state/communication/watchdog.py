@@ -602,7 +602,7 @@ class Watchdog:
             self._end_collectives_of_torch()
 
     def _end_collectives_of_torch(self) -> None:
-        """End the collective that this rank waits in, and on a device those that are queued behind it in other groups."""
+        """End the collective that this rank waits in, and those that are queued behind it in other groups."""
         if self._torch.look(time.monotonic(), 0.0):
             for group in groups():
                 end_collectives(group)
