@@ -68,7 +68,7 @@ def same(mine, theirs):
     assert structure == expected
     for one, other in zip(mine, theirs, strict=True):
         if isinstance(other, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
         else:
             assert (one, type(one)) == (other, type(other))
     return True

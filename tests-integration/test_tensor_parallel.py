@@ -424,8 +424,8 @@ def add_later():
     model = divide(make(), group(accelerator))
     model = accelerator.prepare(model)
     torch.manual_seed(accelerator.process_index)
-    model.head = nn.Linear(WIDTH, 1).double()
-    x, y = next(iter(loader_of(1)))
+    model.head = nn.Linear(WIDTH, 1).double().to(accelerator.device)
+    x, y = (each.to(accelerator.device) for each in next(iter(loader_of(1))))
     message = r"'head\.weight' was added to Net after it was prepared.*Prepare the model again"
     with pytest.raises(Exception, match=message):
         accelerator.backward((model(x) - y).square().mean())

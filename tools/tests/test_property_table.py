@@ -14,11 +14,12 @@ from testkit.property_table import COLUMNS, OTHER_TESTS, PROPERTIES, as_markdown
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "strategies.md").read_text()
+DEVICES = (ROOT / "docs" / "guides" / "testing-without-a-gpu.md").read_text()
 
 
-def table_of_the_guide():
-    """Cells by test and member, and the table's lines."""
-    lines = [line for line in GUIDE.splitlines() if line.startswith("| ") and len(line.split("|")) > 12]
+def table_of_the_guide(page=GUIDE):
+    """Members, cells by test and member, and the table's lines."""
+    lines = [line for line in page.splitlines() if line.startswith("| ") and len(line.split("|")) > 11]
     header, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     members = [name.strip("`") for name in header[1:]]
     tests = {label: test for test, label in PROPERTIES.items()}
@@ -65,6 +66,16 @@ def test_cells_of_the_guide_are_what_strategies_declare(member):
     _, cells, _ = table_of_the_guide()
     for test in PROPERTIES:
         assert cells[test, member] == {said(member, test)}, test
+
+
+def test_on_simulated_devices_every_cell_is_that_of_the_cpu():
+    _, cpu, _ = table_of_the_guide()
+    members, devices, _ = table_of_the_guide(DEVICES)
+    engines = {name for name in COLUMNS if VARIANTS.get(name, (name,))[0] in {"deepspeed", "xla"}}
+    assert members == [name for name in COLUMNS if name not in engines]
+    assert {test for test, _ in devices} == PROPERTIES.keys()
+    for (test, member), cell in devices.items():
+        assert cell == {" ".join(word for word in next(iter(cpu[test, member])).split() if word != "fp8")}
 
 
 def test_failures_and_parts_are_shown():
