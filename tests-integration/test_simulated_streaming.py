@@ -42,7 +42,7 @@ def on_two_devices() -> torch.device:
     return torch.device("npu", 0)
 
 
-@pytest.fixture(autouse=True, params=["allowed", "refused"])
+@pytest.fixture(autouse=True, params=["allowed", pytest.param("refused", marks=pytest.mark.full)])
 def set_data(request, monkeypatch):
     """Whether the device lets `tensor.data` come from another one, as CUDA does."""
     monkeypatch.setenv("SET_DATA", request.param)

@@ -780,3 +780,11 @@ def test_a_collective_that_another_rank_never_joins_is_aborted():
     dist.group.WORLD.abort()
     with pytest.raises(RuntimeError, match="allreduce: the process group was aborted"):
         torch.accelerator.synchronize()
+
+
+@on_device
+def test_a_batch_norm_that_does_not_train():
+    x = torch.randn(3, 4)
+    norm = nn.BatchNorm1d(4).eval()
+    expected = norm(x)
+    assert torch.equal(norm.to(device())(x.to(device())).cpu(), expected)
