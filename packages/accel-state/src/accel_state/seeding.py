@@ -234,11 +234,15 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
     module = accelerator_module(devices[0].type)
     for device, value in zip(devices, states, strict=False):
         known = module.get_rng_state(*_index(device))
-        if (value.shape, value.dtype) != (known.shape, known.dtype):
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (known.shape, known.dtype):
+            found = (
+                f"{tuple(value.shape)} of {value.dtype}"
+                if isinstance(value, torch.Tensor)
+                else repr(value)[:80]
+            )
             raise StateError(
-                f"the random state of {device} has {tuple(value.shape)} elements of {value.dtype}, where "
-                f"{tuple(known.shape)} of {known.dtype} were expected; nothing was changed. It is damaged, or of "
-                "another kind of device"
+                f"the random state of {device} is {found}, where {tuple(known.shape)} of {known.dtype} was expected; "
+                "nothing was changed. It is damaged, or of another kind of device"
             )
     process = current_state()
     # A rank has one device, of which the first state is; a process alone may have computed on all that it had.

@@ -159,9 +159,7 @@ def end_collectives(group: dist.ProcessGroup) -> None:
     """
     if "gloo" in str(dist.get_backend_config(group)):
         break_connections(group)
-    for backend in counters(
-        group
-    ):  # of a group that was split off, the group's own abort() ends but one of them
+    for backend in counters(group):  # the abort() of a group that was split off ends but one of them
         backend.abort()
 
 

@@ -503,9 +503,8 @@ class Watchdog:
         self._abandoned[channel.name] = living
         store.add(f"abandoned by/{channel.name}", 1)
         channel.mark_failed(CollectiveMismatchError(text))
-        if (
-            channel.position()[1] is None
-        ):  # this rank may wait in a collective of torch instead, on a device for ever
+        if channel.collective and channel.position()[1] is None:
+            # It waits in a collective of torch instead, and on a device no peer that gives up releases it.
             self._end_collectives_of_torch()
 
     def _waiting(self, channel: WatchedGroup, now: float) -> _PendingCollective | None:
