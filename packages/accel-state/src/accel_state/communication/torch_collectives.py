@@ -159,7 +159,7 @@ def end_collectives(group: dist.ProcessGroup) -> None:
     """
     if "gloo" in str(dist.get_backend_config(group)):
         break_connections(group)
-    for backend in counters(group):  # the abort() of a group that was split off ends but one of them
+    for backend in _backends(group):  # the abort() of a group that was split off ends but one of them
         backend.abort()
 
 
@@ -169,16 +169,26 @@ def counters(group: dist.ProcessGroup) -> list[Any]:
     Args:
         group: one that this process is a member of.
     """
+    found: list[Any] = []
+    for backend in _backends(group):
+        try:
+            backend._get_sequence_number_for_group()
+        except RuntimeError as error:
+            _logger.debug("group %s: %s does not count collectives: %s", group.group_name, backend, error)
+        else:
+            found.append(backend)
+    return found
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group, each once."""
     config = str(dist.get_backend_config(group))
     found: list[Any] = []
     for device_type in sorted({part.partition(":")[0] for part in config.split(",")}):
         try:
             backend: Any = group._get_backend(torch.device(device_type))
-            backend._get_sequence_number_for_group()
-        except RuntimeError as error:  # no such backend here, or it does not count
-            _logger.debug(
-                "group %s does not count collectives on %s: %s", group.group_name, device_type, error
-            )
+        except RuntimeError as error:
+            _logger.debug("group %s has no backend on %s: %s", group.group_name, device_type, error)
         else:
             if all(backend is not other for other in found):
                 found.append(backend)
