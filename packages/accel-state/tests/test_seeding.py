@@ -213,10 +213,15 @@ def test_what_is_missing_is_named():
         synchronize_rng_state(absent)
 
 
-@pytest.mark.gpu
-def test_the_devices_state_is_part_of_it(monkeypatch):
+@pytest.fixture
+def kind(monkeypatch):
+    """The type of the accelerator, whose devices belong to this process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    kind = torch.accelerator.current_accelerator().type
+    return torch.accelerator.current_accelerator().type
+
+
+@pytest.mark.gpu
+def test_the_devices_state_is_part_of_it(kind):
     state = get_rng_state()
     expected = torch.rand(4, device=kind)
     set_rng_state(state)
@@ -224,10 +229,8 @@ def test_the_devices_state_is_part_of_it(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_states_of_more_devices_than_are_here(monkeypatch):
+def test_states_of_more_devices_than_are_here(kind):
     """One process saved all devices of its machine; now it has fewer, or is one of several with one each."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    kind = torch.accelerator.current_accelerator().type
     state = get_rng_state()
     expected = torch.rand(4, device=kind)
     here = state["device"]["states"]
@@ -244,9 +247,7 @@ def test_states_of_more_devices_than_are_here(monkeypatch):
     ("value", "said"),
     [(torch.zeros(3, dtype=torch.uint8), r"\(3,\) of torch.uint8"), ("no state", "'no state'")],
 )
-def test_a_damaged_state_of_a_device_changes_nothing(monkeypatch, value, said):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
-    kind = torch.accelerator.current_accelerator().type
+def test_a_damaged_state_of_a_device_changes_nothing(kind, value, said):
     state = get_rng_state()
     random.random()
     before = random.getstate()

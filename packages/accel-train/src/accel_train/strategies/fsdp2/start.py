@@ -98,7 +98,7 @@ class Start:
         if self.sends:
             tensors = _distinct(modules)
             whole = [tensor for tensor in tensors if not is_sharded(tensor)]
-            _move(whole, self.device)  # rank 0 sends from where the others receive
+            place_whole(whole, self.device)  # rank 0 sends from where the others receive
             if whole:
                 broadcast(whole)
             if self.ranks.size > 1:
@@ -210,14 +210,10 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, h
     accel_ckpt.load_checkpoint_in_model(model, checkpoint)
 
 
-def place_whole(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters that the engine does not manage to where they compute."""
-    _move([parameter for parameter in parameters if not parameter.is_meta], device)
-
-
-def _move(tensors: Iterable[Tensor], device: torch.device) -> None:
+def place_whole(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move tensors that the engine does not manage to where they compute."""
     for tensor in tensors:
-        if tensor.device != device:
+        if not tensor.is_meta and tensor.device != device:
             set_data(tensor, tensor.data.to(device))
 
 
