@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from accel_ckpt import (
     CorruptCheckpointError,
     complete_checkpoints,
     open_training_state,
+    prune_checkpoints,
     save_training_state,
 )
 from accel_ckpt.disk import Disk
@@ -224,6 +226,78 @@ def test_an_interrupted_swap_is_undone_by_whoever_comes_next(tmp_path):
         with pytest.warns(UserWarning, match="the previous one is put back"):
             reader()
         assert step_of(tmp_path / "checkpoint_1") == 1
+
+
+class SomebodyElse(Disk):
+    """Another process acts, once, right before a call that gives the checkpoint its name."""
+
+    def __init__(self, act, exchanges, call=1):
+        self.act, self.exchanges, self.left = act, exchanges, call
+
+    def _count(self, source):
+        if ".saving-" in Path(source).name or not self.exchanges:
+            self.left -= 1
+            if self.left == 0:
+                self.act()
+
+    def rename(self, source, target):
+        self._count(source)
+        super().rename(source, target)
+
+    def exchange(self, first, second):
+        if not self.exchanges:
+            return False
+        self._count(first)
+        return super().exchange(first, second)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_name_that_another_save_takes_first_is_replaced(tmp_path, exchanges):
+    target = tmp_path / "c"
+
+    def act():
+        save(target, 1)
+        (target / "notes.txt").write_text("mine")
+
+    save(target, 2, SomebodyElse(act, exchanges))
+    assert step_of(target) == 2
+    assert (target / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_that_is_removed_before_it_is_replaced(tmp_path, exchanges):
+    target = save(tmp_path / "c", 1)
+    (target / "notes.txt").write_text("mine")
+    save(target, 2, SomebodyElse(lambda: shutil.rmtree(target), exchanges))
+    assert step_of(target) == 2
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_that_another_save_takes_between_the_two_renames(tmp_path):
+    target = save(tmp_path / "c", 1)
+    (target / "notes.txt").write_text("mine")
+    save(target, 3, SomebodyElse(lambda: save(target, 2), exchanges=False, call=2))
+    assert step_of(target) == 3
+    assert (target / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_prunings_of_one_checkpoint(tmp_path):
+    for step in range(3):
+        save(tmp_path / f"checkpoint_{step}", step)
+
+    class Slower(Disk):
+        def rename(self, source, target):
+            shutil.rmtree(tmp_path / "checkpoint_0", ignore_errors=True)
+            super().rename(source, target)
+
+    assert prune_checkpoints(tmp_path, 1, disk=Slower()) == [tmp_path / "checkpoint_1"]
+    assert os.listdir(tmp_path) == ["checkpoint_2"]
 
 
 def test_no_warnings_in_ordinary_use(tmp_path):

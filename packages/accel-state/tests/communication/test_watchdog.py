@@ -114,7 +114,8 @@ def test_t21_reports_back_off():
         for age in re.findall(r"has been waiting for (\d\.\d) s in collective #1, wait_for_everyone", waiting)
     ]
     assert 2 <= len(ages) <= 4
-    assert all(later >= 1.9 * sooner for sooner, later in itertools.pairwise(ages))
+    # Ages are printed to a tenth of a second.
+    assert all(later + 0.05 >= 2 * (sooner - 0.05) for sooner, later in itertools.pairwise(ages))
 
 
 def test_t21_a_rank_in_the_middle_of_other_work_is_no_proof():

@@ -188,6 +188,8 @@ def _prune(path: Path, disk: Disk) -> bool:
             disk.rename(path, trash)
             return remove_or_warn(trash, disk)
     except OSError as error:
+        if not path.exists():  # another process was faster
+            return False
         # From one place and with one text for each checkpoint, so that Python says it once.
         warnings.warn(
             f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again",

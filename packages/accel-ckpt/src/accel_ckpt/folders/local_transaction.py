@@ -23,7 +23,7 @@ from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import Disk
-from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from accel_ckpt.folders.folder import Contribution, Transaction
 from accel_ckpt.folders.leftovers import (
     TemporaryFolder,
@@ -117,21 +117,39 @@ class LocalTransaction(Transaction):
         ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
         manifest = Manifest(self.coordinator.world_size, ranks, self._own.models, files)
         manifest.write(self.scratch, self.disk)
-        carried = _carry_over(self.directory, self.scratch, self.disk) if self.directory.exists() else set()
-        _sync_tree(self.scratch, self.disk)
-        self._give_the_name(carried)
+        carried: set[str] = set()
+        # Each is refused when another save, or a pruning, of the same name was faster.
+        while not self._take_a_free_name() and not self._replace(carried):
+            pass
 
-    def _give_the_name(self, carried: set[str]) -> None:
-        if not self.directory.exists():
+    def _take_a_free_name(self) -> bool:
+        if self.directory.exists():
+            return False
+        _sync_tree(self.scratch, self.disk)
+        try:
             self.disk.rename(self.scratch, self.directory)
-            self._sync_parent(None)
-            return
-        # The old folder is locked, too, so that no other save treats it as a dead one's while it is removed, and two
-        # saves of one name come one after the other.
-        with locked(self.directory, _PATIENCE):
-            old = swap(self.scratch, self.directory, self.disk)
-            self._sync_parent(old)
-            self._discard(old, carried)
+        except OSError:
+            if not self.directory.exists():
+                raise
+            return False  # another save has taken it since
+        self._sync_parent(None)
+        return True
+
+    def _replace(self, carried: set[str]) -> bool:
+        try:
+            # Two saves of one name come one after the other. The lock goes with the old folder, so that no other save
+            # treats it as a dead one's while it is removed.
+            with locked(self.directory, _PATIENCE):
+                _carry_over(self.directory, self.scratch, carried, self.disk)
+                _sync_tree(self.scratch, self.disk)
+                old = swap(self.scratch, self.directory, self.disk)
+                self._sync_parent(old)
+                self._discard(old, carried)
+        except FileNotFoundError:
+            if self.directory.exists() or not self.scratch.exists():
+                raise
+            return False  # it has been pruned since
+        return True
 
     def _sync_parent(self, old: Path | None) -> None:
         try:
@@ -219,6 +237,8 @@ def _own_files(directory: Path) -> set[str]:
         return set()
     try:
         return {*Manifest.read(directory).files, MANIFEST_NAME}
+    except CheckpointNotFoundError:  # it has been pruned since
+        raise
     except CheckpointError as error:
         raise CheckpointSaveError(
             f"{directory} holds a {MANIFEST_NAME} that cannot be read, so it is unknown which of its files "
@@ -226,10 +246,10 @@ def _own_files(directory: Path) -> set[str]:
         ) from error
 
 
-def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
-    """Give the other files of the old folder a second name in the new one."""
+def _carry_over(directory: Path, temporary: Path, carried: set[str], disk: Disk) -> None:
+    """Give the other files of the old folder a second name in the new one, and add them to ``carried``."""
     own = _own_files(directory)
-    foreign = {name for name in _files_below(directory) if name not in own}
+    foreign = {name for name in _files_below(directory) if name not in own} - carried
     clashes = sorted(name for name in foreign if (temporary / name).exists())
     if clashes:
         raise CheckpointSaveError(
@@ -237,6 +257,7 @@ def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
             f"{', '.join(clashes)}; move them, or choose another folder"
         )
     for name in sorted(foreign):
+        carried.add(name)
         source, target = directory / name, temporary / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_symlink():
@@ -250,7 +271,6 @@ def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
             with open(target, "rb+") as copied:
                 disk.fsync(copied.fileno())
     shutil.copymode(directory, temporary)
-    return foreign
 
 
 def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
@@ -277,6 +297,11 @@ def swap(new: Path, directory: Path, disk: Disk) -> Path:
     try:
         disk.rename(new, directory)
     except OSError:
+        if (
+            directory.exists()
+        ):  # another save took the free name between the two steps; its folder is the old one now
+            disk.remove_tree(old)
+            return swap(new, directory, disk)
         disk.rename(old, directory)
         raise
     return old
