@@ -154,6 +154,10 @@ def test_what_says_that_memory_ran_out(message):
     assert not should_reduce_batch_size(RuntimeError(message, "and more"))
 
 
+def test_torch_s_own_error_is_known_by_its_type():
+    assert should_reduce_batch_size(torch.OutOfMemoryError("in other words", "and more"))
+
+
 def test_what_does_not():
     assert not should_reduce_batch_size(RuntimeError("shapes do not match"))
     assert not should_reduce_batch_size(RuntimeError())
@@ -196,6 +200,9 @@ def test_garbage_is_collected_on_request():
 @pytest.mark.gpu
 def test_the_devices_memory_comes_back():
     kind = torch.accelerator.current_accelerator().type
+    clear_device_cache(
+        garbage_collection=True
+    )  # what other tests left: garbage, and blocks that could be split
     before = torch.accelerator.memory_allocated()
     big = torch.zeros(2**24, device=kind)
     assert torch.accelerator.memory_allocated() >= before + big.nbytes

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
+import torch
+
 from accel_state.errors import ConfigError, NoExecutableBatchSizeError
 from accel_state.host.devices import empty_cache
 
@@ -51,6 +53,8 @@ def release_memory(*objects: Any) -> list[None]:
 
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Whether ``exception`` is an out-of-memory error."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     return any(phrase in str(exception.args[0]) for phrase in _OUT_OF_MEMORY)
