@@ -1,13 +1,12 @@
 """Pages that are generated when the site is built, and what is added to the others.
 
-Generated are the import table, the API reference with one page per module, the changelog, and pages of files at the
-root of the repository. Diffs of scripts become tabs, pages get their weight in the search, and the footer says which
+Generated are the import table, the API reference by topic, the changelog, and pages of files at the root of the
+repository. Diffs of scripts become tabs, pages get their weight in the search, and the footer says which
 version they describe.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import sys
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# Those with an API; accel-cli is a command, and has a page of its own.
-PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
+PACKAGES = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel-cli")
 # The weight of pages in the search, by the beginning of their path: guides come before lists and generated pages.
 WEIGHTS = (
     ("reference/command", 1.0),
@@ -39,7 +37,6 @@ WEIGHTS = (
     ("index", 0.5),
     ("", 2.0),
 )
-NOTHING = "\nThis version has no public functions in it yet.\n"
 # A diff is to be read; what is copied is a script, from the tab beside it.
 _NO_COPY = " { .no-copy }"
 _DIFF = re.compile(
@@ -49,11 +46,12 @@ _DIFF = re.compile(
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the modules of each package in the navigation, and say version and licence in the footer.
+    """List the topics of the reference in the navigation, and say version and licence in the footer.
 
     Pages link to their source where the address of the repository is known.
     """
-    config.nav = _with_modules(config.nav)
+    reference = _tool("reference_pages")
+    _section(config.nav, "Reference")[2:2] = reference.navigation(reference.read_topics())
     if config.repo_url:
         config.edit_uri = "edit/main/docs/"
     config.copyright = f"accel {version('accel-train')} · Apache-2.0"
@@ -72,8 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "contributing.md": _moved(_text("CONTRIBUTING.md")),
         "licence.md": f"# Licence\n\n```text\n{_text('LICENSE')}```\n",
     }
-    for package in PACKAGES:
-        pages |= reference(package)
+    reference = _tool("reference_pages")
+    pages |= reference.pages(reference.read_topics())
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -113,7 +111,7 @@ def changelog() -> str:
         ("added", "Added"), ("fixed", "Fixed"),
     )  # fmt: skip
     parts = ["# Changelog\n"]
-    for package in (*reversed(PACKAGES), "accel-cli"):
+    for package in PACKAGES:
         folder = ROOT / "packages" / package
         parts.append(f"\n## {package} {version(package)}\n")
         for kind, title in kinds:
@@ -145,75 +143,9 @@ def tabs(diff: str, new: str, old: str | None) -> str:
     )
 
 
-def reference(package: str) -> dict[str, str]:
-    """The reference pages of a package by path: a list of all public names, and a page for each module."""
-    name = package.replace("-", "_")
-    rows: dict[str, str] = {}
-    pages: dict[str, str] = {}
-    for home, names in modules(package).items():
-        source = _source(home)
-        alike = [public for public in names if public in _made(source)]
-        page = f"reference/{name}/{_short(home)}.md"
-        parts = [f"# `{home}`\n\n{ast.get_docstring(source)}\n"]
-        if alike:
-            parts.append("\nFunctions without arguments: " + ", ".join(f"`{one}()`" for one in alike) + ".\n")
-        parts += [f"\n::: {home}.{public}\n" for public in names if public not in alike]
-        pages[page] = "".join(parts)
-        for public in names:
-            anchor = "" if public in alike else f"#{home}.{public}"
-            row = f"| [`{public}`]({_short(home)}.md{anchor}) | {summary(home, public)} |\n"
-            rows[public] = row if public not in alike else row.replace("` |", "()` |")
-    listed = "".join(rows[public] for public in sorted(rows, key=str.casefold))
-    head = f"# {name}\n\n{ast.get_docstring(_source(f'{name}.__init__'))}\n"
-    table = f"\n## All names\n\n| name | what it is |\n|---|---|\n{listed}" if rows else NOTHING
-    return {f"reference/{name}/index.md": head + table} | pages
-
-
-def modules(package: str) -> dict[str, list[str]]:
-    """Modules of a package that define public names, with these; re-exports are on the pages of their own package."""
-    name = package.replace("-", "_")
-    found: dict[str, list[str]] = {}
-    for home, public in _tool("import_table").read_stub(_file(name).with_suffix(".pyi")):
-        if home.split(".")[0] == name:
-            found.setdefault(home, []).append(public)
-    return dict(sorted(found.items()))
-
-
-def summary(module: str, name: str) -> str:
-    """The first sentence of what a docstring says about a name; empty for a constant without one."""
-    if module.partition(".")[0].replace("_", "-") not in PACKAGES:
-        return ""
-    for node in _source(module).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            first = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
-            return re.split(r"(?<=[.:;]) ", first)[0].rstrip(":;").replace("``", "`").replace("|", "\\|")
-        if isinstance(node, ast.ImportFrom) and node.module and name in [one.name for one in node.names]:
-            return summary(node.module, name)
-    return ""
-
-
-def _short(module: str) -> str:
-    """``accel_state.world.process`` → ``world.process``."""
-    return module.partition(".")[2]
-
-
-def _with_modules(nav: list[Any]) -> list[Any]:
-    """A navigation in which the index page of each package has become a section with its modules."""
-    made: list[Any] = []
-    for entry in nav:
-        if isinstance(entry, dict):
-            ((title, value),) = entry.items()
-            package = next(
-                (one for one in PACKAGES if value == f"reference/{one.replace('-', '_')}/index.md"), None
-            )
-            if package is not None:
-                folder = value.removesuffix("index.md")
-                pages = [{_short(home): f"{folder}{_short(home)}.md"} for home in modules(package)]
-                entry = {title: [value, *pages]}
-            elif isinstance(value, list):
-                entry = {title: _with_modules(value)}
-        made.append(entry)
-    return made
+def _section(nav: list[Any], title: str) -> list[Any]:
+    """The entries of a section of the navigation."""
+    return next(entry[title] for entry in nav if isinstance(entry, dict) and title in entry)
 
 
 def _moved(text: str) -> str:
@@ -225,31 +157,9 @@ def _text(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def _source(module: str) -> ast.Module:
-    """The syntax tree of a module of the packages, which is not imported."""
-    return ast.parse(_file(module).read_text(encoding="utf-8"))
-
-
-def _file(module: str) -> Path:
-    package = module.partition(".")[0].replace("_", "-")
-    place = ROOT / "packages" / package / "src" / module.replace(".", "/")
-    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-
-
 def _tool(name: str) -> ModuleType:
     """A module of ``tools/``, which is not on the path of mkdocs."""
     folder = str(ROOT / "tools")
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module(name)
-
-
-def _made(module: ast.Module) -> set[str]:
-    """Names bound to the result of a private function of the module: functions made from one template."""
-    return {
-        ast.unparse(node.targets[0])
-        for node in module.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func).startswith("_")
-    }

@@ -12,6 +12,11 @@ from accel_train import Accelerator
 accelerator = Accelerator()
 
 
+def a_misspelt_argument() -> None:
+    """Without the error that is expected here, `mypy --strict` calls the comment unused."""
+    Accelerator(mixed_precison="bf16")  # type: ignore[arg-type]
+
+
 def prepared_objects_keep_their_types(
     model: nn.Linear, optimizer: torch.optim.SGD, loader: DataLoader[Any], scheduler: StepLR
 ) -> None:

@@ -41,27 +41,11 @@ def test_a_diff_stands_beside_the_script_it_leads_to_and_the_one_it_comes_from(h
     assert (old.language, old.text) == ("python", "import os\n\nx = 1\n")
 
 
-def test_every_package_with_an_api_lists_all_of_it(hooks):
-    pages = {package: hooks.reference(package) for package in hooks.PACKAGES}
-    everywhere = "".join(text for one in pages.values() for text in one.values())
-    for package, one in pages.items():
-        name = package.replace("-", "_")
-        module = __import__(name)
-        index = one[f"reference/{name}/index.md"]
-        own = [public for public in module.__all__ if getattr(module, public, None) is not None]
-        missing = [public for public in own if not _lists("".join(one.values()), public)]
-        # What a package re-exports from packages below is on their pages.
-        assert [public for public in missing if not _lists(everywhere, public)] == []
-        assert package in ("accel-bigmodel", "accel-train") or not missing, package
-        for public in set(own) - set(missing):
-            assert f"| [`{public}`](" in index or f"| [`{public}()`](" in index, public
-
-
 @pytest.mark.parametrize(
     ("path", "meta", "weight"),
     [
         ("guides/fsdp.md", {}, 2.0),
-        ("reference/accel_train/accelerator.md", {}, 0.02),
+        ("reference/accelerator/accelerator.md", {}, 0.02),
         ("reference/command.md", {}, 1.0),
         ("guides/fsdp.md", {"search": {"boost": 5}}, 5),
     ],
@@ -72,26 +56,10 @@ def test_guides_weigh_more_in_the_search_than_the_reference(hooks, path, meta, w
     assert page.meta["search"]["boost"] == weight
 
 
-def test_the_navigation_names_the_modules_of_a_package(hooks):
-    from_file = [{"Reference": [{"accel_ckpt": "reference/accel_ckpt/index.md"}, {"Other": "other.md"}]}]
-    ((section,),) = [list(entry.values()) for entry in hooks._with_modules(from_file)]
-    packages, other = section
-    index, *modules = packages["accel_ckpt"]
-    assert other == {"Other": "other.md"}
-    assert index == "reference/accel_ckpt/index.md"
-    assert {"training.checkpointer": "reference/accel_ckpt/training.checkpointer.md"} in modules
-    named = {path for entry in modules for path in entry.values()}
-    assert named == set(hooks.reference("accel-ckpt")) - {index}
-
-
 def test_pages_made_of_files_at_the_root(hooks):
     works = hooks.what_works()
     assert "NOT RUN" not in works
     assert "| strategies | [single, DDP, FSDP2](guides/strategies.md)" in works
     changes = hooks.changelog()
-    for package in (*hooks.PACKAGES, "accel-cli"):
+    for package in hooks.PACKAGES:
         assert f"## {package} {hooks.version(package)}\n" in changes
-
-
-def _lists(page, name):
-    return f".{name}\n" in page or f"`{name}()`" in page

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, Never, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,7 @@ class Accelerator:
         strategy: StrategyPlugin | str | None = None,
         scale_scheduler: bool = True,
         preemption: bool | PreemptionConfig = False,
-        **unknown: Any,
+        **unknown: Never,  # so that type checkers refuse them as well
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         launched = launched_config()
