@@ -33,11 +33,10 @@ Every option of a run, with its name in Python, in a file, on the command line a
 page is generated from the schema by `tools/gen_config_docs.py`; how the four are merged is described in
 [Configuration](../guides/configuration.md).
 
-The last column names the option in the three places outside Python: first its key in a file, then its flags
-(`--…`), then its variable (in capitals); *launcher* replaces the variable where only the launcher uses the
-option, and the program does not see it. Dashes and underscores in flags are interchangeable. Choices are not
-case-sensitive. Where a default is *unset*, the value after the arrow is what `accel launch` fills in
-when the section is used.
+Each entry begins with the name in Python, which is also the key in a file where no other is given. Then come the meaning,
+the values and the default, and the flags of `accel launch` and the variable. *Launcher only*: the launcher uses the option,
+and the program does not see it. Dashes and underscores in flags are interchangeable. Choices are not case-sensitive. Where
+a default is *unset*, the value after the arrow is what `accel launch` fills in when the section is used.
 """
 SAGEMAKER = """
 ## SageMaker
@@ -62,9 +61,11 @@ def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for bounds in _sections(complete_root()).values():
-        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_table(bounds)]
+        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_entries(bounds)]
     parts.append(SAGEMAKER)
-    parts += _table([bound for bound in schema_of(SageMakerConfig).options if not bound.section])
+    parts += _entries(
+        [bound for bound in schema_of(SageMakerConfig).options if not bound.section], "sagemaker-"
+    )
     parts.append(PUBLISHED_INTRODUCTION)
     parts += _pairs("variable", "read by", PUBLISHED)
     parts.append(OTHERS)
@@ -89,27 +90,32 @@ def _place(bound: BoundOption) -> str:
     )
 
 
-def _table(bounds: list[BoundOption]) -> list[str]:
-    return [
-        "| option | meaning | values and default | key, flag, variable |",
-        "|---|---|---|---|",
-        *(_row(bound) for bound in bounds),
-    ]
+def _entries(bounds: list[BoundOption], prefix: str = "") -> list[str]:
+    return [line for bound in bounds for line in _entry(bound, prefix)]
 
 
-def _row(bound: BoundOption) -> str:
+def _entry(bound: BoundOption, prefix: str) -> list[str]:
+    """A definition: a table of names this long would break them."""
     about = bound.about
-    flags = [*bound.flags, *about.switches]
     variables = [*bound.variables, *(name for _, name in about.switches.values() if name)]
-    if Carrier.LAUNCHER in bound.carriers:
-        variables = ["*launcher*"]
-    cells = [
-        f"`{bound.path}`",
-        about.help,
-        f"{_values(bound)}<br>default: {_default(bound)}",
-        _codes([*bound.keys, *flags, *variables]),
+    places = [
+        _places("file", [key for key in bound.keys if key != bound.path]) if bound.keys else "not in files",
+        _places("flag", [*bound.flags, *about.switches]),
+        "launcher only" if Carrier.LAUNCHER in bound.carriers else _places("variable", variables),
     ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return [
+        f"`{bound.path}`{{ #{prefix}{bound.path} }}",
+        f":   {about.help}",
+        "",
+        f"    {_values(bound)}; default: {_default(bound)}",
+        "",
+        f"    {' · '.join(place for place in places if place)}",
+        "",
+    ]
+
+
+def _places(where: str, names: list[str]) -> str:
+    return f"{where} {', '.join(f'`{name}`' for name in names)}" if names else ""
 
 
 def _values(bound: BoundOption) -> str:
@@ -132,10 +138,6 @@ def _default(bound: BoundOption) -> str:
 
 def _shown(bound: BoundOption, value: Any) -> str:
     return bound.option_type.format(value)
-
-
-def _codes(names: Any) -> str:
-    return "<br>".join(name if name.startswith("*") else f"`{name}`" for name in names) or "—"
 
 
 def _pairs(left: str, right: str, pairs: Any) -> list[str]:

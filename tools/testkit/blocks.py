@@ -5,6 +5,8 @@ What happens to a block is told by its language, and by an HTML comment on the l
 - ``python``: executed. A block with ``title="train.py"`` is written to that file instead.
 - ``diff``: its new side is executed as Python, or written to the file in ``title=``.
 - ``bash``: run by bash in the page's folder, where ``accel`` and ``python`` are those under test.
+- ``console``: a session. Lines that begin with ``$ `` are run as above, and those below must be what they print; a line
+  ``…`` stands for any lines.
 - other languages are text, unless they have a title: then they are written to that file.
 
 A path between two lines ``--8<--`` stands for a file under ``docs/``, as in the built site. (Its other form, a line
@@ -37,6 +39,8 @@ _SNIPPET = re.compile(r"^--8<--\n(\S+)\n--8<--\n", re.MULTILINE)
 _DOCS = Path(__file__).parents[2] / "docs"
 _PYTHON = {"python", "py", "diff"}
 _SHELL = {"bash", "sh"}
+_SESSION = "console"
+_PROMPT = "$ "
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether it is code, as opposed to text or data."""
-        return self.language in _PYTHON | _SHELL
+        return self.language in {*_PYTHON, *_SHELL, _SESSION}
 
     @property
     def file(self) -> str | None:
@@ -147,6 +151,8 @@ def _run(block: Block, folder: Path, module: types.ModuleType) -> None:
         _execute(block, text, module)
     elif block.language in _SHELL:
         _shell(block, text, folder)
+    elif block.language == _SESSION:
+        _session(block, text, folder)
 
 
 def _write(file: Path, text: str) -> None:
@@ -167,7 +173,17 @@ def _execute(block: Block, text: str, module: types.ModuleType) -> None:
         assert expected is None, f"{block.place}: did not raise {expected}"
 
 
-def _shell(block: Block, text: str, folder: Path) -> None:
+def _session(block: Block, text: str, folder: Path) -> None:
+    for part in f"\n{text}".split(f"\n{_PROMPT}")[1:]:
+        command, _, shown = part.partition("\n")
+        printed = _shell(block, command, folder)
+        pattern = "".join(
+            r"(?:.*\n)*" if line == "…" else f"{re.escape(line)}\n" for line in shown.strip("\n").splitlines()
+        )
+        assert re.fullmatch(pattern, printed), f"{block.place}: {command} prints other lines:\n{printed}"
+
+
+def _shell(block: Block, text: str, folder: Path) -> str:
     expected = int(block.marks.get("exits", "0"))
     command = ["bash", "-euo", "pipefail", "-c", text]
     done = subprocess.run(
@@ -175,6 +191,7 @@ def _shell(block: Block, text: str, folder: Path) -> None:
     )
     shown = f"{block.place}: exited with {done.returncode}, expected {expected}\n{text}\n{done.stdout}"
     assert done.returncode == expected, shown
+    return done.stdout
 
 
 def commands(folder: Path) -> dict[str, str]:

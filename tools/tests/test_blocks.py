@@ -58,6 +58,15 @@ def test_a_failing_command_fails_with_its_output(page):
         _run(page("~~~bash\necho said; exit 3\n~~~\n"))
 
 
+def test_a_session_prints_what_it_shows(page):
+    good = "~~~console\n$ for i in 1 2 3; do echo line $i; done > made; cat made\nline 1\n…\nline 3\n$ echo 'a.b'\na.b\n~~~\n"
+    assert _run(page(good)) == ["made"]
+    with pytest.raises(worlds.RankError, match=r"page\.md:2: echo 'a\.b' prints other lines:\na\.b"):
+        _run(page("~~~console\n$ echo 'a.b'\na-b\n~~~\n"))
+    with pytest.raises(worlds.RankError, match="exited with 1, expected 0"):
+        _run(page("~~~console\n$ false\n~~~\n"))
+
+
 def test_expected_errors_and_exits(page):
     good = "<!-- test: raises=LookupError -->\n~~~python\n{}['a']\n~~~\n"
     good += "<!-- test: exits=3 -->\n~~~bash\nexit 3\n~~~\n"
