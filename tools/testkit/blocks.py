@@ -16,7 +16,8 @@ A path between two lines ``--8<--`` stands for a file under ``docs/``, as in the
 own leaves out the whole page. ``<!-- test: file=name -->`` writes the block like a title, without showing it.
 ``<!-- test: old=name -->`` writes the old side of a diff. ``<!-- test: raises=Error -->`` expects Python to
 raise that exception, ``<!-- test: exits=2 -->`` a command to exit with that status. ``<!-- test:
-needs=package -->`` leaves a block out when that package is missing.
+needs=package -->`` leaves a block out when that package is missing, and ``<!-- test: uses=train.py -->`` writes a file that
+the page shows further down.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
-_MARKER = re.compile(r"<!-- test: (?P<key>skip|file|old|raises|exits|needs)=(?P<value>.+?) -->")
+_MARKER = re.compile(r"<!-- test: (?P<key>skip|file|old|raises|exits|needs|uses)=(?P<value>.+?) -->")
 _PAGE_MARKER = re.compile(r"^<!-- test: skip-page=(.+) -->$", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _SNIPPET = re.compile(r"^--8<--\n(\S+)\n--8<--\n", re.MULTILINE)
@@ -136,13 +137,22 @@ def run_page(page: str, folder: str) -> None:
     os.environ.update(commands(Path(folder)))
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    for block in parse(Path(page)):
-        if skip_reason(block) is None:
-            _run(block, Path(folder), module)
+    found = parse(Path(page))
+    for block in found:
+        if skip_reason(block) is not None:
+            continue
+        if "uses" in block.marks:
+            used = next(one for one in found if one.file == block.marks["uses"])
+            _write(Path(folder) / block.marks["uses"], _content(used))
+        _run(block, Path(folder), module)
+
+
+def _content(block: Block) -> str:
+    return side(block.text, new=True) if block.language == "diff" else block.text
 
 
 def _run(block: Block, folder: Path, module: types.ModuleType) -> None:
-    text = side(block.text, new=True) if block.language == "diff" else block.text
+    text = _content(block)
     if "old" in block.marks:
         _write(folder / block.marks["old"], side(block.text, new=False))
     if block.file is not None:

@@ -85,6 +85,11 @@ def test_titles_and_both_sides_of_a_diff_become_files(page):
     assert (file.parent / "run" / "old.py").read_text() == "a\nb\n"
 
 
+def test_a_file_that_is_shown_later(page):
+    text = "<!-- test: uses=a.py -->\n~~~console\n$ python a.py\n3\n~~~\n"
+    assert _run(page(text + '~~~diff title="a.py"\n-print(2)\n+print(3)\n~~~\n')) == ["a.py"]
+
+
 def test_skipped_blocks_do_not_run(page):
     assert _run(page("<!-- test: skip=no -->\n~~~bash\ntouch a\n~~~\n")) == []
     assert _run(page("<!-- test: needs=no_such_package -->\n~~~bash\ntouch a\n~~~\n")) == []
