@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from testkit.conformance import VARIANTS
 
-__all__ = ["COLUMNS", "OTHER_TESTS", "PROPERTIES", "as_markdown", "as_text"]
+__all__ = ["COLUMNS", "OTHER_TESTS", "PROPERTIES", "as_markdown", "as_text", "differences"]
 
 PROPERTIES = {
     "training": "training as one process, by precision",
@@ -69,6 +69,19 @@ def as_markdown(found: Cells) -> Iterator[str]:
     yield "|---|" + "---|" * len(columns)
     for label, cells in _rows(found, columns):
         yield f"| {label} | {' | '.join(cells)} |"
+
+
+def differences(found: Cells) -> Iterator[str]:
+    """The lines of a table of the properties in which strategies differ, with one row for strategies that are alike."""
+    columns = [name for name in _columns(found) if name != "fake"]
+    rows = [(label, cells) for label, cells in _rows(found, columns) if len(set(cells)) > 1]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for place, name in enumerate(columns):
+        alike.setdefault(tuple(cells[place] for _, cells in rows), []).append(f"`{name}`")
+    yield f"| strategy | {' | '.join(label for label, _ in rows)} |"
+    yield "|---|" + "---|" * len(rows)
+    for cells, names in alike.items():
+        yield f"| {', '.join(names)} | {' | '.join(cells)} |"
 
 
 def as_text(found: Cells) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.registry import STRATEGIES
 from testkit.conformance import VARIANTS
-from testkit.property_table import COLUMNS, OTHER_TESTS, PROPERTIES, as_markdown, as_text
+from testkit.property_table import COLUMNS, OTHER_TESTS, PROPERTIES, as_markdown, as_text, differences
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "strategies.md").read_text()
@@ -37,6 +37,11 @@ def test_the_guide_has_every_property_and_member_as_the_command_prints_them():
     assert {test for test, _ in cells} == PROPERTIES.keys()
     printed = [line for line in as_markdown(cells) if not line.startswith("|---")]
     assert printed == lines
+
+
+def test_the_guide_begins_with_what_differs():
+    _, cells, _ = table_of_the_guide()
+    assert "\n".join(differences(cells)) in GUIDE
 
 
 def test_every_test_of_the_suite_is_a_property():
