@@ -33,10 +33,11 @@ Every option of a run, with its name in Python, in a file, on the command line a
 page is generated from the schema by `tools/gen_config_docs.py`; how the four are merged is described in
 [Configuration](../guides/configuration.md).
 
-Each entry begins with the name in Python, which is also the key in a file where no other is given. Then come the meaning,
-the values and the default, and the flags of `accel launch` and the variable. *Launcher only*: the launcher uses the option,
-and the program does not see it. Dashes and underscores in flags are interchangeable. Choices are not case-sensitive. Where
-a default is *unset*, the value after the arrow is what `accel launch` fills in when the section is used.
+Each entry begins with the name in Python, which is also the key in a file where no other is given. Then come the
+meaning, the values and the default, and the flags of `accel launch` and the variable. *Launcher only*: the launcher
+uses the option, and the program does not see it. Dashes and underscores in flags are interchangeable. Choices are not
+case-sensitive. Where a default is *unset*, the value after the arrow is what `accel launch` fills in when the section
+is used.
 """
 SAGEMAKER = """
 ## SageMaker

@@ -16,8 +16,8 @@ A path between two lines ``--8<--`` stands for a file under ``docs/``, as in the
 own leaves out the whole page. ``<!-- test: file=name -->`` writes the block like a title, without showing it.
 ``<!-- test: old=name -->`` writes the old side of a diff. ``<!-- test: raises=Error -->`` expects Python to
 raise that exception, ``<!-- test: exits=2 -->`` a command to exit with that status. ``<!-- test:
-needs=package -->`` leaves a block out when that package is missing, and ``<!-- test: uses=train.py -->`` writes a file that
-the page shows further down.
+needs=package -->`` leaves a block out when that package is missing, and ``<!-- test: uses=train.py -->`` writes a
+file that the page shows further down.
 """
 
 from __future__ import annotations

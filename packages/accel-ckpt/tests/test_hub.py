@@ -318,7 +318,7 @@ def test_no_connection(python):
 
 def test_without_huggingface_hub(python, tmp_path):
     hidden = 'import sys; sys.modules["huggingface_hub"] = None\n'
-    install = "pip install 'accel-ckpt[hub]'"
+    install = "pip install 'huggingface-hub>=0.34'"
     bad(
         python(hidden + 'save_model(build(), "out", push_to_hub="org/net")'),
         "MissingDependencyError",

@@ -24,7 +24,7 @@ def test_what_is_not_a_configuration(wrong):
         (TorchAoQuantizationConfig("int8"), "torchao"),
     ],
 )
-def test_a_missing_package_is_named_with_the_extra_to_install(config, package, monkeypatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(config, package, monkeypatch):
     class Absent:
         def find_spec(self, name, path=None, target=None):
             if name.partition(".")[0] == package:
@@ -35,5 +35,5 @@ def test_a_missing_package_is_named_with_the_extra_to_install(config, package, m
     for name in ("bnb", "ao"):
         monkeypatch.delitem(sys.modules, f"accel_bigmodel.quantization.{name}", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'accel-bigmodel\[{package}\]'"):
+    with pytest.raises(MissingDependencyError, match=rf"pip install '{package}<"):
         quantization_engine(config)

@@ -21,6 +21,7 @@ from accel_ckpt.format.index import (
     is_weight_file,
 )
 from accel_state.errors import MissingDependencyError
+from accel_state.host.versions import install_extra
 
 __all__ = ["check_repo_id", "fetch_weights", "is_repo_id", "push_to_hub"]
 
@@ -55,7 +56,7 @@ def _library() -> ModuleType:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise MissingDependencyError(
-            "repositories of a hub need huggingface_hub: pip install 'accel-ckpt[hub]'"
+            f"repositories of a hub need huggingface_hub: {install_extra('accel-ckpt', 'hub')}"
         ) from error
 
 

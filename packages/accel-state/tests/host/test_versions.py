@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 from accel_state.errors import ConfigError
-from accel_state.host.versions import compare_versions, is_torch_version, torch_version
+from accel_state.host.versions import compare_versions, install_extra, is_torch_version, torch_version
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,22 @@ def test_installed_versions_are_compared():
     assert is_torch_version("==", installed)
     assert is_torch_version(">=", "2.8.0")
     assert torch_version.public == Version(torch.__version__).public  # builds differ in their local part
+
+
+def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch):
+    lines = [
+        "torch>=2.8",
+        "s3fs>=2024.6; extra == 's3'",
+        "aiohttp<5,>=3; extra == 's3'",
+        "gcsfs; extra == 'gs'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: {"accel-ckpt": lines}[name])
+    assert install_extra("accel-ckpt", "s3") == "pip install 's3fs>=2024.6' 'aiohttp<5,>=3'"
+    assert install_extra("accel-ckpt", "gs") == "pip install gcsfs"
+
+
+def test_an_extra_of_sources_that_are_not_installed():
+    assert install_extra("no-such-package-here", "s3") == "pip install 'no-such-package-here[s3]'"
 
 
 def test_wrong_comparisons_are_named():

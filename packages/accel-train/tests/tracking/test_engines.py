@@ -9,7 +9,7 @@ from accel_train.tracking.engines import check_arguments, install_line, not_logg
 
 
 def test_the_command_that_installs_an_engine():
-    assert install_line("wandb", available=lambda: False) == "pip install 'accel-train[wandb]'"
+    assert install_line("wandb", available=lambda: False) == "pip install 'wandb>=0.31'"
     assert install_line("wandb", available=lambda: True) is None
 
 

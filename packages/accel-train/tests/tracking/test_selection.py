@@ -22,7 +22,7 @@ class Absent(Recorder):
 
     @classmethod
     def install_line(cls):
-        return "pip install 'accel-train[wandb]'"
+        return "pip install 'wandb>=0.31'"
 
 
 class Free(Recorder):
@@ -110,7 +110,7 @@ def test_what_is_not_installed_is_left_out_with_one_warning(caplog):
     [record] = [item for item in caplog.records if "wandb" in item.getMessage()]
     assert record.levelno == logging.WARNING
     assert record.getMessage().endswith(
-        "not installed, and nothing is logged with it: pip install 'accel-train[wandb]'"
+        "not installed, and nothing is logged with it: pip install 'wandb>=0.31'"
     )
     # What a script does with it later does nothing.
     accelerator.get_tracker("wandb", unwrap=True).define_metric("loss")

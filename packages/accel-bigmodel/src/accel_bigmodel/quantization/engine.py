@@ -12,6 +12,7 @@ from torch import nn
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_state.errors import MissingDependencyError
+from accel_state.host.versions import install_extra
 
 __all__ = ["Engine", "Pieces", "quantization_engine"]
 
@@ -76,7 +77,7 @@ def quantization_engine(config: QuantizationConfig) -> Engine:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise MissingDependencyError(
-            f"{config.format} weights need {package}: pip install 'accel-bigmodel[{package}]'"
+            f"{config.format} weights need {package}: {install_extra('accel-bigmodel', package)}"
         ) from error
     engine: Engine = getattr(home, name)(config)
     return engine

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import operator
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
+from packaging.requirements import Requirement
 from packaging.version import Version, parse
 
 from accel_state.errors import ConfigError
@@ -15,6 +17,7 @@ from accel_state.errors import ConfigError
 __all__ = [
     "STR_OPERATION_TO_FUNC",
     "compare_versions",
+    "install_extra",
     "installed_version",
     "is_torch_version",
     "torch_version",
@@ -37,6 +40,27 @@ def installed_version(*distributions: str) -> Version | None:
         with suppress(importlib.metadata.PackageNotFoundError):
             return parse(importlib.metadata.version(name))
     return None
+
+
+def install_extra(distribution: str, extra: str) -> str:
+    """The command that installs the packages of an extra.
+
+    It names these packages, not the extra: pip finds them on an index also where ``distribution`` came from a clone.
+    """
+    try:
+        lines = importlib.metadata.requires(distribution) or []
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # sources on a path, without the metadata of an installation
+        lines = []
+    needed = [requirement for line in lines if _added_by(requirement := Requirement(line), extra)]
+    names = [shlex.quote(f"{one.name}{one.specifier}") for one in needed]
+    return f"pip install {' '.join(names) or shlex.quote(f'{distribution}[{extra}]')}"
+
+
+def _added_by(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
+    return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 torch_version: Version = parse(importlib.metadata.version("torch"))

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from accel_state.host.versions import install_extra
 from accel_state.log import get_logger
 from accel_train.errors import OptionError
 
@@ -16,8 +17,8 @@ _logger = get_logger(__name__)
 
 
 def install_line(extra: str, *, available: Callable[[], bool]) -> str | None:
-    """The command that installs an engine by an extra of this package; None if it is available."""
-    return None if available() else f"pip install 'accel-train[{extra}]'"
+    """The command that installs the packages of an extra of this package; None if they are available."""
+    return None if available() else install_extra("accel-train", extra)
 
 
 def check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

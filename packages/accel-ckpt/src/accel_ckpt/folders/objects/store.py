@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
 from accel_ckpt.locations import RemotePath
 from accel_state.errors import MissingDependencyError
+from accel_state.host.versions import install_extra
 from accel_state.messages import first_line
 
 __all__ = ["PARALLEL", "PART", "Store", "Upload", "in_parallel"]
@@ -261,7 +262,7 @@ def in_parallel(call: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
 
 def _file_system(root: RemotePath) -> tuple[Any, str]:
     extra = _EXTRAS.get(root.scheme)
-    install = f"pip install 'accel-ckpt[{extra or 'remote'}]'"
+    install = install_extra("accel-ckpt", extra or "remote")
     try:
         core = importlib.import_module("fsspec.core")
     except ImportError as error:
