@@ -18,6 +18,7 @@ PAGES = [
 # Pages whose commands start many worlds: for the long run.
 LONG = {
     "packages/accel-cli/README.md",
+    "docs/concepts/device-mesh.md",
     "docs/from-accelerate.md",
     "docs/from-pytorch.md",
     "docs/installation.md",

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -25,12 +25,8 @@ OURS, ACCELERATE = "accel", "Accelerate 1.15"
 PEERS = {"ours": OURS, "Accelerate": ACCELERATE}
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 INK, LINE, OWN, OTHER = "#1f2430", "#b9c1cf", "#3949ab", "#a3acbb"
-# A browser applies this inside an image by the scheme of the page that shows it.
-_DARK = "".join(
-    f'[style*="{property}: {light}"]{{{property}:{dark}!important}}'
-    for light, dark in ((INK, "#e6e8ee"), (LINE, "#566079"), (OWN, "#8c9eff"), (OTHER, "#667089"))
-    for property in ("fill", "stroke")
-)
+DARK = {INK: "#e6e8ee", LINE: "#566079", OWN: "#8c9eff", OTHER: "#667089"}
+"""What each color becomes in the dark scheme."""
 
 
 class PageError(ValueError):
@@ -189,16 +185,34 @@ def plots(page: Page) -> dict[str, Plot]:
 
 def svg(plot: Plot) -> str:
     """The file of a plot, in which its figures are the description."""
+    return rendered(lambda: _figure(plot), plot.title, shown(plot), DARK)
+
+
+def rendered(draw: Callable[[], Any], title: str, description: str, dark: Mapping[str, str]) -> str:
+    """A figure of matplotlib as SVG with its texts as text, in the colors of the light and the dark scheme.
+
+    Args:
+        draw: makes the figure.
+        title: of the file.
+        description: what the file is drawn from, by which it is checked.
+        dark: what each color of the figure becomes in the dark scheme.
+    """
     import matplotlib
 
     fonts = {"svg.fonttype": "none", "svg.hashsalt": "accel", "font.size": 9, "text.color": INK}
     edges = {"axes.edgecolor": LINE, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
     with matplotlib.rc_context(fonts | edges | {"axes.spines.top": False, "axes.spines.right": False}):
         file = StringIO()
-        about = {"Title": plot.title, "Description": shown(plot), "Creator": None, "Date": None}
-        _figure(plot).savefig(file, format="svg", transparent=True, metadata=about)
+        about = {"Title": title, "Description": description, "Creator": None, "Date": None}
+        draw().savefig(file, format="svg", transparent=True, metadata=about)
     text = re.sub(r" +$", "", file.getvalue(), flags=re.MULTILINE)
-    return text.replace("</style>", f"@media(prefers-color-scheme:dark){{{_DARK}}}</style>", 1)
+    # A browser applies this inside an image by the scheme of the page that shows it.
+    rules = "".join(
+        f'[style*="{property}: {light}"]{{{property}:{color}!important}}'
+        for light, color in dark.items()
+        for property in ("fill", "stroke")
+    )
+    return text.replace("</style>", f"@media(prefers-color-scheme:dark){{{rules}}}</style>", 1)
 
 
 def shown(plot: Plot) -> str:

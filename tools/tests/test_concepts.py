@@ -1,0 +1,168 @@
+"""The pictures of the concept pages show what this library does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import concepts
+
+ROOT = Path(__file__).parents[2]
+SAME_IN_EVERY_RUN = (
+    "held_tensors",
+    "mesh_groups",
+    "reading_samples",
+    "tensor_dtypes",
+    "launched_processes",
+    "learning_rates",
+)
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "concepts").glob("*.md")}
+
+
+def test_every_picture_shows_what_is_recorded():
+    assert concepts.main(["--check"]) == 0
+    assert {path.stem for path in concepts.DATA.iterdir()} == set(concepts.NAMES)
+    assert {path.stem for path in concepts.PICTURES.glob("*.svg")} == set(concepts.NAMES)
+
+
+@pytest.mark.parametrize("name", concepts.NAMES)
+def test_a_file_of_facts_is_as_the_tool_writes_it(name):
+    path = concepts.DATA / f"{name}.json"
+    assert path.read_text(encoding="utf-8") == concepts.written(concepts.facts(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name == "launched_processes" else name
+        for name in SAME_IN_EVERY_RUN
+    ],
+)
+def test_the_library_does_what_is_recorded(name):
+    assert concepts.recorded(name) == concepts.facts(name)
+
+
+@pytest.mark.parametrize("name", concepts.NAMES)
+def test_a_picture_has_a_color_for_both_schemes(name):
+    style, _, drawn = (concepts.PICTURES / f"{name}.svg").read_text(encoding="utf-8").partition("</style>")
+    colors = set(re.findall(r"(?:fill|stroke): #\w+", drawn))
+    assert len(colors) > 2
+    assert {color for color in colors if f'[style*="{color}"]' not in style} == set()
+
+
+def test_a_picture_shows_the_values_of_its_facts():
+    texts = texts_of("reading_samples")
+    order = [
+        str(sample)
+        for rank in (0, 1)
+        for sample in concepts.facts("reading_samples")["options"]["default"][rank]["read"]
+    ]
+    assert set(order) | {"even_batches=False", "no batch"} <= set(texts)
+    assert texts_of("tensor_dtypes").count("bf16") == 2 + len(
+        [
+            dtype
+            for run in concepts.facts("tensor_dtypes").values()
+            for dtype in run.values()
+            if dtype == "bfloat16"
+        ]
+    )
+
+
+def texts_of(name):
+    path = concepts.PICTURES / f"{name}.svg"
+    return [text.text for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_picture_of_other_facts_is_named(tmp_path, monkeypatch, capsys):
+    for name in concepts.NAMES:
+        (tmp_path / f"{name}.json").write_text(json.dumps(concepts.facts(name)), encoding="utf-8")
+    facts = concepts.facts("mesh_groups")
+    facts["mesh"][0][0] = [1, 0]
+    (tmp_path / "mesh_groups.json").write_text(json.dumps(facts), encoding="utf-8")
+    monkeypatch.setattr(concepts, "DATA", tmp_path)
+    assert concepts.main(["--check"]) == 1
+    assert (
+        capsys.readouterr().out == "docs/images/concepts/mesh_groups.svg: out of date; run: hatch run draw\n"
+    )
+
+
+def test_a_name_that_no_picture_has_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        concepts.main(["draw", "mesh"])
+    assert "no picture is called mesh; there are held_tensors, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", concepts.NAMES)
+def test_a_page_shows_the_picture_and_says_what_is_in_it(name):
+    schedules = (ROOT / "docs" / "guides" / "learning-rate-schedules.md").read_text(encoding="utf-8")
+    pages = [schedules] if name == "learning_rates" else PAGES.values()
+    shown = rf"!\[([^\]]+)\]\(\.\./images/concepts/{name}\.svg\)"
+    found = [re.search(shown, text) for text in pages]
+    (described,) = [match[1] for match in found if match]
+    assert len(described) > 100
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {"index"}))
+def test_a_page_is_short_and_listed(page):
+    assert len(PAGES[page].split()) < 700
+    assert f"({page}.md)" in PAGES["index"]
+    assert f"concepts/{page}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def window(facts):
+    """Gradients are reduced in the last micro-batch alone, from before its backward ends."""
+    last = facts["micro_batches"] - 1
+    for events in facts["ranks"]:
+        backward = [event for event in events if event["kind"] == "backward"]
+        reductions = [event for event in events if event["kind"] == "all-reduce"]
+        assert [event["micro_batch"] for event in backward] == [*range(facts["micro_batches"])]
+        assert len(reductions) == 2
+        assert {event["micro_batch"] for event in reductions} == {last}
+        assert backward[-1]["begin_ms"] < reductions[0]["begin_ms"] < backward[-1]["end_ms"]
+        steps = [event["end_ms"] - event["begin_ms"] for event in events if event["kind"] == "step"]
+        assert max(steps[:-1]) < steps[-1]
+
+
+def save(facts):
+    """Steps run between the call and the moment in which the folder has its name, and bytes only grow."""
+    call, named = facts["save_state_ms"], facts["named_ms"]
+    assert call[0] < call[1] < named
+    assert [step for step in facts["steps_ms"] if call[1] <= step[0] < named]
+    sizes = [size for _, size in facts["written_mb"]]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == pytest.approx(facts["checkpoint_mb"], rel=0.01)
+    assert "manifest.json" in facts["files"]
+
+
+def stream(facts):
+    """A layer is in memory when it computes, and many others are not; one stays all the time."""
+    layers = len(facts["computing_ms"])
+    for when, shares in facts["in_memory"]:
+        assert sum(shares) < 0.75 * layers, when
+    for layer, (begin, end) in enumerate(facts["computing_ms"]):
+        looks = [shares[layer] for when, shares in facts["in_memory"] if begin < when < end]
+        assert not looks or max(looks) > 0.9, layer
+    assert [layer for layer in range(layers) if all(shares[layer] == 1 for _, shares in facts["in_memory"])]
+    assert [layer for layer in range(layers) if any(shares[layer] == 0 for _, shares in facts["in_memory"])]
+
+
+TIMED = {"accumulation_window": window, "background_save": save, "streamed_layers": stream}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_what_a_page_says_of_times_holds_in_the_record(name):
+    TIMED[name](concepts.facts(name))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TIMED)
+def test_what_a_page_says_of_times_holds_in_a_new_run(name):
+    TIMED[name](concepts.recorded(name))
+
+
+def test_every_picture_is_recorded_in_every_test_or_by_its_times():
+    assert {*SAME_IN_EVERY_RUN, *TIMED} == set(concepts.NAMES)
