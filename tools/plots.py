@@ -24,8 +24,8 @@ PLOTS = ROOT / "docs" / "images" / "plots"
 OURS, ACCELERATE = "accel", "Accelerate 1.15"
 PEERS = {"ours": OURS, "Accelerate": ACCELERATE}
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
-INK, LINE, OWN, OTHER = "#1f2430", "#b9c1cf", "#3949ab", "#a3acbb"
-DARK = {INK: "#e6e8ee", LINE: "#566079", OWN: "#8c9eff", OTHER: "#667089"}
+INK, LINE, OWN, OTHER = "#1f2430", "#b9c1cf", "#0b6e69", "#a3acbb"
+DARK = {INK: "#e6e8ee", LINE: "#566079", OWN: "#5fd3c8", OTHER: "#667089"}
 """What each color becomes in the dark scheme."""
 
 
@@ -51,12 +51,14 @@ class Plot:
         groups: bars below each other, or one line for each.
         kind: ``bars`` with one scale, ``scales`` is bars with a scale for each group, or ``lines``.
         mark: a value that a vertical line marks.
+        width: in inches. One with a single group has no title in the picture: the page says what it shows.
     """
 
     title: str
     groups: list[Group]
     kind: str = "bars"
     mark: float | None = None
+    width: float = 8.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,13 @@ def loads(page: Page) -> dict[str, float]:
 
 def plots(page: Page) -> dict[str, Plot]:
     """What each file shows, by its name without suffix."""
+    wide = wide_plots(page)
+    why = zip(("why-step", "why-save", "why-load"), wide["why"].groups, strict=True)
+    return wide | {name: Plot(group.title, [group], width=3.6) for name, group in why}
+
+
+def wide_plots(page: Page) -> dict[str, Plot]:
+    """Those that fill the width of a page."""
     dcp = {"ours": OURS, "dcp, stager kept": "dcp.async_save, stager kept", "dcp": "dcp.async_save"}
     stall, two_threads = "stall of a save in the background", "stall, 2 training threads"
     worlds = ("2", "8", "64", "1024")
@@ -238,22 +247,26 @@ def _figure(plot: Plot) -> Any:
         axes.grid(axis="y", color=LINE, linewidth=0.6)
     else:
         sizes = [len(group.values) for group in plot.groups]
-        figure = Figure(figsize=(8, 0.4 + 0.25 * sum(sizes) + 0.35 * len(sizes)), layout="constrained")
-        grid = figure.subplots(len(sizes), sharex=plot.kind == "bars", height_ratios=sizes)
-        for axes, group in zip(grid, plot.groups, strict=True):
+        titled = len(sizes) > 1
+        height = 0.25 * sum(sizes) + (0.4 + 0.35 * len(sizes) if titled else 0.1)
+        figure = Figure(figsize=(plot.width, height), layout="constrained")
+        grid = figure.subplots(len(sizes), sharex=plot.kind == "bars", height_ratios=sizes, squeeze=False)
+        for axes, group in zip(grid[:, 0], plot.groups, strict=True):
             names = [*group.values]
             bars = axes.barh(
                 names, [*group.values.values()], color=[OWN if name == OURS else OTHER for name in names]
             )
             axes.bar_label(bars, fmt=group.form, padding=4)
-            axes.set_title(group.title, loc="left", fontsize=9, fontweight="bold")
+            if titled:
+                axes.set_title(group.title, loc="left", fontsize=9, fontweight="bold")
             axes.set_ylim(len(names) - 0.4, -0.6)
             axes.margins(x=0.12)
             axes.tick_params(bottom=False, labelbottom=False, left=False)
             axes.spines["bottom"].set_visible(False)
             if plot.mark is not None:
                 axes.axvline(plot.mark, color=INK, linestyle="--", linewidth=1)
-    figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    if plot.kind == "lines" or titled:
+        figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure
 
 
