@@ -30,6 +30,7 @@ WEIGHTS = (
     ("reference/", 0.02),
     ("architecture", 0.1),
     ("changelog", 0.05),
+    ("concepts/", 1.0),
     ("contributing", 0.2),
     ("licence", 0.1),
     ("examples", 0.3),

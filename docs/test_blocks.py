@@ -25,7 +25,7 @@ LONG = {
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "checkpoints", "collectives", "containers", "ddp", "evaluation", "fsdp", "hugging-face",
+            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "ddp", "evaluation", "fsdp", "hugging-face",
             "launching", "local-sgd", "memory-estimates", "multi-node", "other-checkpoints", "pipeline-inference",
             "preemption", "processes", "rehearse", "several-models", "timeouts", "troubleshooting",
         )

@@ -48,7 +48,7 @@ EXPECTED: Mapping[str, Sequence[str]] = {
     "kubernetes": ("containers",),
     "docker": ("containers",),
     "gan": ("several-models",),
-    "learning rate": ("optimizers",),
+    "learning rate": ("learning-rate-schedules",),
     "torch.compile": ("compile",),
     "mfu": ("throughput",),
     "seed": ("reproducibility",),
