@@ -25,9 +25,10 @@ LONG = {
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "ddp", "evaluation", "fsdp", "hugging-face",
-            "launching", "local-sgd", "memory-estimates", "multi-node", "other-checkpoints", "pipeline-inference",
-            "preemption", "processes", "rehearse", "several-models", "timeouts", "troubleshooting",
+            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "ddp", "evaluation",
+            "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node",
+            "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "several-models",
+            "timeouts", "troubleshooting",
         )
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Draw the plots of the documentation from the tables in ``docs/benchmarks.md``.
+"""Draw the plots of the documentation from the tables of the benchmarks.
 
 Run from the repository root: ``hatch run draw`` writes the files in ``docs/images/plots`` by matplotlib, which has an
 environment of its own. Each file holds the figures that it shows; ``--check`` compares these with the tables, without
@@ -19,7 +19,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = tuple(
+    ROOT / "docs" / f"{name}.md"
+    for name in ("benchmarks", "benchmarks/command", "benchmarks/checkpoints", "benchmarks/big-models")
+)
 PLOTS = ROOT / "docs" / "images" / "plots"
 OURS, ACCELERATE = "accel", "Accelerate 1.15"
 PEERS = {"ours": OURS, "Accelerate": ACCELERATE}
@@ -63,10 +66,10 @@ class Plot:
 
 @dataclass(frozen=True)
 class Page:
-    """The tables of the page.
+    """The tables of pages.
 
     Args:
-        text: its Markdown.
+        text: their Markdown.
     """
 
     text: str
@@ -93,7 +96,7 @@ class Page:
                 if match := re.search(rf"{after}(\d[\d,]*(?:\.\d+)?)", cell):
                     return float(match[1].replace(",", ""))
         where = f"section {section!r}, row {row!r}, column {column!r}"
-        raise PageError(f"docs/benchmarks.md has no number {after!r} in {where}, from which a plot is drawn")
+        raise PageError(f"the benchmarks have no number {after!r} in {where}, from which a plot is drawn")
 
     def group(self, title: str, row: str, columns: Mapping[str, str], section: str, **form: str) -> Group:
         """A row of a table; ``columns`` are headings, and the names that the plot has for them."""
@@ -102,6 +105,11 @@ class Page:
             {name: self.value(row, column, section=section) for column, name in columns.items()},
             **form,
         )
+
+
+def benchmarks() -> Page:
+    """The tables of the documentation."""
+    return Page("\n".join(path.read_text(encoding="utf-8") for path in PAGES))
 
 
 def loads(page: Page) -> dict[str, float]:
@@ -285,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     check = parser.parse_args(arguments).check
     stale = 0
-    for name, plot in plots(Page(PAGE.read_text(encoding="utf-8"))).items():
+    for name, plot in plots(benchmarks()).items():
         path = PLOTS / f"{name}.svg"
         if not check:
             path.write_text(svg(plot), encoding="utf-8")

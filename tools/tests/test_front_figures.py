@@ -1,4 +1,4 @@
-"""The figures on the front pages are those of docs/benchmarks.md."""
+"""The figures on the front pages are those of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import plots
 
 ROOT = Path(__file__).parents[2]
-PAGE = plots.Page(plots.PAGE.read_text(encoding="utf-8"))
+PAGE = plots.benchmarks()
 
 
 def step(column: str) -> str:

@@ -1,4 +1,4 @@
-"""Plots show what the tables of docs/benchmarks.md say."""
+"""Plots show what the tables of the benchmarks say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import plots
 
-DRAWN = plots.plots(plots.Page(plots.PAGE.read_text(encoding="utf-8")))
+DRAWN = plots.plots(plots.benchmarks())
 
 
 def test_every_file_shows_the_figures_of_the_page():
@@ -37,11 +37,11 @@ def test_a_file_shows_its_description_in_both_schemes(name):
 
 
 def test_a_plot_of_other_figures_is_named(tmp_path, monkeypatch, capsys):
-    text = plots.PAGE.read_text(encoding="utf-8")
+    text = plots.PAGES[1].read_text(encoding="utf-8")
     slower = re.sub(r"(?<=\n\| `--help` )\|[^|]*\|", "| 9.99 s |", text, count=1)
     assert slower != text
-    (tmp_path / "benchmarks.md").write_text(slower, encoding="utf-8")
-    monkeypatch.setattr(plots, "PAGE", tmp_path / "benchmarks.md")
+    (tmp_path / "command.md").write_text(slower, encoding="utf-8")
+    monkeypatch.setattr(plots, "PAGES", (plots.PAGES[0], tmp_path / "command.md", *plots.PAGES[2:]))
     assert plots.main(["--check"]) == 1
     assert capsys.readouterr().out == "docs/images/plots/command.svg: out of date; run: hatch run draw\n"
 
