@@ -121,7 +121,7 @@ def pictures() -> dict[str, Picture]:
 def _axes(height: float, **labels: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, height), layout="constrained")
+    figure = Figure(figsize=(5.2, height), layout="constrained")
     return figure, figure.add_subplot(**labels)
 
 
@@ -139,7 +139,7 @@ def _losses(figures: Series) -> Any:
         axes.plot(*zip(*points, strict=True), label=name, **look)
     if "resumed" in figures:
         axes.axvline(47, color=plots.INK, linestyle="--", linewidth=1)
-        axes.text(48, 1.2, "killed at step 47")
+        axes.text(49, 0.62, "killed at step 47")
     axes.grid(axis="y", color=plots.LINE, linewidth=0.6)
     if len(figures) > 1:
         axes.legend(frameon=False, loc="upper right")
