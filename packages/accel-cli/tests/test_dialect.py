@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from accel_cli.dialect import App, UsageError, describe_usage_error, did_you_mean
+from accel_cli.dialect import App, UsageError, describe_usage_error
 
 app = App(help="Try things.")
 
@@ -99,8 +99,3 @@ def test_help_pages(capsys):
     assert "--max_shard_size" in one
     assert one.startswith(" [options] FOLDER\n")
     assert "Where it is." in one
-
-
-def test_did_you_mean_names_the_nearest():
-    assert did_you_mean("lunch", ["launch", "config"]) == "; did you mean launch?"
-    assert did_you_mean("xyz", ["launch"], "; no idea") == "; no idea"

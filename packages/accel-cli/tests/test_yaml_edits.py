@@ -31,10 +31,10 @@ def test_values_change_and_everything_else_stays(line_end):
     assert yaml.safe_load(edited) == {
         "distributed_type": "FSDP",
         "fsdp_config": {
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
         "num_processes": 2,
     }
@@ -78,5 +78,29 @@ def test_a_mapping_that_is_written_otherwise_is_left_to_the_caller(text):
     assert edit_mapping(text, "outer", changes) is None
 
 
-def test_a_key_that_is_not_there():
-    assert edit_mapping(TEXT, "deepspeed_config", []) is None
+def add(name, value):
+    return [Change(name, "add", None, name, value)]
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, TEXT.rstrip("\n"), TEXT + "# the end\n", TEXT + "dynamo_config:\n  a: |\n    b\n"]
+)
+@pytest.mark.parametrize("key", [None, "fsdp_config", "deepspeed_config"])
+def test_a_new_entry_comes_last_and_every_line_stays(text, key):
+    edited = edit_mapping(text, key, add("new", [1]))
+    expected = yaml.safe_load(text)
+    (expected if key is None else expected.setdefault(key, {}))["new"] = [1]
+    assert yaml.safe_load(edited) == expected
+    table = yaml.safe_load(edited) if key is None else yaml.safe_load(edited)[key]
+    assert list(table)[-1] == "new"
+    left = iter(edited.splitlines())
+    assert all(line in left for line in text.splitlines()), "lines are gone, or in another order"
+
+
+@pytest.mark.parametrize(
+    "nothing", ["fsdp_config:\n", "fsdp_config:  # none\n", "fsdp_config: null\n", "fsdp_config: ~"]
+)
+def test_a_mapping_without_entries_gets_one(nothing):
+    edited = edit_mapping(f"a: 1\n{nothing}", "fsdp_config", add("fsdp_version", 2))
+    assert yaml.safe_load(edited) == {"a": 1, "fsdp_config": {"fsdp_version": 2}}
+    assert ("# none" in edited) == ("# none" in nothing)

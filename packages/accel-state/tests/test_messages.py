@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_state.messages import first_line, is_secret, shown, without_secrets
+from accel_state.messages import did_you_mean, first_line, is_secret, nearest, shown, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,9 @@ def test_switches_and_what_is_unset_stay():
         "key": "",
     }
     assert without_secrets(["--use_auth", "--x"]) == ["--use_auth", "--x"]
+
+
+def test_did_you_mean_names_the_nearest():
+    assert did_you_mean("lunch", ["launch", "config"]) == "; did you mean launch?"
+    assert did_you_mean("xyz", ["launch"], "; no idea") == "; no idea"
+    assert nearest("num_proceses", ["num_processes"], cutoff=0.99) == []

@@ -18,8 +18,9 @@ from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does
 
 from accel_cli.__about__ import __version__
 from accel_cli.colors import colors_for
-from accel_cli.dialect import App, Group, UsageError, describe_usage_error, did_you_mean
+from accel_cli.dialect import App, Group, UsageError, describe_usage_error
 from accel_cli.help_pages import help_page
+from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
 
@@ -42,7 +43,7 @@ COMMANDS: dict[str, Entry] = {
     "config": Entry(
         "start",
         "accel_cli.commands.config",
-        "Write, show and check the configuration file that launch reads.",
+        "Write, show, change and check the configuration file that launch reads.",
     ),
     "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
     "tpu-config": Entry(
@@ -73,6 +74,12 @@ COMMANDS: dict[str, Entry] = {
     ),
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
+    ),
+    "runs": Entry(
+        "look", "accel_cli.commands.runs", "List the runs in a folder of logs: state, checkpoint, last lines."
+    ),
+    "completion": Entry(
+        "look", "accel_cli.commands.completion", "Print the script that completes accel in a shell."
     ),
     "migrate": Entry(
         "convert",
@@ -106,6 +113,9 @@ OTHER_NAMES = {
     "setup": "config",
     "simulate": "rehearse",
     "info": "env",
+    "history": "runs",
+    "logs": "runs",
+    "status": "runs",
     "collect-env": "env",
     "version": "--version",
     "consolidate": "merge-weights",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
@@ -54,7 +56,7 @@ def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | 
     items = complete(words, incomplete, application)
     if shell == "fish":
         if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-            return 0 if items else 1
+            return 1 if items is None else 0  # 1: fish completes files
         lines = [f"{item.value}\t{item.help}" if item.help else item.value for item in items or ()]
     elif shell == "zsh":
         lines = [_for_zsh(items)]
@@ -77,7 +79,7 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         The possible words; None where a file name belongs.
     """
     if words and words[0] == "launch":
-        return complete_flags(words[1:], incomplete, _LAUNCH_OWN)
+        return complete_flags(words[1:], incomplete, _LAUNCH_OWN, ("--config_file",))
     import typer
 
     command = application()
@@ -95,19 +97,25 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         context = typer.Context(command, parent=context, info_name=name)
     own = getattr(command, "own_flags", None)
     if own is not None:
-        return complete_flags(rest, incomplete, own)
+        return complete_flags(rest, incomplete, own, command.own_values)
     return _complete_typer(command, context, rest, incomplete)
 
 
-def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]) -> list[Item] | None:
+def complete_flags(
+    words: Sequence[str], incomplete: str, own: Mapping[str, str], valued: Collection[str]
+) -> list[Item] | None:
     """Flags of the schema with their values, until the script; then files.
 
     Args:
         words: the complete words after the command's name.
         incomplete: the word at the cursor; with ``--flag=`` in front if it was typed so.
         own: flags of the command itself, with their help.
+        valued: those of them that take a value.
     """
-    typed = _open_flag(words, own)
+    from accel_state.config.schema import plain_flag
+
+    taking = {plain_flag(flag) for flag in valued}
+    typed = _open_flag(words, own, taking)
     if typed is None:
         return None  # the script and its arguments
     flag, equals, start = incomplete.partition("=")
@@ -115,9 +123,9 @@ def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]
         from accel_cli.launch_topics import TOPICS
 
         return _starting([Item(name, text) for name, text in TOPICS.items()], incomplete)
-    if typed and not (_takes_value(typed) == "maybe" and incomplete.startswith("-")):
+    if typed and not (_takes_value(typed, taking) == "maybe" and incomplete.startswith("-")):
         found = _values(typed, incomplete)
-        return None if not found and _takes_value(typed) == "maybe" else found
+        return None if not found and _takes_value(typed, taking) == "maybe" else found
     if not incomplete.startswith("-"):
         return None
     if equals:
@@ -126,7 +134,7 @@ def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]
     return list(_flags(incomplete, own))
 
 
-def _open_flag(words: Sequence[str], own: Mapping[str, str]) -> str | None:
+def _open_flag(words: Sequence[str], own: Mapping[str, str], taking: Collection[str]) -> str | None:
     """The flag whose value the cursor is at, empty if at none; None if it is after the script."""
     from accel_state.config.schema import plain_flag
 
@@ -149,7 +157,7 @@ def _open_flag(words: Sequence[str], own: Mapping[str, str]) -> str | None:
             if at == len(words):
                 return "--help"
             continue
-        takes = _takes_value(flag)
+        takes = _takes_value(flag, taking)
         if takes and at == len(words):
             return flag
         if takes == "always" or (takes and _is_truth(words[at])):
@@ -157,12 +165,12 @@ def _open_flag(words: Sequence[str], own: Mapping[str, str]) -> str | None:
     return ""
 
 
-def _takes_value(flag: str) -> Literal["", "always", "maybe"]:
+def _takes_value(flag: str, taking: Collection[str]) -> Literal["", "always", "maybe"]:
     """Whether a value follows; ``maybe``: it can be left out."""
     from accel_state.config.option_types import Bool, BoolOrName
     from accel_state.config.schema import plain_flag
 
-    if plain_flag(flag) == "config_file":
+    if plain_flag(flag) in taking:
         return "always"
     bound = _option(flag)
     if bound is None or (isinstance(bound.option_type, Bool) and bound.about.toggle):
@@ -195,16 +203,21 @@ def _option(flag: str) -> Any:
 
 
 def _values(flag: str, start: str) -> list[Item] | None:
-    """The choices of a flag; None if it takes any text, such as a file."""
+    """The choices of a flag; None if it takes a file; empty if only the user knows its value."""
     from accel_state.config.option_types import Bool, BoolOrName
+    from accel_state.config.schema import plain_flag
+    from accel_state.config.sections.hardware import PROCESSES_PER
+    from accel_state.config.sources import PER_MACHINE
 
     bound = _option(flag)
     if bound is None:
-        return None
-    words = list(bound.about.choices)
+        return None if _names_a_file(plain_flag(flag)) else []
+    words = list(PROCESSES_PER if plain_flag(flag) in PER_MACHINE else bound.about.choices)
     if isinstance(bound.option_type, Bool | BoolOrName):
         words = ["true", "false", *words]
-    return _starting([Item(word) for word in words], start) if words else None
+    if not words and _names_a_file(bound.path):
+        return None
+    return _starting([Item(word) for word in words], start)
 
 
 def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
@@ -263,16 +276,51 @@ def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete
         ]
         spelled = [Item(_spelled(item.value, incomplete[2:]), item.help) for item in flags]
         return [item for item in spelled if item.value.startswith(incomplete)]
-    last = words[-1].replace("-", "_") if words else ""
     for param in options:
-        takes = not param.is_flag and any(flag.replace("-", "_") == last for flag in param.opts)
-        if takes:
-            choices = getattr(param.type, "choices", None)
-            return _starting([Item(str(choice)) for choice in choices], incomplete) if choices else None
-    if not hasattr(command, "get_command"):
-        return None
-    names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
-    return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
+        if words and not param.is_flag and any(_plain(flag) == _plain(words[-1]) for flag in param.opts):
+            return _of_kind(command, param, incomplete)
+    if hasattr(command, "get_command"):
+        names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
+        return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
+    arguments = [param for param in command.get_params(context) if param.param_type_name == "argument"]
+    at = _arguments_in(words, options)
+    if at >= len(arguments):
+        return None if arguments and arguments[-1].nargs == -1 else []
+    found = getattr(command, "complete_argument", None)
+    if found is not None:
+        return _starting(list(found(arguments[at].name, words[-1] if words else "")), incomplete)
+    return _of_kind(command, arguments[at], incomplete)
+
+
+def _arguments_in(words: Sequence[str], options: Sequence[Any]) -> int:
+    """How many arguments a command line has already."""
+    valued = {_plain(flag) for param in options if not param.is_flag for flag in param.opts}
+    before = ["", *words]
+    return sum(
+        not word.startswith("-") and _plain(last) not in valued
+        for last, word in zip(before, words, strict=False)
+    )
+
+
+def _plain(flag: str) -> str:
+    return flag.replace("-", "_")
+
+
+def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
+    """What a parameter's value can be: a choice, a file (None), or what only the user knows (empty)."""
+    if param.name in command.choices:
+        return _starting([Item(word) for word in command.choices[param.name]], incomplete)
+    kind = param.type_descriptor.annotation
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _starting([Item(str(choice.value)) for choice in kind], incomplete)
+    if kind in (int, float):
+        return []
+    return None if kind is Path or param.param_type_name == "argument" or _names_a_file(param.name) else []
+
+
+def _names_a_file(name: str) -> bool:
+    """Whether an option's value is a file or a folder, as its name says."""
+    return any(part in name for part in ("file", "dir", "path", "output"))
 
 
 def _command_line(shell: str, environ: Mapping[str, str]) -> tuple[list[str], str]:

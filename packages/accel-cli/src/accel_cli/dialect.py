@@ -7,15 +7,16 @@ code, and raise this project's errors; ``accel_cli.app`` prints them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from accel_cli.help_pages import Section, help_page
+from accel_state.messages import did_you_mean
 
-__all__ = ["App", "Command", "Group", "UsageError", "describe_usage_error", "did_you_mean"]
+__all__ = ["App", "Command", "Group", "UsageError", "describe_usage_error"]
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base class of Typer's errors about a command line; Typer does not export it."""
@@ -35,14 +36,6 @@ _EXPECTATIONS = (
     (re.compile(r"input should be less than or equal to (\S+)"), r"expected at most \1"),
 )
 """Texts of Typer and of pydantic, with which it converts values, and ours."""
-
-
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """``; did you mean …?`` with the nearest known names; ``otherwise`` if none is near."""
-    from accel_state.config.schema import nearest
-
-    near = nearest(name, known)
-    return f"; did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def describe_usage_error(error: Any) -> str:
@@ -85,7 +78,13 @@ def _expectation(message: str, typed: str | None) -> str:
 
 
 class Command(TyperCommand):
-    """One command: dashes and underscores in its flags are equivalent, and its help is a ``help_page``."""
+    """One command: dashes and underscores in its flags are equivalent, and its help is a ``help_page``.
+
+    Attributes:
+        choices: parameter to the words that it can be, where its type does not say it; for completion.
+    """
+
+    choices: Mapping[str, Sequence[str]] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words after the command's name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from accel_cli.colors import Colors
-from accel_cli.dialect import did_you_mean
 from accel_cli.help_pages import Section, help_page
 from accel_cli.launch_topics import TOPICS
 from accel_state.config.option_types import Bool
@@ -15,6 +14,7 @@ from accel_state.config.schema import BoundOption, schema_of
 from accel_state.config.sections.run import RunOptions
 from accel_state.config.strategies import installed_strategies
 from accel_state.errors import ConfigError
+from accel_state.messages import did_you_mean
 
 __all__ = ["COMMON", "TOPICS", "launch_help"]
 

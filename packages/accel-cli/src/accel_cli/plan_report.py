@@ -44,13 +44,19 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     print(f"{shape.name}: {shape.parameters:,} parameters in {len(shape.units)} blocks{adapters}")
     show_text(
         f"{cluster.devices} x {gigabytes(cluster.memory)} GB{machines}, of which {gigabytes(cluster.reserve)} GB each "
-        f"are reserved; micro-batch {workload.batch_size}, {workload.optimizer}, mixed precision {workload.precision}"
+        f"are reserved; micro-batch {workload.batch_size} of {workload.seq_length:,} tokens, {workload.optimizer}, "
+        f"mixed precision {workload.precision}"
     )
-    print("\nGB (10^9 bytes) on a rank at the peak of a step:\n")
-    columns = ("strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
+    print()
+    show_text(
+        "GB (10^9 bytes) on a rank at the peak of a step. Sorted: what fits first, then by peak. *: advised"
+    )
+    print()
+    columns = ("  strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
     best = plan.advised
-    bold = plan.rows.index(best) if best is not None else None
-    rows = [_cells(row) for row in plan.rows]
+    ordered = sorted(plan.rows, key=lambda row: (not row.fits, row.found.peak.total))
+    bold = ordered.index(best) if best is not None else None
+    rows = [_cells(row, advised=row is best) for row in ordered]
     without = show_table(columns, rows, left=2, bold=bold, spare=(*_HEADERS[::-1], "traffic", "host"))
     if without:
         names = ", ".join(name for name in columns if name in without)
@@ -63,11 +69,11 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     _show_advice(plan, suggested)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, *, advised: bool) -> tuple[str, ...]:
     peak = row.found.peak
     parts = [gigabytes(getattr(peak, part)) if getattr(peak, part) else "-" for part in _PARTS]
     return (
-        row.setting.name,
+        f"* {row.setting.name}" if advised else f"  {row.setting.name}",
         "yes" if row.fits else "no",
         gigabytes(peak.total),
         *parts,

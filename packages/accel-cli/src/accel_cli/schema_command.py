@@ -16,9 +16,11 @@ class SchemaCommand(Command):
 
     Attributes:
         own_flags: flags of the command itself, with their dashes, and their help; for completion.
+        own_values: those of them that take a value.
     """
 
     own_flags: dict[str, str] = {}
+    own_values: tuple[str, ...] = ("--config_file",)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """None: one Typer option per flag of the schema would cost 0.1 s at every start."""
@@ -33,5 +35,5 @@ class SchemaCommand(Command):
         """Flags, choices and topics, for shells that Typer answers itself (PowerShell)."""
         from accel_cli.completion import complete_flags
 
-        found = complete_flags(ctx.args, incomplete, self.own_flags)
+        found = complete_flags(ctx.args, incomplete, self.own_flags, self.own_values)
         return [CompletionItem(item.value, help=item.help) for item in found or ()]

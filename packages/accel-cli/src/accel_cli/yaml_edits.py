@@ -12,13 +12,15 @@ __all__ = ["edit_mapping"]
 Span = tuple[int, int, str]
 
 
-def edit_mapping(text: str, key: str, changes: Iterable[Change]) -> str | None:
-    """The text with changed entries in the mapping at ``key`` of its outermost mapping.
+def edit_mapping(text: str, key: str | None, changes: Iterable[Change]) -> str | None:
+    """The text with changed entries in one mapping of a YAML document.
+
+    New entries come last. A mapping that is not there is added at the end of the document.
 
     Args:
         text: a YAML document whose outermost value is a mapping.
-        key: key of the mapping that is changed.
-        changes: one for each of its keys, and for the keys to add.
+        key: key of the mapping in the outermost one; None: the outermost one itself.
+        changes: one for each of its keys that is not kept, and for the keys to add.
 
     Returns:
         The text; None if the mapping is not written one entry a line (in braces, or from an anchor elsewhere).
@@ -26,28 +28,65 @@ def edit_mapping(text: str, key: str, changes: Iterable[Change]) -> str | None:
     import yaml
 
     document: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    found = next(((name, value) for name, value in document.value if name.value == key), None)
-    if found is None:
-        return None
-    at, table = found
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    changes = list(changes)
+    table = document
+    if key is not None:
+        found = next(((name, value) for name, value in document.value if name.value == key), None)
+        if found is None:
+            return _with_section(text, key, changes, line_end)
+        at, table = found
+        if table.tag.endswith(":null"):
+            return _with_entries(text, at, table, changes, line_end)
+        if table.start_mark.index < at.end_mark.index:
+            return None  # an alias: other keys may use the mapping of its anchor, too
     if table.flow_style or any(name.tag.endswith(":merge") for name, _ in table.value):
         return None
-    if table.start_mark.index < at.end_mark.index:
-        return None  # an alias: other keys may use the mapping of its anchor, too
     spans = []
     nodes = {name.value: (name, value) for name, value in table.value}
-    first = table.value[0][0].start_mark
-    line_end = "\r\n" if "\r\n" in text else "\n"
+    column = table.value[0][0].start_mark.column
     for change in changes:
         if change.what == "add":
-            at = first.index - first.column  # the start of the line, so that the first entry may be dropped
-            spans.append((at, at, f"{' ' * first.column}{change.name}: {_scalar(change.value)}{line_end}"))
+            at = _end_of_line(text, _last_scalar(table).end_mark.index)
+            before = "" if text[:at].endswith("\n") else line_end
+            spans.append((at, at, f"{before}{' ' * column}{change.name}: {_scalar(change.value)}{line_end}"))
             continue
         name, value = nodes[change.key]
         if not table.start_mark.index <= name.start_mark.index <= value.start_mark.index:
             return None
         spans += _spans(text, change, name, value)
     return _spliced(text, spans)
+
+
+def _with_section(text: str, key: str, changes: Iterable[Change], line_end: str) -> str:
+    entries = "".join(f"  {change.name}: {_scalar(change.value)}{line_end}" for change in changes)
+    before = "" if text.endswith("\n") else line_end
+    return f"{text}{before}{key}:{line_end}{entries}"
+
+
+def _with_entries(text: str, at: Any, table: Any, changes: Iterable[Change], line_end: str) -> str:
+    """The text with entries for a key that has no value, or ``null``."""
+    indent = " " * (at.start_mark.column + 2)
+    entries = "".join(f"{indent}{change.name}: {_scalar(change.value)}{line_end}" for change in changes)
+    end = _end_of_line(text, table.end_mark.index)
+    before = "" if text[:end].endswith("\n") else line_end
+    return _spliced(text, [(table.start_mark.index, table.end_mark.index, ""), (end, end, before + entries)])
+
+
+def _last_scalar(node: Any) -> Any:
+    """The last scalar of a mapping: where its text ends."""
+    while node.id != "scalar" and node.value and not node.flow_style:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node
+
+
+def _end_of_line(text: str, at: int) -> int:
+    """The place after the line break that follows."""
+    if text[at - 1 : at] == "\n":  # a block of text ends after its last line break
+        return at
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end + 1
 
 
 def _spans(text: str, change: Change, name: Any, value: Any) -> list[Span]:

@@ -54,8 +54,10 @@ def test_words_after_the_script_are_the_scripts(script):
     assert (done.returncode, done.stdout) == (0, "['--num_processes', '9', '--unknown', '-h'] None\n")
     assert done.stderr == (
         f"accel: --num_processes comes after {script}, so it goes to the script; "
-        "flags of accel launch come before it\n"
+        "flags of accel launch come before it. If the script has such options itself, put -- before it: "
+        f"accel launch -- {script} ...\n"
     )
+    assert accel("--cpu", "--", script, "--num-processes=9").stderr == ""
     assert accel("--cpu", "--quiet", script, "--num-processes=9").stderr == ""
     assert accel("--cpu", "--no_python", sys.executable, script, "--num_processes", "9").stderr == ""
 
@@ -171,7 +173,7 @@ def test_a_log_that_cannot_be_written_is_named_before_anything_runs(script, tmp_
     done = accel("--cpu", "--num_processes", "2", "--log_dir", "logs", script, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "accel launch: error: the log file logs/rank_0.log cannot be written" in done.stderr
+    assert "accel launch: error: logs/run_0.json cannot be written" in done.stderr
     assert "--log_dir" in done.stderr.splitlines()[-1]
 
 

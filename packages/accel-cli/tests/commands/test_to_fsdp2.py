@@ -77,7 +77,9 @@ def test_comments_order_and_quotes_stay(old, tmp_path, capsys):
 def test_windows_line_ends_stay(old):
     old.write_bytes(OLD.replace("\n", "\r\n").replace("  fsdp_version: 1\r\n", "").encode())
     assert convert("--config_file", old, "--overwrite") == 0
-    expected = NEW.replace("  fsdp_version: 2\n", "").replace("  fsdp_auto", "  fsdp_version: 2\n  fsdp_auto")
+    without = NEW.replace("  fsdp_version: 2\n", "")
+    last = [line for line in without.splitlines(keepends=True) if line.startswith("  ")][-1]
+    expected = without.replace(last, f"{last}  fsdp_version: 2\n")
     assert old.read_bytes() == expected.replace("\n", "\r\n").encode()
 
 

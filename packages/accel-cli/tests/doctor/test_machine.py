@@ -9,7 +9,14 @@ import subprocess
 import pytest
 import torch
 
-from accel_cli.doctor.machine import gather_machine, measure_disk
+from accel_cli.doctor.machine import GATHERED, Machine, measure_disk
+
+
+def gather_machine(folder, environ):
+    facts = {"environ": environ}
+    for gather in GATHERED.values():
+        facts |= gather(folder)
+    return Machine(**facts)
 
 
 def test_facts_are_those_of_the_system(tmp_path):

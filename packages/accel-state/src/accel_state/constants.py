@@ -9,6 +9,7 @@ __all__ = [
     "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION",
     "CUDA_DISTRIBUTED_TYPES",
     "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "DEVICE_COUNT",
     "FSDP2_STATE_DICT_TYPE",
     "FSDP_AUTO_WRAP_POLICY",
     "FSDP_BACKWARD_PREFETCH",
@@ -40,6 +41,9 @@ __all__ = [
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
+
+DEVICE_COUNT = "ACCEL_DEVICE_COUNT"
+"""Variable with the number of accelerators of this machine, instead of what its device files say."""
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
 """Variable of ranks whose launcher prefixes each line of output with the rank."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["HIDDEN", "first_line", "is_secret", "shown", "without_secrets"]
+__all__ = ["HIDDEN", "did_you_mean", "first_line", "is_secret", "nearest", "shown", "without_secrets"]
 
 HIDDEN = "***"
 """What is shown instead of a secret."""
@@ -28,12 +29,32 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def nearest(name: str, known: Iterable[str], count: int = 2, *, cutoff: float = 0.6) -> list[str]:
+    """The known names that resemble ``name``, best first; a second one only if it is about as close as the first."""
+    import difflib
+
+    bare = {other.lstrip("-"): other for other in known}  # the dashes of flags are alike in all
+    name = name.lstrip("-")
+    near = difflib.get_close_matches(name, list(bare), n=count, cutoff=cutoff)
+    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in near]
+    return [bare[other] for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """``; did you mean …?`` with the nearest known names; ``otherwise`` if none is near."""
+    near = nearest(name, known)
+    return f"; did you mean {' or '.join(near)}?" if near else otherwise
+
+
 def shown(value: object, length: int = 200) -> str:
     """A value as Python writes it, cut to a length that a message can have."""
     text = repr(value[: length + 1] if isinstance(value, str) else value)
     return text if len(text) <= length else f"{text[:length]}…"
 
 
+@functools.lru_cache(
+    maxsize=4096
+)  # a plan of a thousand ranks has the same names and values a thousand times
 def is_secret(name: str) -> bool:
     """Whether a variable or option of this name usually holds what others must not see."""
     return _SECRET_NAME.search(name) is not None
@@ -55,8 +76,13 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_after_flags([without_secrets(item) for item in value]))
     if isinstance(value, str):
-        return _SETTING.sub(rf"\g<name>{HIDDEN}", value)
+        return _without_settings(value)
     return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_settings(text: str) -> str:
+    return _SETTING.sub(rf"\g<name>{HIDDEN}", text)
 
 
 def _after_flags(items: list[Any]) -> list[Any]:

@@ -118,3 +118,29 @@ def test_several_machines_may_have_one_accelerator_each():
 def test_loading_on_one_process_is_off_where_weights_are_not_sent():
     section = merged("--use_fsdp --fsdp_sync_module_states false").config.fsdp
     assert section.cpu_ram_efficient_loading is False
+
+
+def test_what_is_counted_takes_the_place_of_a_number_in_a_file(write):
+    found = merged("--nproc_per_node gpu", file=write("num_processes: 4\n"))
+    assert (found.config.num_processes, found.config.processes_per) == (None, "gpu")
+    assert "overridden by --nproc_per_node gpu" in " ".join(found.notes)
+
+
+def test_processes_for_each_cpu_are_on_the_cpu():
+    found = merged("--nproc_per_node cpu")
+    assert found.config.use_cpu
+    assert found.describe("use_cpu") == "--nproc_per_node cpu"
+
+
+def test_a_number_and_what_is_counted_exclude_each_other():
+    with pytest.raises(ConfigError, match="--nproc_per_node auto contradicts --num_processes 4; keep one"):
+        merged("--nproc_per_node auto --num_processes 4")
+
+
+def test_all_contradictions_are_told_one_a_line():
+    with pytest.raises(ConfigError) as told:
+        merged("--cpu --multi_gpu --module --no_python")
+    heading, *lines = str(told.value).splitlines()
+    assert heading == "2 errors:"
+    assert "--multi_gpu" in lines[0]
+    assert "--no_python" in lines[1]

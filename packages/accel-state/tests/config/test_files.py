@@ -166,7 +166,7 @@ def test_an_empty_file_is_a_configuration_of_defaults(tmp_path):
             r"deepspeed_config\.num_processes .*belongs at num_processes",
         ),
         ("xyzzy: 3\n", r"key xyzzy does not exist$"),
-        ("a_typo: 1\nanother_typo: 2\n", r"a_typo.*another_typo"),
+        ("a_typo: 1\nanother_typo: 2\n", r"2 errors:\n  .*a_typo.*\n  .*another_typo"),
     ],
 )
 def test_t15_unknown_keys_are_errors_at_any_depth(text, message, tmp_path):
@@ -244,16 +244,32 @@ def test_where_the_default_file_lies():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "key"),
+    ("name", "text", "message"),
     [
-        ("c.yaml", "num_processes: 2\ndebug: true\nnum_processes: 3\n", "num_processes"),
-        ("c.yaml", "dynamo_config:\n  dynamo_mode: default\n  dynamo_mode: max-autotune\n", "dynamo_mode"),
-        ("c.json", '{"num_processes": 2, "num_processes": 3}', "num_processes"),
-        ("c.json", '{"dynamo_config": {"dynamo_mode": "default", "dynamo_mode": "default"}}', "dynamo_mode"),
+        (
+            "c.yaml",
+            "num_processes: 2\ndebug: true\nnum_processes: 3\n",
+            "line 3: key num_processes is in line 1 already",
+        ),
+        (
+            "c.yaml",
+            "dynamo_config:\n  dynamo_mode: default\n  dynamo_mode: max-autotune\n",
+            "line 3: key dynamo_mode is in line 2 already",
+        ),
+        (
+            "c.json",
+            '{"num_processes": 2, "num_processes": 3}',
+            "line 1: key num_processes is twice in that line",
+        ),
+        (
+            "c.json",
+            '{"dynamo_config":\n{"dynamo_mode": "default",\n"dynamo_mode": "default"}}',
+            "line 3: key dynamo_mode is in line 2 already",
+        ),
     ],
 )
-def test_a_key_that_is_repeated_is_refused(tmp_path, name, text, key):
-    with pytest.raises(ConfigError, match=f"{name}: key {key} occurs 2 times"):
+def test_a_key_that_is_repeated_is_refused_with_its_lines(tmp_path, name, text, message):
+    with pytest.raises(ConfigError, match=f"{name}, {message}; keep one of them"):
         load(write(tmp_path / name, text))
 
 

@@ -194,3 +194,34 @@ def test_secrets_are_not_shown():
 def test_flags_of_other_launchers_are_answered_with_ours(flag, instead):
     with pytest.raises(UnknownKeyError, match=f"flag {flag.partition('=')[0]} does not exist: .*{instead}"):
         parse_flags([flag, "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["--nproc_per_node", "gpu"], {"processes_per": "gpu"}),
+        (["--nproc-per-node=CPU"], {"processes_per": "cpu"}),
+        (["--nproc_per_node", "4"], {"num_processes": 4}),
+    ],
+)
+def test_words_of_torchrun_count_the_processes(words, values):
+    assert parse_flags([*words, "x.py"]).values == values
+
+
+def test_what_nproc_per_node_can_be():
+    with pytest.raises(
+        ConfigError, match="--nproc_per_node is 'all'; expected a number of processes, or gpu, cpu, auto"
+    ):
+        parse_flags(["--nproc_per_node", "all", "x.py"])
+
+
+def test_all_wrong_flags_are_told_one_a_line():
+    with pytest.raises(ConfigError) as told:
+        parse_flags(["--mixed_precision=bf17", "--num_procesess=2", "--num_machines", "none", "x.py"])
+    heading, *lines = str(told.value).splitlines()
+    assert heading == "3 errors:"
+    assert [line.split()[1 if "flag" in line else 0] for line in lines] == [
+        "--mixed_precision",
+        "--num_procesess",
+        "--num_machines",
+    ]

@@ -20,6 +20,7 @@ from accel_state.config import (
     resolve,
     variables,
 )
+from accel_state.config.external_variables import unknown_variables
 from accel_state.errors import ConfigError
 
 
@@ -235,3 +236,27 @@ def test_the_schema_loads_neither_torch_nor_yaml():
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env=environ
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_variables_of_ours_that_nothing_reads_are_told_with_the_nearest():
+    environ = {
+        "ACCELERATE_MIXED_PRECSION": "bf16",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCEL_DEVICE_CUONT": "2",
+        "ACCEL_DEVICE_COUNT": "2",
+        "ACCEL_RUN_FOLDER": "/tmp",
+        "FSDP_OFFLOAD_PARAM": "true",
+        "ACCEL_TEST_SIZE": "3",
+        "ACCELERATION": "fast",
+        "NCCL_DEBG": "INFO",
+    }
+    assert unknown_variables(environ) == {
+        "ACCELERATE_MIXED_PRECSION": ["ACCELERATE_MIXED_PRECISION"],
+        "ACCEL_DEVICE_CUONT": ["ACCEL_DEVICE_COUNT"],
+        "FSDP_OFFLOAD_PARAM": ["FSDP_OFFLOAD_PARAMS"],
+    }
+
+
+@pytest.mark.parametrize("name", ["ACCEL_PROJECT", "FSDP_MY_SIZE", "ACCELERATE_TEAM"])
+def test_plausible_variables_of_others_resemble_none(name):
+    assert unknown_variables({name: "1"}) == {name: []}

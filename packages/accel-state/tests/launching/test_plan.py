@@ -275,6 +275,7 @@ REACHES = {
     "monitor_interval": lambda: policy_of(configured("--monitor_interval", "0.5")).monitor_interval == 0.5,
     "grace_period": lambda: policy_of(configured("--grace_period", "7")).grace_period == 7,
     "num_processes": lambda: len(planned("--num_processes", "3").processes) == 3,
+    "processes_per": lambda: len(planned("--processes_per", "gpu", host=gpus(3)).processes) == 3,
     "num_machines": lambda: "--nnodes=2" in first(*ELASTIC).argv,
     "machine_rank": lambda: "--node-rank=1" in first(*ELASTIC).argv,
     "main_process_ip": lambda: "--master-addr=10.0.0.1" in first(*ELASTIC).argv,
@@ -319,6 +320,18 @@ REACHES = {
     "tpu.main_training_function": lambda: "=train" in " ".join(pod("--tpu_name", "one", *FUNCTION)),
     "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
 }
+
+
+def test_words_of_torchrun_count_what_there_is(monkeypatch):
+    monkeypatch.setattr("accel_state.launching.plan.usable_cpus", lambda: 5)
+    assert len(planned("--nproc_per_node", "gpu", host=gpus(3)).processes) == 3
+    assert len(planned("--nproc_per_node", "auto", host=gpus(3)).processes) == 3
+    assert len(planned("--nproc_per_node", "auto").processes) == 5
+    on_cpu = planned("--nproc_per_node", "cpu", host=gpus(3)).processes
+    assert len(on_cpu) == 5
+    assert on_cpu[0].env["ACCELERATE_USE_CPU"] == "true"
+    with pytest.raises(DeviceError, match=r"--nproc_per_node gpu .* this machine has none"):
+        planned("--nproc_per_node", "gpu")
 
 
 READY = [

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.config_show import add_commands
+from accel_cli import config_edit, config_show
 from accel_cli.dialect import App
 from accel_state.config.files import default_path, find_default, load, save
 from accel_state.config.launch import LaunchConfig
@@ -25,7 +25,7 @@ _FileOption = Annotated[
 ]
 
 app = App(
-    help="Write the configuration file that accel launch reads; without a subcommand, ask questions first.",
+    help="Write, show and change the configuration file that accel launch reads; without a subcommand, ask questions.",
 )
 
 
@@ -91,7 +91,8 @@ def update(config_file: _FileOption = None) -> None:
     typer.echo(f"wrote {save(load(source), path)}")
 
 
-add_commands(app)
+config_edit.add_commands(app)
+config_show.add_commands(app)
 
 
 def _accelerators() -> tuple[str, int]:

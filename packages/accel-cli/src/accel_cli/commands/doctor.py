@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from accel_cli.colors import colors_for
 from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page, page_width
+from accel_cli.progress import Progress, on_terminal, progress
+from accel_cli.render import show_text
 from accel_state.config.flags import parse_flags
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
@@ -66,6 +68,7 @@ class DoctorCommand(LaunchCommand):
         "--json": "Print JSON.",
         "--help": "Show help.",
     }
+    own_values = ("--config_file", "--checkpoint_dir", "--timeout")
 
     def invoke(self, ctx: Any) -> int:
         """Run ``main``."""
@@ -110,29 +113,37 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.doctor.place import find_place
 
     found = find_place(flags, snapshot()) if configuration.status == "ok" else None
-    findings = [*_this_machine(folder), configuration] if found is None or found.tells else []
+    report = _Report("json" in flags.others, of_world=found is not None)
+    with progress("looking at this machine") as shown:
+        if found is None or found.tells:
+            for finding in _this_machine(folder, shown):
+                report.add(finding, shown)
+            report.add(configuration, shown)
     measured: dict[str, Any] = {}
     if found is not None:
         from accel_cli.doctor.world import examine_world
 
-        findings += found.names
+        for finding in found.names:
+            report.add(finding)
         if not found.names:
-            more, measured = examine_world(found.config, found.place, snapshot(), timeout)
-            findings += more
+            # Without the line that tells of progress: what ranks write would be mixed with it.
+            more, measured = examine_world(found.config, found.place, snapshot(), timeout, report.tell)
+            for finding in more:
+                report.add(finding)
+    findings = report.findings
     if "json" in flags.others:
         rows = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"findings": rows, "world": measured} if found is not None else rows, indent=2))
     else:
-        _show(findings, of_world=found is not None)
+        report.end()
     return int(any(finding.status == "problem" for finding in findings))
 
 
-def _this_machine(folder: Path) -> list[Finding]:
-    from accel_cli.doctor.checks import examine
-    from accel_cli.doctor.machine import gather_machine
+def _this_machine(folder: Path, shown: Progress) -> Iterator[Finding]:
+    from accel_cli.doctor.checks import examine_here
 
     try:
-        return examine(gather_machine(folder, snapshot()))
+        yield from examine_here(folder, snapshot(), shown.now)
     except OSError as error:
         raise ConfigError(
             f"--checkpoint_dir {folder} cannot be written ({error.strerror}); name another"
@@ -149,24 +160,55 @@ def _seconds(text: str | None) -> float:
     return seconds
 
 
-def _show(findings: Sequence[Finding], *, of_world: bool) -> None:
-    colors = colors_for()
-    marks = {
-        "ok": colors("green", "ok     "),
-        "warning": colors("yellow", "warning"),
-        "problem": colors("red", "PROBLEM"),
-    }
-    width = max((len(finding.topic) for finding in findings), default=0)
-    indent = " " * (width + 11)
-    for finding in findings:
+class _Report:
+    """Prints each finding when it is there.
+
+    Args:
+        silent: collect them alone, for JSON.
+        of_world: the findings are also those of a world of ranks.
+    """
+
+    def __init__(self, silent: bool, *, of_world: bool) -> None:
+        self.findings: list[Finding] = []
+        self.silent = silent
+        self.of_world = of_world
+        self.width = len("speed of ranks" if of_world else "configuration")
+
+    def add(self, finding: Finding, shown: Progress | None = None) -> None:
+        """A finding; ``shown`` is the progress that its line replaces."""
+        self.findings.append(finding)
+        if self.silent:
+            return
+        with (shown or Progress()).paused():
+            self._print(finding)
+
+    def tell(self, text: str) -> None:
+        """What happens in the world, to someone who watches."""
+        if on_terminal():
+            sys.stdout.flush()
+            sys.stderr.write(f"accel doctor: {text}\n")
+
+    def end(self) -> None:
+        """The last line."""
+        problems = sum(finding.status == "problem" for finding in self.findings)
+        warnings = sum(finding.status == "warning" for finding in self.findings)
+        more = (
+            "accel test checks training" if self.of_world else "--num_processes N checks a world of processes"
+        )
+        show_text(f"problems: {problems}, warnings: {warnings}; {more}")
+
+    def _print(self, finding: Finding) -> None:
+        colors = colors_for()
+        marks = {
+            "ok": colors("green", "ok     "),
+            "warning": colors("yellow", "warning"),
+            "problem": colors("red", "PROBLEM"),
+        }
+        indent = " " * (self.width + 11)
         lines = _wrapped(finding.found, indent)
-        print(f"{marks[finding.status]}  {finding.topic:<{width}}  {lines.lstrip()}")
+        print(f"{marks[finding.status]}  {finding.topic:<{self.width}}  {lines.lstrip()}", flush=True)
         if finding.advice:
-            print(_wrapped(finding.advice, indent))
-    problems = sum(finding.status == "problem" for finding in findings)
-    warnings = sum(finding.status == "warning" for finding in findings)
-    more = "accel test checks training" if of_world else "--num_processes N checks a world of processes"
-    print(f"problems: {problems}, warnings: {warnings}; {more}")
+            print(_wrapped(finding.advice, indent), flush=True)
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from accel_cli.dialect import App, Command
-from accel_cli.render import show_table
+from accel_cli.models import LIBRARIES
+from accel_cli.progress import Progress, progress
+from accel_cli.render import show_table, show_text
 from accel_state.errors import ConfigError
 
 __all__ = ["app"]
@@ -21,6 +23,8 @@ _DTYPES = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
 
 class _Command(Command):
     """Takes several words after ``--dtypes``, as Accelerate's does."""
+
+    choices = {"library_name": LIBRARIES, "dtypes": tuple(_DTYPES)}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flag before every further dtype."""
@@ -75,20 +79,28 @@ def estimate_memory(
     _check(names, library_name)
     from accel_cli.models import build_model, find_model
 
-    found = find_model(model_name, library_name, trust_remote_code)
-    if found.library is None:
-        facts = _of_tensors(found, names)
-    else:
-        facts = _of_model(build_model(found, trust_remote_code), model_name, names, batch_size, seq_length)
+    with progress(f"finding {model_name}") as shown:
+        found = find_model(model_name, library_name, trust_remote_code)
+        if found.library is None:
+            facts = _of_tensors(found, names)
+        else:
+            shown.now(f"building {found.name} without weights, by {found.library}")
+            model = build_model(found, trust_remote_code)
+            facts = _of_model(model, model_name, names, batch_size, seq_length)
+        if not as_json:
+            with shown.paused():
+                _show_weights(facts)
+        if found.library is not None:
+            _add_activations(facts, model, batch_size, seq_length, shown)
+            _add_inference(facts, model, batch_size, seq_length)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
-        return
-    _show(facts)
+    else:
+        _show_the_rest(facts)
 
 
 def _check(names: list[str], library: str | None) -> None:
-    from accel_cli.dialect import did_you_mean
-    from accel_cli.models import LIBRARIES
+    from accel_state.messages import did_you_mean
 
     for name in names:
         if name not in _DTYPES:
@@ -163,7 +175,7 @@ def _of_model(model: Any, name: str, names: list[str], batch_size: int, length: 
     total, (largest, _) = calculate_maximum_sizes(model)
     shape = shape_of_model(model)
     cast = estimate_training(model, mixed_precision="bf16").low_precision_copy // 2
-    facts: dict[str, Any] = {
+    return {
         "model": name,
         "class": type(model).__name__,
         "parameters": shape.parameters,
@@ -173,12 +185,11 @@ def _of_model(model: Any, name: str, names: list[str], batch_size: int, length: 
         "seq_length": length,
         "notes": [],
     }
-    _add_activations(facts, model, batch_size, length)
-    _add_inference(facts, model, batch_size, length)
-    return facts
 
 
-def _add_activations(facts: dict[str, Any], model: Any, batch_size: int, length: int) -> None:
+def _add_activations(
+    facts: dict[str, Any], model: Any, batch_size: int, length: int, shown: Progress
+) -> None:
     from accel_bigmodel import EstimateError
     from accel_bigmodel.planning.timelines import text_inputs, timelines_of
 
@@ -186,10 +197,10 @@ def _add_activations(facts: dict[str, Any], model: Any, batch_size: int, length:
         timelines: Any = timelines_of(model, text_inputs(model, length))
         rows = []
         for precision, numbers in (("no", "float32"), ("bf16", "float32 autocast bfloat16")):
-            peaks = [
-                max(phase.at(batch_size) for phase in timelines(numbers, again).phases)
-                for again in (False, True)
-            ]
+            peaks = []
+            for again in (False, True):
+                shown.now(f"tracing a step in {numbers}{', with recomputation' if again else ''}")
+                peaks.append(max(phase.at(batch_size) for phase in timelines(numbers, again).phases))
             rows.append(
                 {"mixed_precision": precision, "activations": peaks[0], "with_checkpointing": peaks[1]}
             )
@@ -217,7 +228,7 @@ def _add_inference(facts: dict[str, Any], model: Any, batch_size: int, length: i
     facts["inference"] = rows
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _show_weights(facts: dict[str, Any]) -> None:
     from accel_ckpt.saving.plan import readable_size as size
 
     kind = f" ({facts['class']})" if facts["class"] else ""
@@ -250,6 +261,11 @@ def _show(facts: dict[str, Any]) -> None:
         ],
         left=2,
     )
+
+
+def _show_the_rest(facts: dict[str, Any]) -> None:
+    from accel_ckpt.saving.plan import readable_size as size
+
     given = f"batch {facts.get('batch_size')}, {facts.get('seq_length')} tokens"
     if "activations" in facts:
         print(f"\nActivations and temporaries of a training step at most, {given}\n")
@@ -274,11 +290,10 @@ def _show(facts: dict[str, Any]) -> None:
                 for row in facts["inference"]
             ],
         )
-    print(
-        "\nGB are 10^9 bytes. In the first table, as in Accelerate's, int8 and int4 apply to all tensors; under"
-    )
-    print(
+    print()
+    show_text(
+        "GB are 10^9 bytes. In the first table, as in Accelerate's, int8 and int4 apply to all tensors; under "
         "inference they apply to linear layers, as in quantised models. For a number of devices: accel plan."
     )
     for note in facts["notes"]:
-        print(f"note: {note}")
+        show_text(f"note: {note}")

@@ -10,17 +10,18 @@ from typing import Literal
 import typer
 
 from accel_cli.dialect import App
+from accel_cli.misplaced_flags import ask_to_move, find_misplaced, moved, notes_on
 from accel_cli.schema_command import SchemaCommand
+from accel_state.config.external_variables import unknown_variables
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
-from accel_state.config.schema import plain_flag, schema_of
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
-from accel_state.messages import without_secrets
+from accel_state.messages import did_you_mean, without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -29,11 +30,6 @@ _OWN = {"config_file": True, "as_accelerate": False, "help": False, "-h": False,
 _FOR_SEVERAL_MACHINES = (
     "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
 )  # fmt: skip
-_ABOUT_THE_WORLD = {
-    "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "node_rank", "main_process_ip",
-    "main_process_port", "multi_gpu",
-}  # fmt: skip
-"""Flags that scripts hardly have themselves; nor do they have those that select a strategy (``--use_fsdp``)."""
 
 
 class LaunchCommand(SchemaCommand):
@@ -85,6 +81,10 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     from accel_state.launching.surroundings import find_surroundings
 
     environ = snapshot()
+    misplaced = find_misplaced(arguments, flags)
+    if misplaced and not returns and ask_to_move(misplaced, flags.rest[0]):
+        arguments = moved(arguments, flags, misplaced)
+        flags, misplaced = parse_flags(arguments, _OWN), []
     if "as_accelerate" in flags.others:
         from accel_cli.alias_folders import environment
 
@@ -110,7 +110,8 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
             return launch_on_pod(config, target, environ)
         config, target = on_tpu(resolved, config, target, environ)
     if not config.quiet:
-        for note in (*resolved.notes, *surroundings.notes, *unused_options(resolved), *_idle(config, flags)):
+        told = (*_misspelt(environ), *resolved.notes, *surroundings.notes, *unused_options(resolved))
+        for note in (*told, *notes_on(misplaced, flags.rest[0]), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
     if config.debug:
         _tell_origins(resolved)
@@ -150,25 +151,21 @@ def _submit(
     return 0
 
 
+def _misspelt(environ: Mapping[str, str]) -> list[str]:
+    """Notes about variables that look like misspelt ones of this library."""
+    return [
+        f"environment variable {name} is not read{did_you_mean(name, near)}"
+        for name, near in unknown_variables(environ).items()
+        if near
+    ]
+
+
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
     """Notes about flags that have no effect on this run."""
-    script, *words = flags.rest
-    later = () if config.no_python else (word.partition("=")[0] for word in words if word.startswith("--"))
-    notes = [
-        f"{flag} comes after {script}, so it goes to the script; flags of accel launch come before it"
-        for flag in later
-        if plain_flag(flag) in _ABOUT_THE_WORLD or _selects_a_strategy(plain_flag(flag))
-    ]
-    if config.num_machines == 1:
-        typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
-        notes += [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
-    return notes
-
-
-def _selects_a_strategy(flag: str) -> bool:
-    from accel_state.config.roots import complete_root
-
-    return flag.startswith("use_") and flag in schema_of(complete_root()).switches
+    if config.num_machines > 1:
+        return []
+    typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
+    return [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
 
 
 def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:

@@ -9,12 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.dialect import App
+from accel_bigmodel.planning.devices import DEVICES
+from accel_cli.dialect import App, Command
+from accel_cli.models import LIBRARIES
+from accel_cli.progress import Progress, progress
 from accel_state.errors import ConfigError
 
 __all__ = ["app"]
 
 app = App()
+
+
+class _Command(Command):
+    choices = {"library_name": LIBRARIES, "device": tuple(DEVICES)}
 
 
 class _Optimizer(StrEnum):
@@ -88,7 +95,7 @@ _Write = Annotated[
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
 
 
-@app.command()
+@app.command(cls=_Command)
 def plan(
     model: _Model,
     devices: _Devices = None,
@@ -113,7 +120,7 @@ def plan(
 
     The exit code is 0 if something fits, and 1 if nothing does.
     """
-    from accel_bigmodel.planning.advice import make_plan, suggestions
+    from accel_bigmodel.planning.advice import suggestions
     from accel_bigmodel.planning.footprints.base import Workload
     from accel_cli import plan_report
 
@@ -129,15 +136,14 @@ def plan(
         accelerator=not on_cpu,
         seq_length=seq_length,
     )
-    source = _Source(model, library_name, trust_remote_code, seq_length, workload)
-    shape, timelines, notes = source.of(lora)
-    found = make_plan(
-        shape, cluster, workload, timelines, checkpointing=activation_checkpointing, notes=notes
-    )
-    suggested = []
-    if found.advised is None:
-        suggested = suggestions(found, timelines, checkpointing=activation_checkpointing)
-        suggested += source.adapted(cluster, activation_checkpointing) if not lora else []
+    with progress(f"finding {model}") as shown:
+        source = _Source(model, library_name, trust_remote_code, seq_length, workload, shown)
+        found, timelines = source.plan(cluster, lora, checkpointing=activation_checkpointing)
+        suggested = []
+        if found.advised is None:
+            shown.now("looking for a change after which something fits")
+            suggested = suggestions(found, timelines, checkpointing=activation_checkpointing)
+            suggested += source.adapted(cluster, activation_checkpointing) if not lora else []
     if as_json:
         typer.echo(plan_report.as_json(found, suggested))
     else:
@@ -156,23 +162,50 @@ def plan(
 class _Source:
     """The model, and what a plan needs of it, with and without adapters."""
 
-    def __init__(self, name: str, library: str | None, trust: bool, length: int, workload: Any) -> None:
+    def __init__(
+        self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: Progress
+    ) -> None:
         from accel_cli.models import build_model, find_model
 
         self.found = find_model(name, library, trust)
-        self.model = None if self.found.library is None else build_model(self.found, trust)
         self.length = length
         self.workload = workload
+        self.shown = shown
+        self.model = None
+        if self.found.library is not None:
+            shown.now(f"building {self.found.name} without weights, by {self.found.library}")
+            self.model = build_model(self.found, trust)
 
-    def of(self, rank: int) -> tuple[Any, Any, list[str]]:
-        """The shape, the timelines and the notes for adapters of a rank; 0: all weights are trained."""
+    def plan(self, cluster: Any, rank: int, *, checkpointing: bool, batches: bool = True) -> tuple[Any, Any]:
+        """The plan for adapters of a rank (0: all weights are trained), and the timelines that it uses.
+
+        If no step of the model can be traced, activations are not in the figures, and a note says so.
+        """
+        from accel_bigmodel.errors import EstimateError
+        from accel_bigmodel.planning.advice import make_plan
+
+        shape, timelines, why = self._of(rank)
+        options: dict[str, Any] = {"checkpointing": checkpointing, "batches": batches}
+        if timelines is not None:
+            try:
+                return make_plan(shape, cluster, self.workload, timelines, **options), timelines
+            except EstimateError as error:  # also of the cluster: then it is raised again below
+                why = str(error)
+
+        def unknown(numbers: str, again: bool) -> None:
+            return None
+
+        notes = [f"activations are not in the figures, so leave room for them: {why}"]
+        return make_plan(shape, cluster, self.workload, unknown, **options, notes=notes), unknown
+
+    def _of(self, rank: int) -> tuple[Any, Any, str]:
+        """The shape and the timelines; instead of the latter None and the reason."""
         from accel_bigmodel.errors import EstimateError
         from accel_bigmodel.planning.shape import shape_of_tensors
 
         if self.model is None:
             shape = shape_of_tensors(self.found.name, self.found.shapes, adapters=rank)
-            why = "only names and shapes of tensors are known"
-            return shape, lambda numbers, again: None, [_without(why)]
+            return shape, None, "only names and shapes of tensors are known"
         import torch
 
         from accel_bigmodel.planning.model import shape_of_model, with_adapters
@@ -184,25 +217,21 @@ class _Source:
         shape = shape_of_model(model, adapters=rank)
         try:
             timelines = timelines_of(model, text_inputs(model, self.length), frozen=frozen)
-            for recomputed in (False, True):
-                timelines("float32", recomputed)
         except EstimateError as error:
-            return shape, lambda numbers, again: None, [_without(str(error))]
-        return shape, timelines, []
+            return shape, None, str(error)
+
+        def told(numbers: str, again: bool) -> Any:
+            self.shown.now(f"tracing a step in {numbers}{', with recomputation' if again else ''}")
+            return timelines(numbers, again)
+
+        return shape, told, ""
 
     def adapted(self, cluster: Any, checkpointing: bool) -> list[Any]:
         """The suggestion to train adapters, if something then fits."""
-        from accel_bigmodel.planning.advice import Suggestion, make_plan
+        from accel_bigmodel.planning.advice import Suggestion
 
-        shape, timelines, _ = self.of(16)
-        best = make_plan(
-            shape, cluster, self.workload, timelines, checkpointing=checkpointing, batches=False
-        ).advised
+        best = self.plan(cluster, 16, checkpointing=checkpointing, batches=False)[0].advised
         return [] if best is None else [Suggestion("--lora 16", best)]
-
-
-def _without(why: str) -> str:
-    return f"activations are not in the figures, so leave room for them: {why}"
 
 
 def _cluster(

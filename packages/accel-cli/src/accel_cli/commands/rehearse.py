@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.colors import colors_for
 from accel_cli.commands.launch import LaunchCommand, target_of
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page
+from accel_cli.progress import Progress, progress
 from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -20,6 +22,10 @@ from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import plan_world
 from accel_state.launching.target import check_target
+
+if TYPE_CHECKING:
+    from accel_cli.rehearsal.run import Rehearsed
+    from accel_state.launching.plan import World
 
 __all__ = ["app", "main"]
 
@@ -55,6 +61,17 @@ _ROWS = [
 
 class RehearseCommand(LaunchCommand):
     """The flags of ``accel launch``, and those of the rehearsal."""
+
+    own_flags = {
+        "--config_file": "Configuration file to read.",
+        "--rank": "The rank to rehearse.",
+        "--ranks": "Several ranks, such as 0,1,last.",
+        "--steps": "Optimizer steps of each prepared optimizer.",
+        "--show_output": "Show what the script prints.",
+        "--json": "Print JSON.",
+        "--help": "Show help.",
+    }
+    own_values = ("--config_file", "--rank", "--ranks", "--steps")
 
     def invoke(self, ctx: Any) -> int:
         """Run ``main``."""
@@ -92,8 +109,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     from accel_cli.rehearsal.findings import find
     from accel_cli.rehearsal.run import rehearse_rank
-    from accel_cli.rehearsal.show import as_json, as_text, differing, facts
-    from accel_cli.render import show_facts
+    from accel_cli.rehearsal.show import as_json, as_text
 
     environ = snapshot()
     config = check_available(resolve(flags.others.get("config_file"), environ, flags))
@@ -118,22 +134,38 @@ def main(arguments: Sequence[str]) -> int:
     world = plan_world(config, Accelerators())
     steps = _steps(flags)
     show_output = "show_output" in flags.others
-    ranks = [
-        rehearse_rank(config, target, world, rank, environ, steps=steps, show_output=show_output)
-        for rank in _ranks(flags, world.size)
-    ]
+    ranks = []
+    silent = "json" in flags.others
+    # Without the line that tells of progress where the script's own output is shown.
+    with contextlib.nullcontext(Progress()) if show_output else progress("starting") as shown:
+        for rank in _ranks(flags, world.size):
+            shown.now(f"rehearsing rank {rank} of {world.size:,}: {target.name}")
+            ranks.append(
+                rehearse_rank(config, target, world, rank, environ, steps=steps, show_output=show_output)
+            )
+            if not silent:
+                with shown.paused():
+                    _show(ranks, world)
     findings = find(ranks, world.size)
-    if "json" in flags.others:
+    if silent:
         print(json.dumps(as_json(findings, ranks, world), indent=2))
     else:
-        first = facts(ranks[0], world)
-        show_facts(first)
-        for rank in ranks[1:]:
-            print()
-            show_facts(differing(facts(rank, world), first))
         print()
         sys.stdout.write(as_text(findings, ranks, colors_for()))
     return int(any(finding.kind == "error" for finding in findings))
+
+
+def _show(ranks: Sequence[Rehearsed], world: World) -> None:
+    """Print what is known of the last rank, or how it differs from the first."""
+    from accel_cli.rehearsal.show import differing, facts
+    from accel_cli.render import show_facts
+
+    last = facts(ranks[-1], world)
+    if len(ranks) == 1:
+        show_facts(last)
+    else:
+        print()
+        show_facts(differing(last, facts(ranks[0], world)))
 
 
 def _ranks(flags: ParsedFlags, size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from accel_cli.colors import colors_for
 from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page
+from accel_cli.progress import on_terminal
 from accel_state.config.flags import parse_flags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -38,10 +40,19 @@ _ROWS = [
     ("-h, --help", "Show this help."),
 ]
 _MODULE = "accel_cli.sanity.world"
+_POLL = 0.1
+_WIDTH = len("processes and devices")
+"""Of the longest name of a check."""
 
 
 class TestCommand(LaunchCommand):
     """The flags of ``accel launch``, and ``--json``."""
+
+    own_flags = {
+        "--config_file": "Configuration file to read.",
+        "--json": "Print the results as JSON.",
+        "--help": "Show help.",
+    }
 
     def invoke(self, ctx: Any) -> int:
         """Run ``main``."""
@@ -81,34 +92,47 @@ def main(arguments: Sequence[str]) -> int:
     # A wrong flag or file is this command's error, and not that of the launcher below.
     resolve(flags.others.get("config_file"), snapshot(), flags)
     words = [word for word in arguments if word != "--json"]
+    silent = "json" in flags.others
+    if not silent and on_terminal():
+        sys.stderr.write("accel test: starting the world; its ranks load torch first\n")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # A process of its own: a launch of one process takes the place of the launcher.
         command = [sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder]
-        code = subprocess.call(command)
         path = Path(folder) / "results.json"
-        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        shown = 0
+        with subprocess.Popen(command) as world:
+            while world.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    world.wait(_POLL)
+                results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+                for result in [] if silent else results[shown:]:
+                    _show(result)
+                shown = len(results)
+        code = world.returncode
     code = code or int(any(result["problems"] for result in results))
-    if "json" in flags.others:
+    if silent:
         print(json.dumps({"passed": code == 0, "checks": results}, indent=2))
     elif results:
-        _show(results, code)
+        print(_verdict(results, code))
     return code
 
 
-def _show(results: list[dict[str, Any]], code: int) -> None:
+def _show(result: dict[str, Any]) -> None:
     colors = colors_for()
-    width = max(len(result["name"]) for result in results)
-    for result in results:
-        ok = not result["problems"]
-        mark = colors("green", "ok    ") if ok else colors("red", "FAILED")
-        print(f"{mark}  {result['name']:<{width}}  {result['seconds']:6.2f} s  {result['found']}".rstrip())
-        for problem in result["problems"]:
-            print(f"        {problem}")
+    mark = colors("red", "FAILED") if result["problems"] else colors("green", "ok    ")
+    print(
+        f"{mark}  {result['name']:<{_WIDTH}}  {result['seconds']:6.2f} s  {result['found']}".rstrip(),
+        flush=True,
+    )
+    for problem in result["problems"]:
+        print(f"        {problem}", flush=True)
+
+
+def _verdict(results: list[dict[str, Any]], code: int) -> str:
     if code == 0:
-        print("Everything that was checked is right; this configuration is ready for training.")
-    elif any(result["problems"] for result in results):
-        print(
+        return "Everything that was checked is right; this configuration is ready for training."
+    if any(result["problems"] for result in results):
+        return (
             "A check failed: training in this world would be wrong. accel env shows what to add to a report."
         )
-    else:
-        print(f"The world ended with exit code {code} after these checks; the error is above.")
+    return f"The world ended with exit code {code} after these checks; the error is above."

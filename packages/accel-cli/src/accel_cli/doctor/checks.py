@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from accel_cli.doctor.machine import Machine
+from accel_cli.doctor.machine import GATHERED, Machine
 
-__all__ = ["CHECKS", "Finding", "examine"]
+__all__ = ["CHECKS", "Finding", "examine", "examine_here"]
 
 _GB = 10**9
 _FIRST_DAY = 1754438400
@@ -190,39 +191,57 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _variables(machine: Machine) -> Iterator[Finding]:
-    from accel_state.config.external_variables import OTHER_VARIABLES
+    from accel_state.config.external_variables import unknown_variables
     from accel_state.config.roots import complete_root
     from accel_state.config.schema import schema_of, variables_of
-    from accel_state.constants import RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
-    from accel_state.launching.hardware import COUNT_VARIABLE
     from accel_state.messages import HIDDEN, is_secret
 
-    known = {name for bound in schema_of(complete_root()).options for name in variables_of(bound)}
-    known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET}
-    wrong = [
-        name
-        for name in sorted(machine.environ)
-        if name.startswith(("ACCELERATE_", "FSDP_", "ACCEL_"))
-        and name not in known
-        and not name.startswith("ACCEL_TEST")
-    ]
-    for name in wrong:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "nothing reads it; unset it"
+    wrong = unknown_variables(machine.environ)
+    for name, near in wrong.items():
+        hint = f"did you mean {' or '.join(near)}?" if near else "nothing reads it; unset it"
         yield Finding(
             "variables", "warning", f"{name}={HIDDEN if is_secret(name) else machine.environ[name]}", hint
         )
+    known = {name for bound in schema_of(complete_root()).options for name in variables_of(bound)}
     given = [name for name in sorted(machine.environ) if name in known and name.startswith("ACCELERATE_")]
     if not wrong:
         yield Finding("variables", "ok", ", ".join(given) or "none of this library is set")
 
 
-CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    _versions, _devices, _processors, _limits, _clock, _network, _disk, _variables,
-)  # fmt: skip
-"""The checks, in the order in which they are shown."""
+CHECKS: tuple[tuple[Callable[[Machine], Iterator[Finding]], str], ...] = (
+    (_versions, "loading torch"),
+    (_devices, "counting devices"),
+    (_processors, "reading the limits of this machine"),
+    (_limits, "reading the limits of this machine"),
+    (_clock, "reading the limits of this machine"),
+    (_network, "asking the name server for this machine"),
+    (_disk, "measuring the disk"),
+    (_variables, ""),
+)
+"""The checks in the order in which they are shown, each with the part of ``GATHERED`` that it needs; empty: none."""
 
 
 def examine(machine: Machine) -> list[Finding]:
     """All findings about a machine."""
-    return [finding for check in CHECKS for finding in check(machine)]
+    return [finding for check, _ in CHECKS for finding in check(machine)]
+
+
+def examine_here(folder: Path, environ: Mapping[str, str], tell: Callable[[str], None]) -> Iterator[Finding]:
+    """Look at this machine, and yield each finding as soon as its facts are known.
+
+    Args:
+        folder: where checkpoints go; it must exist.
+        environ: environment variables.
+        tell: receives what is done next.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    facts: dict[str, Any] = {"environ": environ}
+    gathered: set[str] = set()
+    for check, part in CHECKS:
+        if part and part not in gathered:
+            gathered.add(part)
+            tell(part)
+            facts |= GATHERED[part](folder)
+        yield from check(Machine(**facts))

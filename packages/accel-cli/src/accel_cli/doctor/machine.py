@@ -12,10 +12,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Machine", "gather_machine", "measure_disk"]
+__all__ = ["GATHERED", "Machine", "measure_disk"]
 
 _PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 _LIBRARIES = (*_PACKAGES, "torch", "numpy", "safetensors", "transformers", "peft", "deepspeed", "accelerate")
@@ -76,42 +77,68 @@ class Machine:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def gather_machine(folder: Path, environ: Mapping[str, str]) -> Machine:
-    """Look at this machine. Imports torch, and writes and removes a file of 64 MB.
-
-    Args:
-        folder: where checkpoints go; it must exist.
-        environ: environment variables.
-    """
-    import psutil
+def _software(folder: Path) -> dict[str, Any]:
     import torch
 
+    return {
+        "python": tuple(map(int, platform.python_version_tuple()[:2])),
+        "versions": _versions(),
+        "torch_cuda": torch.version.cuda or "",
+    }
+
+
+def _devices(folder: Path) -> dict[str, Any]:
+    import torch
+
+    return {
+        "accelerators": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+        "accelerator_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        "driver": _driver(),
+    }
+
+
+def _system(folder: Path) -> dict[str, Any]:
+    import psutil
+
+    return {
+        "shared_memory": _total(Path("/dev/shm")),
+        "open_files": _open_files(),
+        "cpus": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        "cpu_quota": _cpu_quota(),
+        "memory": psutil.virtual_memory().total,
+        "memory_limit": _memory_limit(),
+        "clock": time.time(),
+        "clock_synchronized": _clock_synchronized(),
+    }
+
+
+def _network(folder: Path) -> dict[str, Any]:
+    host = socket.gethostname()
+    return {"host": host, "addresses": _addresses(host), "port_free": _is_free(29500)}
+
+
+def _disk(folder: Path) -> dict[str, Any]:
     write, read = measure_disk(folder)
-    return Machine(
-        python=tuple(map(int, platform.python_version_tuple()[:2])),
-        versions=_versions(),
-        torch_cuda=torch.version.cuda or "",
-        accelerators=torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
-        accelerator_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        driver=_driver(),
-        shared_memory=_total(Path("/dev/shm")),
-        open_files=_open_files(),
-        cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
-        cpu_quota=_cpu_quota(),
-        memory=psutil.virtual_memory().total,
-        memory_limit=_memory_limit(),
-        host=socket.gethostname(),
-        addresses=_addresses(socket.gethostname()),
-        port_free=_is_free(29500),
-        folder=str(folder),
-        disk_free=shutil.disk_usage(folder).free,
-        disk_write=write,
-        disk_read=read,
-        temporary_free=shutil.disk_usage(tempfile.gettempdir()).free,
-        clock=time.time(),
-        clock_synchronized=_clock_synchronized(),
-        environ=environ,
-    )
+    return {
+        "folder": str(folder),
+        "disk_free": shutil.disk_usage(folder).free,
+        "disk_write": write,
+        "disk_read": read,
+        "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,
+    }
+
+
+GATHERED: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "loading torch": _software,
+    "counting devices": _devices,
+    "reading the limits of this machine": _system,
+    "asking the name server for this machine": _network,
+    "measuring the disk": _disk,
+}
+"""What is done → the fields of ``Machine`` that it finds.
+
+The first imports torch, the last writes and removes a file of 64 MB.
+"""
 
 
 def measure_disk(folder: Path, nbytes: int = _PROBE) -> tuple[float, float]:

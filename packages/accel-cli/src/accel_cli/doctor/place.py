@@ -63,7 +63,7 @@ def find_place(flags: ParsedFlags, environ: Mapping[str, str]) -> FoundPlace | N
         address, port = here.master_addr, here.master_port
         first, count, tells = here.rank, 1, here.local_rank == 0
     else:
-        if config.num_processes is None and config.num_machines == 1:
+        if config.num_processes is None and config.processes_per is None and config.num_machines == 1:
             return None
         world = plan_world(config, accelerators, surroundings.resolved.sources)
         if world.size == 1:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -53,7 +53,11 @@ class Place:
 
 
 def examine_world(
-    config: LaunchConfig, place: Place, environ: Mapping[str, str], timeout: float
+    config: LaunchConfig,
+    place: Place,
+    environ: Mapping[str, str],
+    timeout: float,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Run the world.
 
@@ -62,6 +66,7 @@ def examine_world(
         place: where this doctor's ranks are.
         environ: the environment that ranks inherit.
         timeout: seconds that ranks wait for others.
+        tell: receives what happens.
 
     Returns:
         Findings, and everything that was measured, for JSON. Only the doctor of machine 0 has measurements.
@@ -72,13 +77,15 @@ def examine_world(
     """
     store, port = _host(place, timeout) if place.first == 0 else (None, place.port)
     started: list[CommandProcess] = []
+    ranks = f"{place.count} rank{'s' if place.count > 1 else ''}"
+    tell(f"starting {ranks}; they load torch, and then wait up to {timeout:g} s for all {place.world.size}")
     try:
         for local in range(place.count):
             # One by one: if a start fails, those before it are ended.
             started.append(_start(config, place, port, local, environ, timeout))  # noqa: PERF401
         if store is None:
             return _follow(started, place), {}
-        return _Coordinator(store, place, started, timeout).run()
+        return _Coordinator(store, place, started, timeout, tell).run()
     finally:
         for process in started:
             if process.poll() is None:
@@ -161,12 +168,20 @@ def _reap(started: list[CommandProcess]) -> None:
 class _Coordinator:
     """Waits for the ranks, and collects what they say."""
 
-    def __init__(self, store: Any, place: Place, started: list[CommandProcess], timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        place: Place,
+        started: list[CommandProcess],
+        timeout: float,
+        tell: Callable[[str], None],
+    ) -> None:
         self.store = store
         self.place = place
         self.size = place.world.size
         self.local = {process.rank: process for process in started}
         self.timeout = timeout
+        self.tell = tell
 
     def run(self) -> tuple[list[Finding], dict[str, Any]]:
         """Findings and measurements."""
@@ -174,6 +189,7 @@ class _Coordinator:
         missing = [rank for rank in range(self.size) if rank not in arrived]
         if missing:
             return [self._missing(missing, arrived)], {"arrived": arrived, "missing": missing}
+        self.tell("all ranks are there; checking their clocks, collectives and links")
         self.store.set("start", "")
         clocks = self._clocks()
         # Also after a rank that does not tell its time: the others wait for it until their own timeout, and say so.

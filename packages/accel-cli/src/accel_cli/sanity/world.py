@@ -66,7 +66,9 @@ def run_checks(
         took = time.perf_counter() - began
         results.append({"name": name, "seconds": round(took, 3), "found": bench.found, "problems": problems})
         if bench.accelerator.is_main_process:
-            (folder / "results.json").write_text(json.dumps(results))
+            written = folder / "results.json.tmp"
+            written.write_text(json.dumps(results))
+            written.replace(folder / "results.json")  # a reader sees whole results
         if problems:
             break  # the next checks use what this one has made
     return results

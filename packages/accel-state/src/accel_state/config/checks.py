@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.parallel_degrees import DIMENSIONS
+from accel_state.config.schema import all_of
 from accel_state.config.sources import Origin, Source, Sources
 from accel_state.config.strategies import LaunchableStrategy
 from accel_state.errors import ConfigError
@@ -49,23 +50,16 @@ def check(
             missing.
     """
     merged = _MergedOptions(values, sources, root)
-    for rule in merged.rules():
-        rule(merged)
+    if found := list(merged.contradictions()):
+        raise all_of(found)
     return merged.notes
 
 
 def find_contradictions(
     values: dict[str, Any], sources: dict[str, Source], root: type[Section] = LaunchConfig
 ) -> list[ConfigError]:
-    """Every error that ``check`` would raise, one after the other; for a report of them all."""
-    merged = _MergedOptions(values, sources, root)
-    found = []
-    for rule in merged.rules():
-        try:
-            rule(merged)
-        except ConfigError as error:
-            found.append(error)
-    return found
+    """Every error that ``check`` would raise together; for a report that has more."""
+    return list(_MergedOptions(values, sources, root).contradictions())
 
 
 class _MergedOptions:
@@ -87,6 +81,14 @@ class _MergedOptions:
     def rules(self) -> tuple[Callable[[_MergedOptions], None], ...]:
         """Those of every run, and those of the selected strategy."""
         return (*_RULES, *(self.strategy.rules if self.strategy is not None else ()))
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """Apply the rules; yields what they say is wrong."""
+        for rule in self.rules():
+            try:
+                rule(self)
+            except ConfigError as error:
+                yield error
 
     def origin(self, path: str) -> Origin:
         return Sources(self.sources).of(path).origin
@@ -124,6 +126,19 @@ def _cpu_or_accelerators(merged: _MergedOptions) -> None:
             "use_cpu",
             None,
             "one selects the CPU, the other accelerators: keep one of them",
+        )
+
+
+def _processes_per(merged: _MergedOptions) -> None:
+    """What is counted takes the place of a number, and CPUs are counted for processes on the CPU."""
+    if merged.values["processes_per"] is None:
+        return
+    if merged.values["num_processes"] is not None:
+        merged.drop_weaker("num_processes", "processes_per", None, "keep one of them")
+    if merged.values["processes_per"] == "cpu" and not merged.values["use_cpu"]:
+        merged.values["use_cpu"] = True
+        merged.sources["use_cpu"] = dataclasses.replace(
+            Sources(merged.sources).of("processes_per"), path="processes_per", value="cpu"
         )
 
 
@@ -235,6 +250,7 @@ def _deepspeed_file(merged: _MergedOptions) -> None:
 
 
 _RULES: tuple[Callable[[_MergedOptions], None], ...] = (
+    _processes_per,
     _cpu_or_accelerators,
     _enough_processes,
     _one_process,

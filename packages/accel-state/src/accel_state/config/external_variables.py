@@ -5,12 +5,16 @@ Together with the options this covers every variable of Accelerate, which a test
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from accel_state.config.roots import complete_root
+from accel_state.config.schema import schema_of, variables_of
 from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES
+from accel_state.constants import DEVICE_COUNT, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
+from accel_state.messages import nearest
 
-__all__ = ["OTHER_VARIABLES"]
+__all__ = ["OTHER_VARIABLES", "unknown_variables"]
 
 _RANKS = "ranks and addresses, read by accel_state.clusters.topology"
 _TRACKER = "settings of that tracker"
@@ -93,3 +97,28 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Variable to what it is for."""
+
+_PYTHON = "ACCEL_PYTHON"  # accel launch --as_accelerate tells it to the command accelerate
+_OURS = ("ACCELERATE_", "ACCEL_", "FSDP_")
+"""Prefixes of this library's variables. ``ACCEL_TEST…`` are for tests of programs that use it."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Variables with a prefix of ours that nothing reads, and the nearest ones that exist.
+
+    What follows the prefix is compared, because the prefix is alike in all.
+    """
+    suspects = [
+        name for name in sorted(environ) if name.startswith(_OURS) and not name.startswith("ACCEL_TEST")
+    ]
+    if not suspects:
+        return {}
+    known = {name for bound in schema_of(complete_root()).options for name in variables_of(bound)}
+    known |= {*OTHER_VARIABLES, DEVICE_COUNT, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET, _PYTHON}
+    return {name: _nearest(name, known) for name in suspects if name not in known}
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    prefix = next(prefix for prefix in _OURS if name.startswith(prefix))
+    bare = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
+    return [prefix + other for other in nearest(name.removeprefix(prefix), bare, cutoff=0.75)]

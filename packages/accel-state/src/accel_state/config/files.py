@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import JsonObject
 from accel_state.config.roots import complete_root, root_for, selects_installed
-from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
+from accel_state.config.schema import BoundOption, Schema, all_of, build, schema_of, unknown
 from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 from accel_state.messages import shown, without_secrets
@@ -201,10 +200,7 @@ def _strict(reader: _Reader) -> FileLayer:
     layer, problems = reader.read()
     if not problems:
         return layer
-    if len(problems) == 1:
-        raise problems[0]
-    kind = UnknownKeyError if all(isinstance(error, UnknownKeyError) for error in problems) else ConfigError
-    raise kind("; ".join(str(error) for error in problems))
+    raise all_of(problems)
 
 
 def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]]:
@@ -283,12 +279,8 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines]:
 def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
     import json
 
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_repeated([key for key, _ in pairs], path)
-        return dict(pairs)
-
     try:
-        return json.loads(text, object_pairs_hook=table), _lines_of_json(text)
+        return json.loads(text), _lines_of_json(text, path)
     except RecursionError:
         raise ConfigError(
             f"{path} is nested too deeply; a configuration has mappings in mappings at most"
@@ -299,12 +291,17 @@ def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def _lines_of_json(text: str) -> Lines:
-    """Lines of the keys of valid JSON, at the top level and one level below, where options are."""
+def _lines_of_json(text: str, path: Path) -> Lines:
+    """Lines of the keys of valid JSON, at the top level and one level below, where options are.
+
+    Raises:
+        ConfigError: an object has a key twice, of which the parser would silently use the last one.
+    """
     import json
 
     lines: dict[tuple[str, ...], int] = {}
     above: list[str] = []  # the keys of the open objects; "" for arrays
+    seen: list[dict[str, int]] = []  # the keys of each of them, with their lines
     key, at, line = "", 0, 1
     while at < len(text):
         letter = text[at]
@@ -312,13 +309,16 @@ def _lines_of_json(text: str) -> Lines:
             word, end = json.decoder.scanstring(text, at + 1)  # type: ignore[attr-defined] # not in its stub
             if text[end:].lstrip()[:1] == ":":
                 key = word
+                _refuse_repeated(seen[-1], key, line, path)
                 lines.setdefault((*above[1:], key), line)
             at = end
             continue
         if letter in "{[":
             above.append(key if letter == "{" and above else "")
+            seen.append({})
         elif letter in "}]":
             above.pop()
+            seen.pop()
         line += letter == "\n"
         at += 1
     return lines
@@ -337,9 +337,10 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         _refuse_bombs(node, path)
         lines: dict[tuple[str, ...], int] = {}
         for above, table in _tables(node, ()):
-            keys = [key for key, _ in table.value if isinstance(key.value, str)]
-            _refuse_repeated([key.value for key in keys], path)
-            lines |= {(*above, key.value): key.start_mark.line + 1 for key in keys}
+            seen: dict[str, int] = {}
+            for key in (key for key, _ in table.value if isinstance(key.value, str)):
+                _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
+            lines |= {(*above, key): line for key, line in seen.items()}
         return (None if node is None else loader.construct_document(node)), lines
     except RecursionError:
         raise ConfigError(
@@ -388,11 +389,12 @@ def _tables(node: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _tables(value, (*above, str(key.value)))
 
 
-def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
-    # The parsers would silently use the last one.
-    for key, count in Counter(keys).items():
-        if count > 1:
-            raise ConfigError(f"{path}: key {key[:200]} occurs {count} times; keep one of them")
+def _refuse_repeated(seen: dict[str, int], key: str, line: int, path: Path) -> None:
+    """Note a key and its line; refuse it if it is there already: the parsers would silently use the last one."""
+    if key in seen:
+        where = "twice in that line" if seen[key] == line else f"in line {seen[key]} already"
+        raise ConfigError(f"{path}, line {line}: key {key[:200]} is {where}; keep one of them")
+    seen[key] = line
 
 
 class _Reader:

@@ -11,7 +11,9 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.option_types import Bool, BoolOrName, Float, Int, StringList
 from accel_state.config.roots import complete_root, selects_installed
-from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
+from accel_state.config.schema import BoundOption, Schema, all_of, flatten, plain_flag, schema_of, unknown
+from accel_state.config.sections.hardware import PROCESSES_PER
+from accel_state.config.sources import PER_MACHINE
 from accel_state.errors import ConfigError, UnknownKeyError
 
 __all__ = ["ParsedFlags", "parse_flags", "to_flags", "without_flags"]
@@ -124,6 +126,7 @@ class _Reader:
         self.words = words
         self.extra = {plain_flag(n if n.startswith("-") else f"--{n}"): takes for n, takes in extra.items()}
         self.at = 0
+        self.errors: list[ConfigError] = []
         self.values: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}
         self.others: dict[str, Any] = {}
@@ -134,6 +137,16 @@ class _Reader:
         ] = []  # each flag, without its dashes, and the words that it took
 
     def run(self) -> None:
+        """Read the flags.
+
+        Raises:
+            ConfigError: what is wrong with all of them.
+        """
+        self._read()
+        if self.errors:
+            raise all_of(self.errors)
+
+    def _read(self) -> None:
         while self.at < len(self.words):
             word = self.words[self.at]
             if word == "--":
@@ -144,7 +157,10 @@ class _Reader:
             began = self.at
             self.at += 1
             flag, equals, text = word.partition("=")
-            self._flag(flag, text if equals else None)
+            try:
+                self._flag(flag, text if equals else None)
+            except ConfigError as error:
+                self.errors.append(error)
             self.spans.append((plain_flag(flag), began, self.at))
 
     def _flag(self, flag: str, text: str | None) -> None:
@@ -184,6 +200,14 @@ class _Reader:
         if bound.path == "num_machines" and re.fullmatch(r"\d+:\d+", text):  # torchrun's form of a range
             least, _, text = text.partition(":")
             self._option(flag, schema_of(LaunchConfig).by_path["min_machines"], least)
+        if bound.path == "num_processes" and plain_flag(flag) in PER_MACHINE:
+            if text.lower() in PROCESSES_PER:
+                self._option(flag, schema_of(LaunchConfig).by_path["processes_per"], text)
+                return
+            if not text.isdecimal():
+                raise ConfigError(
+                    f"{flag} is {text!r}; expected a number of processes, or {', '.join(PROCESSES_PER)}"
+                )
         value = bound.parse(text, flag)
         choices = ", ".join(bound.about.choices)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):

@@ -130,7 +130,7 @@ def resolve_config(
         for option in (*removed, *layer.values):
             sources[option] = _source(origin, option, merged[option], root, found, path, environ, flags)
     if issubclass(root, LaunchConfig):
-        if Sources(sources, root).is_per_machine("num_processes"):
+        if merged["num_processes"] is not None and Sources(sources, root).is_per_machine("num_processes"):
             sources["num_processes"] = dataclasses.replace(
                 sources["num_processes"], text=str(merged["num_processes"])
             )

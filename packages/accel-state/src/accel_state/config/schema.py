@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from accel_state.config.option import Carrier, Option, Section
 from accel_state.config.option_types import BoolOrName, OptionType, option_type_of
 from accel_state.errors import ConfigError, UnknownKeyError
-from accel_state.messages import HIDDEN, shown, without_secrets
+from accel_state.messages import HIDDEN, did_you_mean, shown, without_secrets
 
 __all__ = [
     "BoundOption",
     "Schema",
+    "all_of",
     "build",
     "flatten",
-    "nearest",
     "plain_flag",
     "schema_of",
     "unknown",
@@ -265,22 +265,21 @@ def build(root: type[Section], values: Mapping[str, Any]) -> Any:
     return root(**own, **sections)
 
 
-def nearest(name: str, known: Iterable[str], count: int = 2) -> list[str]:
-    """The known names that resemble ``name``, best first; a second one only if it is about as close as the first."""
-    import difflib
-
-    bare = {other.lstrip("-"): other for other in known}  # the dashes of flags are alike in all
-    name = name.lstrip("-")
-    near = difflib.get_close_matches(name, list(bare), n=count, cutoff=0.6)
-    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in near]
-    return [bare[other] for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
-
-
 def unknown(name: str, known: Iterable[str], what: str, otherwise: str = "") -> UnknownKeyError:
     """The error for an unknown name, with the closest known names; with ``otherwise`` if none is close."""
-    near = nearest(name, known)
-    hint = f"; did you mean {' or '.join(near)}?" if near else otherwise
-    return UnknownKeyError(f"{what} {name} does not exist{hint}")
+    return UnknownKeyError(f"{what} {name} does not exist{did_you_mean(name, known, otherwise)}")
+
+
+def all_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that says what several say, one a line; a single one is itself.
+
+    Args:
+        errors: at least one.
+    """
+    if len(errors) == 1:
+        return errors[0]
+    kind = UnknownKeyError if all(isinstance(error, UnknownKeyError) for error in errors) else ConfigError
+    return kind("\n  ".join([f"{len(errors)} errors:", *map(str, errors)]))
 
 
 def _limits(low: float | None, high: float | None) -> str:

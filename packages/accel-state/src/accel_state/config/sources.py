@@ -15,9 +15,9 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.schema import BoundOption, plain_flag, schema_of
 
-__all__ = ["Origin", "Place", "Source", "Sources", "variable_in_use"]
+__all__ = ["PER_MACHINE", "Origin", "Place", "Source", "Sources", "variable_in_use"]
 
-_PER_MACHINE = frozenset({"nproc_per_node"})
+PER_MACHINE = frozenset({"nproc_per_node"})
 """torchrun's flags that count for each machine, where our option counts all machines; as ``plain_flag`` spells them."""
 
 
@@ -102,7 +102,7 @@ class Sources:
     def is_per_machine(self, path: str) -> bool:
         """Whether the option was typed as a flag of torchrun that counts for each machine: ``--nproc_per_node``."""
         source = self.of(path)
-        return source.origin is Origin.FLAG and plain_flag(source.name) in _PER_MACHINE
+        return source.origin is Origin.FLAG and plain_flag(source.name) in PER_MACHINE
 
     def describe(self, path: str, value: Any) -> str:
         """An option with its value as the user wrote it.

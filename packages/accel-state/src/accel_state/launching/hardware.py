@@ -15,12 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_state.constants import DEVICE_COUNT
 from accel_state.errors import ConfigError
 
-__all__ = ["COUNT_VARIABLE", "Accelerators", "find_accelerators", "peer_to_peer_works", "physical_cores"]
-
-COUNT_VARIABLE = "ACCEL_DEVICE_COUNT"
-"""Overrides the count (for tests, and for machines whose devices are in no standard location)."""
+__all__ = ["Accelerators", "find_accelerators", "peer_to_peer_works", "physical_cores", "usable_cpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +49,11 @@ def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> Acc
     Raises:
         ConfigError: ``ACCEL_DEVICE_COUNT`` is not an integer.
     """
-    forced = environ.get(COUNT_VARIABLE)
+    forced = environ.get(DEVICE_COUNT)
     if forced is not None:
         if not forced.isdecimal():
             raise ConfigError(
-                f"environment variable {COUNT_VARIABLE} is {forced!r}; expected an integer of at least 0"
+                f"environment variable {DEVICE_COUNT} is {forced!r}; expected an integer of at least 0"
             )
         return (
             _narrow("cuda", int(forced), "CUDA_VISIBLE_DEVICES", environ) if int(forced) else Accelerators()
@@ -173,3 +171,8 @@ def physical_cores(root: Path = Path("/")) -> int:
         except OSError:
             return len(allowed)
     return max(1, len(cores))
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on; each hyperthread counts."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,7 +21,7 @@ from accel_state.config.parallel_degrees import degrees_of, misfit
 from accel_state.config.sources import Sources
 from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.launching.hardware import Accelerators
+from accel_state.launching.hardware import Accelerators, usable_cpus
 from accel_state.launching.machines.deepspeed import deepspeed_argv, uses_deepspeed_launcher
 from accel_state.launching.machines.elastic import elastic_argv
 from accel_state.launching.machines.mpi import mpi_argv
@@ -159,7 +159,7 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('distributed_type')} needs {strategy.devices_described}, and none are visible on this machine; "
             f"{words.remedy('distributed_type')}"
         )
-    size = config.num_processes or _degrees_product(config, machines if cpu else machines * found, cpu)
+    size = config.num_processes or _default_size(config, machines, found, cpu)
     if size % machines:
         raise ConfigError(
             f"{words('num_processes')} is not divisible by {words('num_machines')}; "
@@ -193,6 +193,22 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
     if ids is not None and not config.use_cpu:
         _check_ids(words("gpu_ids"), ids, accelerators)
     return World(size, local, machines, config.machine_rank, cpu)
+
+
+def _default_size(config: LaunchConfig, machines: int, found: int, cpu: bool) -> int:
+    """Processes where no number is given.
+
+    Raises:
+        DeviceError: there are no accelerators to count.
+    """
+    if config.processes_per == "gpu" and cpu:
+        raise DeviceError(
+            "--nproc_per_node gpu starts a process for each accelerator, and this machine has none that it may "
+            "use; pass a number, or --nproc_per_node cpu"
+        )
+    if config.processes_per is not None and cpu:
+        return machines * usable_cpus()
+    return _degrees_product(config, machines if cpu else machines * found, cpu)
 
 
 def _degrees_product(config: LaunchConfig, found: int, cpu: bool) -> int:

@@ -43,6 +43,7 @@ from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.processes import CommandProcess, RankProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
+from accel_state.launching.run_record import recorded
 from accel_state.launching.target import Target, check_target
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
@@ -115,7 +116,22 @@ def launch(
             console.say(f"accel: --resume: {_who_restarts(config)}")
         monitor = attempts.watch() if first.style == "ranks" else None
         policy = policy_of(config, agent=first.style == "agent")
-        outcome = supervise(attempts.start, policy, console, monitor=monitor)
+        with recorded(
+            config.log_dir,
+            first.processes[0].argv,
+            ranks=world.local_size,
+            world_size=world.size,
+            machine_rank=world.machine_rank,
+            machines=world.machines,
+        ) as recorder:
+            outcome = supervise(attempts.start, policy, console, monitor=monitor)
+        if recorder is not None:
+            try:
+                recorder.end(outcome)
+            except OSError as error:
+                console.say(
+                    f"accel: the end of this run is not recorded in {config.log_dir} ({error.strerror})"
+                )
         if monitor is not None and config.straggler_report and not outcome.stalled:
             untold = "--straggler_report: no rank has made an optimizer step through Accelerator.prepare()"
             console.say(f"accel: {monitor.phases() or untold}")
@@ -210,7 +226,7 @@ def render_failure(
     heading = f"=== {outcome.label} failed{first} ({outcome.how}) ===".center(width, "=")
     where = [f"full output: {log}"] if log is not None else []
     error = outcome.error.rstrip()
-    if not error and "ended by" not in outcome.how:  # a signal says what happened
+    if not error and not outcome.by_signal:  # a signal says what happened
         error = "the rank wrote nothing to standard error"
     shown = fold_frames(error) if folded else error
     if shown != error:

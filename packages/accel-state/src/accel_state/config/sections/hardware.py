@@ -10,7 +10,10 @@ from accel_state.config.option import option
 from accel_state.config.sections.common import CommonOptions
 from accel_state.enums import DistributedType
 
-__all__ = ["DEVICE_LIST_VARIABLES", "HardwareOptions"]
+__all__ = ["DEVICE_LIST_VARIABLES", "PROCESSES_PER", "HardwareOptions"]
+
+PROCESSES_PER = ("gpu", "cpu", "auto")
+"""Words of torchrun's ``--nproc_per_node``; ``auto``: accelerators where there are any, else CPUs."""
 
 DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -65,6 +68,14 @@ class HardwareOptions(CommonOptions):
         high=1_000_000,
         flags=("--nproc_per_node",),
         prompt="How many processes in total will you use?",
+    )
+    processes_per: str | None = option(
+        help="Start a process for each accelerator (gpu), for each CPU (cpu), or for each accelerator if there are "
+        "any, else for each CPU (auto), in place of num_processes; --nproc_per_node gpu is the same.",
+        env=(),
+        choices=PROCESSES_PER,
+        in_file=False,
+        ours=True,
     )
     cluster: str = option(
         "auto",

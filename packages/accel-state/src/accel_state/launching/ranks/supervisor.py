@@ -154,6 +154,7 @@ class Outcome:
         failed: the rank that failed first, unless it was stopped on request.
         label: name of that process in messages.
         how: how it ended, in words.
+        by_signal: a signal ended that process.
         error: last traceback of that rank, or the end of its standard error.
         others: a line for each way in which other ranks failed.
         stopped_by: the signal that stopped the launcher, if any.
@@ -164,6 +165,7 @@ class Outcome:
     failed: int | None = None
     label: str = ""
     how: str = ""
+    by_signal: bool = False
     error: str = ""
     others: tuple[str, ...] = ()
     stopped_by: int | None = None
@@ -502,6 +504,7 @@ class _Group:
             failed=None if wanted else first.process.rank,
             label=first.label,
             how=_how(first),
+            by_signal=first.code < 0,
             error="" if wanted else last_traceback(first.output.tail),
             others=() if wanted else tuple(summarize(others)),
             stopped_by=self.stopped_by,

@@ -1,0 +1,288 @@
+"""``accel config get`` and ``set``: one option of a configuration file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.completion import Item
+from accel_cli.config_show import mistakes_of
+from accel_cli.dialect import App, Command
+from accel_cli.yaml_edits import edit_mapping
+from accel_state.config.files import default_path, find_default, parse_text, read_text, write_text
+from accel_state.config.fsdp_conversion import Change
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.option_types import Bool, BoolOrName, StringList
+from accel_state.config.roots import complete_root
+from accel_state.config.sagemaker import SageMakerConfig
+from accel_state.config.schema import BoundOption, Schema, schema_of, unknown
+from accel_state.environment import snapshot
+from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.messages import HIDDEN
+
+__all__ = ["KeyCommand", "add_commands", "keys", "values"]
+
+_KIND = "compute_environment"
+_Key = Annotated[
+    str,
+    typer.Argument(
+        help="The key as in the file, such as num_processes; with a dot inside a section: fsdp_config.fsdp_version."
+    ),
+]
+_FileOption = Annotated[
+    str | None,
+    typer.Option("--config_file", help="The file; by default the one that accel launch reads."),
+]
+
+
+class KeyCommand(Command):
+    """A command whose arguments are a key of a configuration file, and its value."""
+
+    def complete_argument(self, name: str, before: str) -> Iterator[Item]:
+        """What an argument can be; ``before`` is the word in front of it."""
+        if name == "key":
+            yield from (Item(key, text) for key, text in keys())
+            return
+        bound = values(before)
+        if bound is not None:
+            truth = ("true", "false") if isinstance(bound.option_type, Bool | BoolOrName) else ()
+            yield from (Item(word) for word in (*truth, *bound.about.choices))
+
+
+def add_commands(app: App) -> None:
+    """Add ``get`` and ``set`` to ``accel config``."""
+    app.command("get", cls=KeyCommand)(get)
+    app.command("set", cls=KeyCommand)(set_)
+
+
+def get(
+    key: _Key,
+    config_file: _FileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the value as JSON.")] = False,
+) -> int:
+    """Print the value of one key of a configuration file; of a section, all that it has.
+
+    A key that the file does not have prints its default. The exit code is 1 if there is none.
+    """
+    path = _file(config_file)
+    data = parse_text(read_text(path), path)
+    known = _schema(data)
+    if key in known.file_keys or key == _KIND:
+        value = data.get(key)
+    else:
+        bound = _option(known, key)
+        value = _in(data, bound)
+        if value is None and bound.default is not None:
+            value = bound.option_type.dump(bound.default)
+        if value is not None and bound.about.secret:
+            value = HIDDEN
+    if value is None:
+        sys.stderr.write(f"{path} does not set {key}, and there is no default\n")
+        return 1
+    if as_json:
+        typer.echo(json.dumps(value))
+    elif isinstance(value, Mapping):
+        typer.echo("\n".join(f"{name}: {_text(item)}" for name, item in value.items()))
+    else:
+        typer.echo(_text(value))
+    return 0
+
+
+def set_(
+    key: _Key,
+    value: Annotated[str, typer.Argument(help="Its new value; '' removes the key from the file.")],
+    config_file: _FileOption = None,
+) -> None:
+    """Change one key of a configuration file; comments, order and all other lines stay.
+
+    The value is checked first. A file that does not exist is made.
+    """
+    path = _own_file(config_file)
+    text = read_text(path) if path.exists() else ""
+    data = parse_text(text, path)
+    known = _schema(data)
+    if key == _KIND or key in known.file_keys:
+        what = (
+            "the kind of file"
+            if key == _KIND
+            else "a section; set one of its keys, such as " + _example(known, key)
+        )
+        raise ConfigError(f"{key} is {what}" + ("; accel config makes another file" if key == _KIND else ""))
+    bound = _option(known, key)
+    new = _parsed(bound, key, value)
+    before, name = _in(data, bound), _name(data, bound, key)
+    changed = _changed(data, bound, name, new)
+    if changed == data and path.exists():
+        typer.echo(f"{path}: {name} is {_shown(bound, before)} already")
+        return
+    write_text(path, _edited(text, path, bound, name, before, new, changed))
+    typer.echo(f"{path}: {name}: {_shown(bound, before)} -> {_shown(bound, new)}")
+    for error in mistakes_of(path)[1]:
+        typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
+
+
+def keys() -> Iterator[tuple[str, str]]:
+    """Every key that a file can have, with its help; for completion."""
+    yield _KIND, "Where runs are: LOCAL_MACHINE or AMAZON_SAGEMAKER."
+    for root in (complete_root(), SageMakerConfig):
+        for bound in schema_of(root).options:
+            if bound.keys and (
+                root is not SageMakerConfig or bound.path not in schema_of(complete_root()).by_path
+            ):
+                yield bound.file_path, bound.about.help
+
+
+def values(key: str) -> BoundOption | None:
+    """The option of a key; None if there is none."""
+    for root in (complete_root(), SageMakerConfig):
+        found = _find(schema_of(root), key)
+        if found is not None:
+            return found
+    return None
+
+
+def _file(config_file: str | None) -> Path:
+    if config_file is not None:
+        return Path(config_file).expanduser()
+    environ = snapshot()
+    found = find_default(environ)
+    if found is None:
+        raise ConfigNotFoundError(
+            f"there is no configuration file {default_path(environ)}; name one with --config_file, or write it with "
+            "accel config"
+        )
+    return found.path
+
+
+def _own_file(config_file: str | None) -> Path:
+    """The file to change, which is never Accelerate's."""
+    environ = snapshot()
+    ours = default_path(environ)
+    path = ours if config_file is None else Path(config_file).expanduser()
+    found = find_default(environ) if config_file is None else None
+    theirs = path.resolve().parent == (ours.parent.parent / "accelerate").resolve()
+    if theirs or (found is not None and found.foreign):
+        whose = path if theirs or found is None else found.path
+        raise ConfigError(
+            f"{whose} belongs to Accelerate and is not changed; accel config update copies it to {ours}"
+        )
+    return path
+
+
+def _schema(data: Mapping[str, Any]) -> Schema:
+    is_job = data.get(_KIND) == SageMakerConfig.compute_environment
+    return schema_of(SageMakerConfig if is_job else complete_root())
+
+
+def _find(known: Schema, key: str) -> BoundOption | None:
+    section, _, name = key.rpartition(".")
+    found = known.by_key.get((section or None, name)) or known.by_path.get(key)
+    return found if found is not None and found.keys else None
+
+
+def _option(known: Schema, key: str) -> BoundOption:
+    found = _find(known, key)
+    if found is not None:
+        return found
+    elsewhere = [
+        bound.file_path for (_, name), bound in known.by_key.items() if name == key.rpartition(".")[2]
+    ]
+    if elsewhere:
+        raise unknown(key, (), "key", f"; it belongs at {elsewhere[0]}")
+    raise unknown(key, [bound.file_path for bound in known.options if bound.keys], "key")
+
+
+def _in(data: Mapping[str, Any], bound: BoundOption) -> Any:
+    """The value of an option in a file, whichever of its keys the file has."""
+    table = data if bound.file_key is None else data.get(bound.file_key)
+    if not isinstance(table, Mapping):
+        return None
+    return next((table[name] for name in bound.keys if name in table), None)
+
+
+def _name(data: Mapping[str, Any], bound: BoundOption, key: str) -> str:
+    """The full key that the file has, or that it is going to have."""
+    table = (data if bound.file_key is None else data.get(bound.file_key)) or {}
+    name = next((name for name in bound.keys if name in table), bound.keys[0])
+    return name if bound.file_key is None else f"{bound.file_key}.{name}"
+
+
+def _parsed(bound: BoundOption, key: str, text: str) -> Any:
+    """The data to write for a value as it was typed."""
+    if isinstance(bound.option_type, StringList) and text.lstrip().startswith("["):
+        try:
+            value = bound.read(json.loads(text), key)
+        except ValueError as error:
+            raise ConfigError(f"{key} is {text!r}; expected a JSON list of strings") from error
+    else:
+        value = bound.parse(text, key)
+    return None if value is None else bound.option_type.dump(value)
+
+
+def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -> dict[str, Any]:
+    """The file's data with the new value; None removes the key."""
+    name = full.rpartition(".")[2] if bound.file_key else full
+    table = dict(data if bound.file_key is None else data.get(bound.file_key) or {})
+    if new is None:
+        table.pop(name, None)
+    else:
+        table[name] = new
+    if bound.file_key is None:
+        return table
+    if not table and bound.file_key not in data:
+        return dict(data)
+    return {**data, bound.file_key: table or None}
+
+
+def _edited(
+    text: str, path: Path, bound: BoundOption, full: str, before: Any, new: Any, changed: Mapping[str, Any]
+) -> str:
+    """The text with the change; the whole file is written anew only where that cannot be done in its lines."""
+    import yaml
+
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return json.dumps(changed, indent=2) + "\n"
+    if not text:
+        start = {_KIND: LaunchConfig.compute_environment}
+        return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
+    name = full.rpartition(".")[2] if bound.file_key else full
+    is_there = before is not None or _has(text, path, bound, name)
+    change = Change(name, "drop" if new is None else "set", before, name, new)
+    if not is_there:
+        change = Change(name, "add", None, name, new)
+    edited = edit_mapping(text, bound.file_key, [change])
+    if edited is not None and parse_text(edited, path) == changed:
+        return edited
+    if "#" in text:
+        sys.stderr.write(
+            f"note: comments of {path} are not kept, because it is not written one option a line\n"
+        )
+    return str(yaml.safe_dump(dict(changed), sort_keys=False, allow_unicode=True))
+
+
+def _has(text: str, path: Path, bound: BoundOption, name: str) -> bool:
+    """Whether the file has the key, without a value."""
+    data = parse_text(text, path)
+    table = data if bound.file_key is None else data.get(bound.file_key)
+    return isinstance(table, Mapping) and name in table
+
+
+def _example(known: Schema, section: str) -> str:
+    return next(bound.file_path for bound in known.options if bound.file_key == section and bound.keys)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _shown(bound: BoundOption, value: Any) -> str:
+    if value is None:
+        return "(not set)"
+    return HIDDEN if bound.about.secret else _text(value)

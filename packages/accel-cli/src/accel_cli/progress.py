@@ -1,0 +1,71 @@
+"""What a command does at the moment: one line of standard error, only on a terminal.
+
+Results go to standard output. Pipes, files and ``--json`` get nothing of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Progress", "on_terminal", "progress"]
+
+
+def on_terminal() -> bool:
+    """Whether someone watches standard error."""
+    return bool(sys.stderr.isatty())
+
+
+class Progress:
+    """The line with what is done, and for how many seconds; made by ``progress``.
+
+    Args:
+        bar: of rich; None: nothing is shown.
+    """
+
+    def __init__(self, bar: Any = None) -> None:
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task("", total=None)
+
+    def now(self, text: str) -> None:
+        """Say what is done from here on."""
+        if self._bar is not None:
+            self._bar.reset(self._task, description=text)
+            self._bar.refresh()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the line away, to print results or to let another process print."""
+        if self._bar is None:
+            yield
+            return
+        self._bar.stop()
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            self._bar.start()
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """Show what is done, until the block ends; the line is removed then.
+
+    Args:
+        text: what is done first.
+    """
+    if not on_terminal():
+        yield Progress()
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    # What libraries warn of on standard error appears above the line; standard output stays as it is.
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        shown = Progress(bar)
+        shown.now(text)
+        yield shown
