@@ -23,7 +23,6 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, Schema, schema_of, unknown
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError, ConfigNotFoundError
-from accel_state.messages import HIDDEN
 
 __all__ = ["KeyCommand", "add_commands", "keys", "values"]
 
@@ -79,8 +78,6 @@ def get(
         value = _in(data, bound)
         if value is None and bound.default is not None:
             value = bound.option_type.dump(bound.default)
-        if value is not None and bound.about.secret:
-            value = HIDDEN
     if value is None:
         sys.stderr.write(f"{path} does not set {key}, and there is no default\n")
         return 1
@@ -118,10 +115,10 @@ def set_(
     before, name = _in(data, bound), _name(data, bound, key)
     changed = _changed(data, bound, name, new)
     if changed == data and path.exists():
-        typer.echo(f"{path}: {name} is {_shown(bound, before)} already")
+        typer.echo(f"{path}: {name} is {_shown(before)} already")
         return
     write_text(path, _edited(text, path, bound, name, before, new, changed))
-    typer.echo(f"{path}: {name}: {_shown(bound, before)} -> {_shown(bound, new)}")
+    typer.echo(f"{path}: {name}: {_shown(before)} -> {_shown(new)}")
     for error in mistakes_of(path)[1]:
         typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
 
@@ -242,7 +239,7 @@ def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -
 def _edited(
     text: str, path: Path, bound: BoundOption, full: str, before: Any, new: Any, changed: Mapping[str, Any]
 ) -> str:
-    """The text with the change; the whole file is written anew only where that cannot be done in its lines."""
+    """The text with the change; the whole file is replaced only where that cannot be done in its lines."""
     import yaml
 
     if path.suffix == ".json" or text.lstrip().startswith("{"):
@@ -282,7 +279,7 @@ def _text(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) else json.dumps(value)
 
 
-def _shown(bound: BoundOption, value: Any) -> str:
+def _shown(value: Any) -> str:
     if value is None:
         return "(not set)"
-    return HIDDEN if bound.about.secret else _text(value)
+    return _text(value)

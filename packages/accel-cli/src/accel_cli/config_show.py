@@ -13,6 +13,7 @@ import typer
 from accel_cli.colors import Colors, colors_for
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page
+from accel_cli.render import folded
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
 from accel_state.config.files import FileLayer, default_path, find_default, find_mistakes
@@ -208,7 +209,8 @@ def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) ->
     texts = [_text(row) for row in rows]
     wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
     file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
-    lines = [colors("dim", file)]
+    shown = "\n# ".join(folded(file).split("\n")) if sys.stdout.isatty() else file
+    lines = [colors("dim", shown)]
     for row, text in zip(rows, texts, strict=True):
         name = colors("cyan", row.name) + " " * (wide - len(row.name))
         if not origins:

@@ -14,6 +14,8 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 """A title, and rows of a name with its explanation."""
 
 _INDENT = 30
+_NARROW = 80
+"""Below this width explanations stand below their names."""
 
 
 def page_width() -> int:
@@ -42,7 +44,8 @@ def help_page(
     """
     width = page_width() if width is None else width
     colors = colors_for() if colors is None else colors
-    blocks = [f"{colors('bold', 'usage:')} {usage}\n"]
+    wrapped = _folded(f"usage: {usage}", width, "  ").removeprefix("usage:")
+    blocks = [f"{colors('bold', 'usage:')}{wrapped}\n"]
     if description:
         blocks.append(_paragraphs(description, width))
     for title, rows in sections:
@@ -56,15 +59,29 @@ def help_page(
 def _paragraphs(text: str, width: int) -> str:
     wrapped = []
     for paragraph in textwrap.dedent(text).strip("\n").split("\n\n"):
-        keeps_lines = any(line.startswith((" ", "\t")) for line in paragraph.splitlines())
-        wrapped.append(paragraph if keeps_lines else textwrap.fill(paragraph, width))
+        lines = paragraph.splitlines()
+        if any(line.startswith((" ", "\t")) for line in lines):
+            wrapped.append("\n".join(_folded(line, width, "      ") for line in lines))
+        else:
+            wrapped.append(_folded(" ".join(paragraph.split()), width, ""))
     return "\n\n".join(wrapped) + "\n"
 
 
+def _folded(text: str, width: int, indent: str) -> str:
+    """The text in lines that end between words; those after the first are indented."""
+    if len(text) <= width:
+        return text
+    return textwrap.fill(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _row(name: str, text: str, width: int, colors: Colors) -> str:
-    lines = textwrap.wrap(text, max(30, width - _INDENT)) or [""]
+    indent = _INDENT if width >= _NARROW else 6
+    folded = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
+    lines = folded or [""]
     first = f"  {name}"
     shown = f"  {colors('cyan', name)}"
-    if len(first) < _INDENT - 1:
-        shown += " " * (_INDENT - len(first)) + lines.pop(0)
-    return "\n".join([shown.rstrip(), *(" " * _INDENT + line for line in lines)]) + "\n"
+    if len(first) < indent - 1:
+        shown += " " * (indent - len(first)) + lines.pop(0)
+    return "\n".join([shown.rstrip(), *(" " * indent + line for line in lines)]) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -138,10 +139,20 @@ class TrainingCheckpoint:
         views: list[Mapping[str, torch.Tensor]] = []
         copies: dict[str, torch.Tensor] = {}
         arena = Arena()
+        damaged: list[CorruptCheckpointError] = []  # what files of tensors say, which name themselves
+
+        @contextlib.contextmanager
+        def of_tensors() -> Iterator[None]:
+            try:
+                yield
+            except CorruptCheckpointError as error:
+                damaged.append(error)
+                raise
 
         def find(name: str) -> Any:
             if not opened:
-                opened.append(SavedTensors(self._files(self._state_files(stem)), self._check))
+                with of_tensors():
+                    opened.append(SavedTensors(self._files(self._state_files(stem)), self._check))
             if name not in opened[0]:
                 raise CorruptCheckpointError(
                     f"{path} refers to the tensor {name!r}, which is in no file beside it"
@@ -150,12 +161,15 @@ class TrainingCheckpoint:
 
         def copy(name: str) -> torch.Tensor:
             if name not in copies:
-                copies[name] = find(name).read(arena.empty)
+                found = find(name)
+                with of_tensors():
+                    copies[name] = found.read(arena.empty)
             return copies[name]
 
         def view(name: str) -> torch.Tensor:
             if not views:
-                views.append(self._mapped(self._files(self._state_files(stem))))
+                with of_tensors():
+                    views.append(self._mapped(self._files(self._state_files(stem))))
             return views[0][name] if name in views[0] else copy(name)
 
         try:
@@ -165,6 +179,8 @@ class TrainingCheckpoint:
                 if wanted(name)
             }
         except CorruptCheckpointError as error:
+            if error in damaged:
+                raise
             raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
     def _described(self, stem: str) -> tuple[Path, dict[str, Any]]:

@@ -84,7 +84,7 @@ def _system() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "accel": shutil.which("accel") or "not on PATH",
         "processor cores": f"{psutil.cpu_count(logical=False)} ({psutil.cpu_count()} threads)",
-        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
+        "memory": f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB free",
     }
 
 
@@ -100,7 +100,7 @@ def _devices() -> dict[str, Any]:
     if device.type == "cuda":
         for index in range(count):
             facts = torch.cuda.get_device_properties(index)
-            found[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory / 2**30:.1f} GiB"
+            found[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory / 1e9:.1f} GB"
     return found
 
 

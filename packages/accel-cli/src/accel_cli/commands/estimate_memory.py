@@ -54,7 +54,10 @@ def estimate_memory(
     ],
     library_name: Annotated[
         str | None,
-        typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
+        typer.Option(
+            "--library_name",
+            help="Library of the model, transformers or timm, if its configuration does not say it.",
+        ),
     ] = None,
     dtypes: Annotated[
         list[str] | None,
@@ -67,10 +70,10 @@ def estimate_memory(
         typer.Option("--trust_remote_code", help="Run the model's own code from its repository."),
     ] = False,
     batch_size: Annotated[
-        int, typer.Option("--batch_size", min=1, help="Samples, for activations and the KV cache.")
+        int, typer.Option("--batch_size", min=1, help="Samples per batch, for activations and the KV cache.")
     ] = 1,
     seq_length: Annotated[
-        int, typer.Option("--seq_length", min=1, help="Tokens of a sample, for activations and the KV cache.")
+        int, typer.Option("--seq_length", min=1, help="Tokens per sample, for activations and the KV cache.")
     ] = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> None:

@@ -73,6 +73,12 @@ def merge_weights(
 
     import accel_ckpt
 
+    if checkpoint_directory.resolve() == output_path.resolve():
+        raise ConfigError(
+            f"OUTPUT_PATH is CHECKPOINT_DIRECTORY, {checkpoint_directory}: the result would replace what is read; give "
+            "another folder for the result"
+        )
+
     if accelerate_state:
         if unsafe_serialization or remove_checkpoint_dir or max_shard_size is not None:
             raise ConfigError("--accelerate_state cannot be combined with the other options; leave them out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import stat
@@ -36,13 +37,16 @@ def migrate(
     The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
     changed. Exit code 1: at least one file was refused.
     """
-    from accel_cli.migration.files import find_files, migrate_file
+    from accel_cli.migration.files import find_files, migrate_file, starts_of_refused
 
     shown, warned = colors_for(), colors_for(sys.stderr)
     changed = refused = looked = 0
-    for path in find_files(paths):
+    migrations = {path: migrate_file(path) for path in find_files(paths)}
+    unchanged = {path.resolve() for path, migration in migrations.items() if migration.refusals}
+    for path, migration in migrations.items():
         looked += 1
-        migration = migrate_file(path)
+        if remarks := starts_of_refused(path, migration.before, unchanged):
+            migration = dataclasses.replace(migration, after=migration.before, notes=remarks)
         for remark in migration.notes:
             _remark(path, remark.line, warned("yellow", "note"), remark.text)
         for remark in migration.refusals:

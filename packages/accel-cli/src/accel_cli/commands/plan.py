@@ -46,51 +46,69 @@ _Model = Annotated[
 ]
 _Devices = Annotated[
     int | None,
-    typer.Option("--devices", min=1, help="Devices of all machines; by default this machine's."),
+    typer.Option(
+        "--devices", min=1, help="Number of devices over all machines; by default those of this machine."
+    ),
 ]
-_Machines = Annotated[int, typer.Option("--machines", min=1, help="Machines.")]
+_Machines = Annotated[int, typer.Option("--machines", min=1, help="Number of machines.")]
 _Memory = Annotated[
     str | None,
-    typer.Option("--memory", help="Of a device, such as 80GB; by default that of this machine's."),
+    typer.Option(
+        "--memory", help="Memory of one device, such as 80GB; by default that of this machine's devices."
+    ),
 ]
 _Device = Annotated[
     str | None,
-    typer.Option("--device", help="Name of the device in place of its memory, such as h100-80gb."),
+    typer.Option("--device", help="Model of the device, such as h100-80gb, instead of --memory."),
 ]
 _HostMemory = Annotated[
-    str | None, typer.Option("--host_memory", help="Of a machine, such as 1TB; by default not compared.")
+    str | None,
+    typer.Option(
+        "--host_memory",
+        help="Host memory of one machine, such as 1TB; by default it does not limit what fits.",
+    ),
 ]
 _Reserve = Annotated[
     str,
     typer.Option(
         "--reserve",
-        help="Of a device, for its context, buffers of communication and fragments of the allocator.",
+        help="Memory of each device to leave free, for the CUDA context, communication buffers and fragmentation.",
     ),
 ]
-_BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Samples of a micro-batch on a rank.")]
-_SeqLength = Annotated[int, typer.Option("--seq_length", min=1, help="Tokens of a sample.")]
-_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer.")]
+_BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Samples per micro-batch on each rank.")]
+_SeqLength = Annotated[int, typer.Option("--seq_length", min=1, help="Tokens per sample.")]
+_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer of the training.")]
 _PrecisionFlag = Annotated[
-    _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision.")
+    _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision of the training.")
 ]
 _GradientAccumulationSteps = Annotated[
-    int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches of a step.")
+    int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches per optimizer step.")
 ]
 _ActivationCheckpointing = Annotated[
-    bool, typer.Option("--activation_checkpointing", help="Blocks are recomputed under every strategy.")
+    bool,
+    typer.Option(
+        "--activation_checkpointing",
+        help="The script recomputes the blocks of the model in the backward, under every strategy.",
+    ),
 ]
 _Lora = Annotated[
-    int, typer.Option("--lora", min=0, help="Train LoRA adapters of this rank; 0: all weights.")
+    int,
+    typer.Option(
+        "--lora", min=0, help="Rank of the LoRA adapters that are trained; 0: all weights are trained."
+    ),
 ]
 _LibraryName = Annotated[
     str | None,
-    typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
+    typer.Option(
+        "--library_name",
+        help="Library of the model, transformers or timm, if its configuration does not say it.",
+    ),
 ]
 _TrustRemoteCode = Annotated[
     bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
 ]
 _Write = Annotated[
-    Path | None, typer.Option("--write", help="Write the configuration file of what is advised.")
+    Path | None, typer.Option("--write", help="Write the configuration file of the advised strategy here.")
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from accel_cli.dialect import App
-from accel_cli.render import show_facts, show_table
+from accel_cli.render import show_facts, show_table, show_text
 from accel_state.errors import ConfigError
 from accel_state.launching.run_record import RunRecord, read_record
 from accel_state.messages import did_you_mean
@@ -142,13 +142,18 @@ def _last_lines(path: Path, count: int) -> list[str]:
     return [line for line in shown if line][-count:] if count else []
 
 
-def _took(run: Run) -> float:
+def _took(run: Run) -> float | None:
+    """Seconds from the first start to the last end, or until now; None: its end is not known."""
     first = min(record.started for record in run.records)
-    ends = [record.ended for record in run.records]
-    return (time.time() if None in ends else max(end for end in ends if end is not None)) - first
+    if run.decisive.state == "running":
+        return time.time() - first
+    ends = [record.ended for record in run.records if record.ended is not None]
+    return max(ends) - first if len(ends) == len(run.records) else None
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     whole = int(seconds)
     if whole < 60:
         return f"{seconds:.0f} s"
@@ -177,13 +182,13 @@ def _show_list(found: Sequence[Run], lines: int) -> None:
             )
         )
     show_table(
-        ("run", "state", "began", "took", "ranks", "checkpoint"), rows, left=2, spare=("took", "began")
+        ("run", "state", "began", "took", "ranks", "checkpoint"), rows, left=3, spare=("took", "began")
     )
     for run in found:
         rank = run.decisive.rank
-        last = [] if rank is None else _last_lines(_log(run, rank), lines)
-        if last:
-            typer.echo(f"\n{run.name}, rank {rank} ({run.decisive.how}), from {_log(run, rank)}:")
+        if rank is not None and (last := _last_lines(_log(run, rank), lines)):
+            print()
+            show_text(f"{run.name}, rank {rank} ({run.decisive.how}), from {_log(run, rank)}:")
             typer.echo("\n".join(f"  {line}" for line in last))
 
 

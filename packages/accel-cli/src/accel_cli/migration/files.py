@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import libcst as cst
@@ -15,7 +15,7 @@ from accel_cli.migration.loops import rewrite_loops
 from accel_cli.migration.result import Migration, Remark
 from accel_state.errors import ConfigError
 
-__all__ = ["find_files", "migrate_file", "migrate_source"]
+__all__ = ["find_files", "migrate_file", "migrate_source", "starts_of_refused"]
 
 _KINDS = {
     **dict.fromkeys((".py",), "python"),
@@ -79,6 +79,31 @@ def migrate_file(path: Path) -> Migration:
             return Migration(text, _COMMAND.sub(_ours, text))
         case _:
             return _configuration(path, text)
+
+
+def starts_of_refused(path: Path, text: str, refused: Collection[Path]) -> tuple[Remark, ...]:
+    """Lines of a shell script that start, by Accelerate's command, a Python source that is not migrated.
+
+    Both stay as they are: the source needs Accelerate, and so does its launch.
+
+    Args:
+        path: of the shell script.
+        text: its text.
+        refused: resolved paths of Python sources.
+    """
+    if _KINDS[path.suffix] != "shell":
+        return ()
+    found = []
+    for number, line in enumerate(text.replace("\\\n", "  ").splitlines(), 1):
+        words = line.split() if _COMMAND.search(line) else ()
+        names = [name for word in words for name in (word.strip("'\""), f"{word.replace('.', '/')}.py")]
+        places = [(folder / name).resolve() for name in names for folder in (path.parent, Path())]
+        found += [
+            Remark(number, f"accelerate stays: it starts {place.name}, which is not changed")
+            for place in dict.fromkeys(places)
+            if place in refused
+        ]
+    return tuple(found)
 
 
 def migrate_source(text: str) -> Migration:

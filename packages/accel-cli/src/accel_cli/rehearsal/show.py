@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_ckpt.saving.plan import readable_size
 from accel_cli.colors import Colors
 from accel_cli.rehearsal.findings import Finding, accelerators
 from accel_cli.rehearsal.run import Rehearsed
-from accel_state.compat import convert_bytes
 from accel_state.launching.plan import World
 
 __all__ = ["as_json", "as_text", "differing", "facts"]
@@ -35,12 +35,12 @@ def facts(rank: Rehearsed, world: World) -> Facts:
     if process and found["sections"] is not None:
         shown.setdefault("memory", {}).update(
             {
-                "peak of tensors": convert_bytes(process["peak of tensors"]),
-                "host": f"{convert_bytes(process['host'])} of this process, Python and torch included",
+                "peak of tensors": readable_size(process["peak of tensors"]),
+                "host": f"{readable_size(process['host'])} of this process, Python and torch included",
             }
         )
     if found["given"]:
-        shown["sent to collectives"] = {name: convert_bytes(size) for name, size in found["given"].items()}
+        shown["sent to collectives"] = {name: readable_size(size) for name, size in found["given"].items()}
     return shown
 
 
@@ -87,7 +87,7 @@ def _count(number: int, one: str, several: str | None = None) -> str:
 
 
 def _memory(sizes: Mapping[str, int]) -> dict[str, str]:
-    return {name: convert_bytes(size) for name, size in sizes.items() if size}
+    return {name: readable_size(size) for name, size in sizes.items() if size}
 
 
 def as_text(findings: Sequence[Finding], ranks: Sequence[Rehearsed], colors: Colors) -> str:

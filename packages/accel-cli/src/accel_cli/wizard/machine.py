@@ -110,7 +110,7 @@ def describe(machine: Machine) -> list[str]:
 
 
 def describe_accelerators(machine: Machine) -> str:
-    """Number, name and memory of the accelerators, such as ``2 x NVIDIA H100 (80 GiB each)``."""
+    """Number, name and memory of the accelerators, such as ``2 x NVIDIA H100 (80 GB each)``."""
     found = machine.accelerators
     if not found.present:
         return "no accelerator"
@@ -130,7 +130,7 @@ def describe_accelerators(machine: Machine) -> str:
 
 def _memory(size: int, devices: int) -> str:
     each = " each" if devices > 1 else ""
-    return f" ({size / 2**30:.0f} GiB{each})" if size else ""
+    return f" ({size / 1e9:.0f} GB{each})" if size else ""
 
 
 def _numa_nodes(root: Path) -> int:

@@ -41,7 +41,7 @@ def _select(asked: Asked) -> Any:
     values = [choice.value for choice in asked.choices]
     # Positions instead of values, because questionary replaces the value None by the title.
     choices = [
-        questionary.Choice(choice.label, value=at, shortcut_key=choice.key or None)
+        questionary.Choice(_label(choice.label), value=at, shortcut_key=choice.key or None)
         for at, choice in enumerate(asked.choices)
     ]
     question = questionary.select(
@@ -63,7 +63,7 @@ def _select_several(asked: Asked) -> Any:
         _wrapped(asked.message),
         choices=[
             *(
-                questionary.Choice(choice.label, value=at, checked=choice.value in asked.default)
+                questionary.Choice(_label(choice.label), value=at, checked=choice.value in asked.default)
                 for at, choice in enumerate(asked.choices)
             ),
             questionary.Choice(_BACK_TITLE, value=-1),
@@ -143,6 +143,13 @@ def _add_back(bindings: KeyBindings, shown: InquirerControl, multiple: bool) -> 
 def _wrapped(message: str) -> str:
     """The message in lines that end between words, where those of the terminal would end anywhere."""
     return textwrap.fill(message, _columns() - 4, subsequent_indent="  ")
+
+
+def _label(text: str) -> str:
+    """A choice in lines that end between words; the later ones begin below its text, behind the marks and the number."""
+    return textwrap.fill(
+        text, _columns() - 8, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _indented(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
 from accel_state.log import get_logger
@@ -79,7 +80,12 @@ class OptimizerStates(StatePart):
         for index, optimizer in enumerate(self._optimizers):
             with taken_up(f"the state of optimizer {index}", saved.directory):
                 tree = saved.shared[f"optimizer_{index}"]
-                self._states.check_optimizer_state(optimizer.optimizer, tree, self._models)
+                try:
+                    self._states.check_optimizer_state(optimizer.optimizer, tree, self._models)
+                except accel_ckpt.StateMismatchError as error:
+                    raise accel_ckpt.StateMismatchError(
+                        f"{saved.directory} does not fit optimizer {index} of this script: {error}"
+                    ) from error
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
         """Fill the states in place."""

@@ -60,7 +60,7 @@ class DeepSpeedSection(Section):
         prompt="At which norm are gradients clipped (none: not at all)?",
     )
     zero3_init_flag: bool | None = option(
-        help="Create models inside deepspeed.zero.Init, sharded at creation (stage 3).",
+        help="Create models inside deepspeed.zero.Init, so that they are sharded when they are made (stage 3).",
         env=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
         prompt="Do you want to enable deepspeed.zero.Init when using ZeRO Stage-3?",
     )

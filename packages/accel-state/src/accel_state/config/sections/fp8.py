@@ -70,7 +70,8 @@ class Fp8Section(Section):
         prompt="Which algorithm should be used for the amax scaling factor computation?",
     )
     override_linear_precision: tuple[bool, bool, bool] | None = option(
-        help="Compute forward, data gradient, weight gradient of linear layers in higher precision (TE).",
+        help="Compute linear layers in higher precision: in the forward, for the data gradient, for the weight "
+        "gradient (TE).",
         key="override_linear_precision",
         env=(
             "ACCELERATE_FP8_OVERRIDE_FPROP",

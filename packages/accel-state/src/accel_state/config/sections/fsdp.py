@@ -48,7 +48,7 @@ class FsdpSection(Section):
         prompt="What should be your FSDP version?",
     )
     sharding_strategy: str | None = option(
-        help="What is sharded (version 1).",
+        help="Version 1: what is sharded over the ranks.",
         choices=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default="FULL_SHARD",

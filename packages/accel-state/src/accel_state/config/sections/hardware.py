@@ -84,13 +84,15 @@ class HardwareOptions(CommonOptions):
         ours=True,
     )
     min_machines: int | None = option(
-        help="Machines that are enough to start and to go on; up to num_machines may join. Default: num_machines.",
+        help="Smallest number of machines to start and to continue with; up to num_machines may join. Default: "
+        "num_machines.",
         low=1,
         ours=True,
     )
     spares: int = option(
         0,
-        help="Spare machines, or on one machine warm processes, that wait to take the place of one that failed.",
+        help="Machines in reserve, or on one machine processes with torch loaded, that take the place of one that "
+        "failed.",
         low=0,
         ours=True,
     )
@@ -113,7 +115,7 @@ class HardwareOptions(CommonOptions):
         prompt="What is the address of the machine with rank 0?",
     )
     main_process_port: int | None = option(
-        help="Port on that machine; 0, or unset on one machine: a free port.",
+        help="Port of rank 0 on its machine; 0, or unset on one machine: the launcher chooses a free port.",
         low=0,
         high=65535,
         flags=("--master_port",),

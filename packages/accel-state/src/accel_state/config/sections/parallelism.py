@@ -66,7 +66,7 @@ class ParallelismSection(Section):
         help="Sequences differ in length from batch to batch.", launch_default=True
     )
     sp_attn_implementation: str | None = option(
-        help="Attention that sequence parallelism replaces, by its name in transformers.",
+        help="Attention implementation that sequence parallelism replaces, by its name in transformers.",
         unset=("none",),
         launch_default="sdpa",
     )

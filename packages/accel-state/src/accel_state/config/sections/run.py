@@ -44,7 +44,7 @@ class RunOptions(Section):
         in_file=False,
     )
     tee: str | None = option(
-        help="Streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; per rank 0:3,1:1.",
+        help="Which output goes to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per rank, such as 0:3,1:1.",
         flags=("-t",),
         ours=True,
     )
@@ -61,17 +61,19 @@ class RunOptions(Section):
         ours=True,
     )
     start_timeout: float | None = option(
-        help="Seconds until all ranks must have joined; otherwise their stacks are shown, and they are ended.",
+        help="Seconds within which all ranks must have joined; else the launcher shows their stacks and ends them.",
         low=0,
         ours=True,
     )
     step_timeout: float | None = option(
-        help="Seconds without progress of any rank (batch, backward, step) until stacks are shown and ranks ended.",
+        help="Seconds without progress of any rank (batch, backward, step), after which the launcher shows "
+        "their stacks and ends them.",
         low=0,
         ours=True,
     )
     checkpoint_timeout: float | None = option(
-        help="Seconds that a save may take until stacks are shown and ranks ended; saves are not steps.",
+        help="Seconds that a save may take; then the launcher shows the stacks of the ranks and ends them. "
+        "Meanwhile step_timeout does not count.",
         low=0,
         ours=True,
     )

@@ -19,7 +19,7 @@ class SubmitSection(Section):
 
     job_name: str | None = option(help="Name of the job; by default that of the script.", ours=True)
     partition: str | None = option(help="Partition (queue).", ours=True)
-    account: str | None = option(help="Account that pays.", ours=True)
+    account: str | None = option(help="Account that the job is charged to.", ours=True)
     time: str | None = option(
         help="Time limit, as the scheduler writes it: 4:00:00, 2-12 or minutes.", ours=True
     )
@@ -27,7 +27,7 @@ class SubmitSection(Section):
         help="Accelerators of each machine, a number or type:number; by default one per process, none with --cpu.",
         ours=True,
     )
-    cpus_per_task: int | None = option(help="CPU cores of each machine's task.", low=1, ours=True)
+    cpus_per_task: int | None = option(help="CPU cores that the job gets on each machine.", low=1, ours=True)
     signal_time: int = option(
         300,
         help="Seconds before the time limit at which the ranks get SIGUSR1, to save; 0: no signal.",

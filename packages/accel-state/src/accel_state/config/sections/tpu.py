@@ -49,12 +49,12 @@ class TpuSection(Section):
         prompt="Which commands does accel tpu-config run on every machine, with ; between them?",
     )
     tpu_vm: tuple[str, ...] | None = option(
-        help="Names of virtual machines that are the pod, if it has no name of its own; repeated for each.",
+        help="Name of a virtual machine of the pod, if the pod has no name of its own; repeat the flag for each.",
         flags=("--vm",),
         prompt="Which virtual machines are the pod, with commas between them?",
     )
     tpu_env: tuple[str, ...] | None = option(
-        help="Variable, as NAME=value, for the machines of the pod; repeated for each.",
+        help="Environment variable for the machines of the pod, as NAME=value; repeat the flag for each.",
         flags=("--env",),
         prompt="Which variables, as NAME=value with commas between them, do the machines get?",
     )
