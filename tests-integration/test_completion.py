@@ -100,7 +100,24 @@ def test_tab_completes_commands_flags_choices_topics_and_files(terminal: Termina
     terminal.press("accel launch --config_file sett\t", r"--config_file settings\.yaml")
     terminal.press("accel launch --cpu tr\t", r"--cpu train\.py")
     terminal.press("accel launch train.py --data sett\t", r"--data settings\.yaml")
+    terminal.press("accel config get num_proc\t", r"get num_processes ")
+    terminal.press("accel config set mixed_precision bf\t", r"mixed_precision bf16")
+    terminal.press("accel config set --config_file sett\t", r"--config_file settings\.yaml")
+    terminal.press("accel plan model --optimizer adam\t", r"--optimizer adamw")
+    terminal.press("accel doctor --checkpoint_dir . --num_proc\t", r"--num_processes ")
+    terminal.press("accel launch --nproc_per_node au\t", r"--nproc_per_node auto")
     terminal.press("accel launch --mixed_precision \t\t", r"(?s)bf16.*fp16")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_the_printed_script_completes(shell: str, home: Path) -> None:
+    rc = home / f".{shell}rc"
+    compinit = "autoload -U compinit && compinit -u\n" if shell == "zsh" else ""
+    rc.write_text(f'{rc.read_text()}{compinit}eval "$(accel completion {shell})"\n')
+    terminal = Terminal(needs(shell), home)
+    terminal.press("accel completion fi\t", r"completion fish")
+    terminal.press("accel rehearse --show_o\t", r"--show_output ")
+    terminal.child.close(force=True)
 
 
 def test_fish_completes_commands_flags_choices_topics_and_files(home: Path) -> None:
@@ -112,7 +129,11 @@ def test_fish_completes_commands_flags_choices_topics_and_files(home: Path) -> N
             timeout=60, check=True,
         ).stdout  # fmt: skip
 
+    (home / ".config/fish/completions").mkdir(parents=True)
+    fish("accel completion fish > $HOME/.config/fish/completions/accel.fish")
+    before = (home / ".config/fish/completions/accel.fish").read_text()
     assert "installed" in fish("accel --install-completion; true")
+    assert (home / ".config/fish/completions/accel.fish").read_text().strip() == before.strip()
     for line, expected in {
         "accel conf": r"^config\tWrite",
         "accel config val": r"^validate\tCheck",
@@ -123,6 +144,12 @@ def test_fish_completes_commands_flags_choices_topics_and_files(home: Path) -> N
         "accel launch --config_file sett": r"^settings\.yaml$",
         "accel launch --cpu tr": r"^train\.py$",
         "accel launch train.py --data sett": r"^settings\.yaml$",
+        "accel config get num_proc": r"^num_processes\tTotal number",
+        "accel config set mixed_precision b": r"^bf16$",
+        "accel plan model --optimizer ad": r"^adafactor$",
+        "accel completion f": r"^fish$",
+        "accel runs tr": r"^train\.py$",
+        "accel plan model --batch_size ": r"\A\Z",
     }.items():
         found = fish(f"complete -C '{line}'")
         assert re.search(expected, found, re.MULTILINE), (line, found)

@@ -41,7 +41,7 @@ def test_every_flag_of_the_schema_is_offered_with_its_help():
     [
         (("la",), ["launch"]),
         (("",), list(COMMANDS)),
-        (("config", "s"), ["show"]),
+        (("config", "s"), ["set", "show"]),
         (("config", "validate", "--j"), ["--json"]),
         (("config", "default", "--mixed-"), ["--mixed-precision"]),
         (("config", "show", "--or"), ["--origin"]),
@@ -75,7 +75,7 @@ def test_what_can_follow(line, expected):
 
 
 def test_only_flags_that_can_be_denied_are_offered_with_no():
-    for item in complete_flags([], "--no-", {}):
+    for item in complete_flags([], "--no-", {}, ()):
         if item.value == "--no-python":
             continue  # a flag whose own name begins so
         name = item.value.removeprefix("--no-").replace("-", "_")
@@ -133,3 +133,69 @@ def test_flags_are_completed_without_typer_rich_or_torch():
     )
     assert "--num_processes" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def every_command():
+    """The words of each command, and the command."""
+
+    def below(name, command, context):
+        yield name, command, context
+        if hasattr(command, "list_commands"):
+            for inner in command.list_commands(context):
+                found = command.get_command(context, inner)
+                yield from below((*name, inner), found, typer.Context(found, info_name=inner))
+
+    root = application()
+    yield from below((), root, typer.Context(root))
+
+
+@pytest.mark.parametrize("command", [" ".join(name) for name, _, _ in every_command() if name])
+def test_every_option_of_every_command_is_answered(command):
+    """Choices where there are some, None where a file belongs, nothing for numbers; never an error."""
+    name = tuple(command.split())
+    found, context = next((each, context) for words, each, context in every_command() if words == name)
+    flags = [item.value for item in complete(name, "--", application)]
+    assert "--help" in flags
+    for param in found.get_params(context):
+        if param.param_type_name != "option" or param.is_flag:
+            continue
+        flag = param.opts[0]
+        assert flag in flags
+        answered = complete((*name, flag), "", application)
+        assert answered is None or all(item.value for item in answered)
+        if any(part in flag for part in ("file", "dir", "path", "output")):
+            assert answered is None, flag
+    for flag in getattr(found, "own_values", ()):
+        assert flag in flags or not getattr(found, "own_flags", {}), flag
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (("plan", "model", "--optimizer", ""), ["adamw", "sgd", "adafactor", "8bit"]),
+        (("plan", "model", "--device", "h100"), ["h100-80gb"]),
+        (("plan", "model", "--batch_size", ""), []),
+        (("plan", "mod"), None),
+        (("plan", "model", "--write", ""), None),
+        (("config", "--config_file", ""), None),
+        (("config", "--config_file", "run.yaml", "va"), ["validate"]),
+        (("estimate-memory", "model", "--library_name", "t"), ["transformers", "timm"]),
+        (("config", "get", "fsdp_config.fsdp_vers"), ["fsdp_config.fsdp_version"]),
+        (("config", "get", "--config_file", "run.yaml", "compute_env"), ["compute_environment"]),
+        (("config", "set", "fsdp_config.fsdp_offload_params", ""), ["true", "false"]),
+        (("config", "set", "num_processes", ""), []),
+        (("config", "set", "no_such_key", ""), []),
+        (("config", "set", "num_processes", "2", ""), []),
+        (("completion", ""), ["bash", "zsh", "fish"]),
+        (("runs", ""), None),
+        (("migrate", "a.py", "b"), None),
+        (("launch", "--nproc_per_node", ""), ["gpu", "cpu", "auto"]),
+        (("launch", "--num_processes", ""), []),
+        (("launch", "--log_dir", ""), None),
+        (("doctor", "--checkpoint_dir", ".", "--num_proc"), ["--num_processes"]),
+        (("rehearse", "--rank"), ["--rank", "--ranks"]),
+        (("test", "--js"), ["--json"]),
+    ],
+)
+def test_values_and_arguments(line, expected):
+    assert words(*line) == expected

@@ -29,3 +29,23 @@ def test_colours_do_not_move_columns():
     for code in ("\033[1m", "\033[36m", "\033[0m"):
         coloured = coloured.replace(code, "")
     assert coloured == plain
+
+
+def test_no_line_of_a_narrow_terminal_ends_inside_a_word():
+    words = {
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS,",
+        "dynamo_config.dynamo_use_regional_compilation",
+        "Megatron-core",
+    }
+    text = help_page(
+        "accel launch [flags] script.py [the script's own arguments]",
+        "One paragraph that is longer than the terminal is wide.\n\n"
+        "  accel launch --num_processes 4 train.py --lr 0.1  four processes",
+        [("options", [("--short", " ".join([*words] * 3)), ("--help TOPIC", "A word.")])],
+        width=60,
+        colors=Colors(False),
+    )
+    assert max(map(len, text.splitlines())) <= 60
+    assert words <= set(text.split())
+    assert "  --help TOPIC\n      A word.\n" in text
+    assert "  accel launch --num_processes 4 train.py --lr 0.1  four\n      processes\n" in text

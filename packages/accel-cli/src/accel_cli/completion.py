@@ -90,6 +90,10 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)
         if name.startswith("-"):
+            taken = _is_valued(command, context, name)
+            if taken and not rest:
+                return _complete_typer(command, context, [name], incomplete)
+            rest = rest[taken:]
             continue
         command = command.get_command(context, name.replace("_", "-"))
         if command is None:
@@ -302,14 +306,24 @@ def _arguments_in(words: Sequence[str], options: Sequence[Any]) -> int:
     )
 
 
+def _is_valued(command: Any, context: Any, flag: str) -> bool:
+    """Whether a value follows a flag of a group of commands."""
+    return any(
+        not param.is_flag and _plain(flag) in map(_plain, param.opts)
+        for param in command.get_params(context)
+        if param.param_type_name == "option"
+    )
+
+
 def _plain(flag: str) -> str:
     return flag.replace("-", "_")
 
 
 def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
     """What a parameter's value can be: a choice, a file (None), or what only the user knows (empty)."""
-    if param.name in command.choices:
-        return _starting([Item(word) for word in command.choices[param.name]], incomplete)
+    choices = getattr(command, "choices", {})  # a group has none
+    if param.name in choices:
+        return _starting([Item(word) for word in choices[param.name]], incomplete)
     kind = param.type_descriptor.annotation
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _starting([Item(str(choice.value)) for choice in kind], incomplete)

@@ -15,7 +15,7 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 
 _INDENT = 30
 _NARROW = 80
-"""Below this width explanations stand below their names."""
+"""Below this width explanations are in the lines after their names."""
 
 
 def page_width() -> int:

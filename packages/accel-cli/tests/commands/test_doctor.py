@@ -65,3 +65,18 @@ def test_an_advice_in_a_pipe_is_one_line(home, monkeypatch, capsys):
     assert len(advice) > 60
     main(["doctor", "--checkpoint_dir", str(home)])
     assert advice in [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_findings_are_printed_one_after_the_other(home, monkeypatch, capsys):
+    """What is known is printed before what takes longer is measured."""
+    seen = []
+
+    def measures(folder):
+        seen.append(capsys.readouterr().out)
+        return 1e9, 1e9
+
+    monkeypatch.setattr(machines, "measure_disk", measures)
+    main(["doctor", "--checkpoint_dir", str(home)])
+    assert "  host name " in seen[0]
+    assert "  disk " not in seen[0]
+    assert "  disk " in capsys.readouterr().out

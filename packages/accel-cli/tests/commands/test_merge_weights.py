@@ -76,7 +76,8 @@ def test_a_state_for_accelerate(tmp_path, capsys):
     [
         (("gone", "out"), 2, "there is no file or folder gone"),
         (("parts", "out", "--max_shard_size", "5 apples"), 2, "--max_shard_size: '5 apples' is not a size"),
-        (("parts", "parts"), 1, "choose another folder"),
+        (("parts", "parts"), 2, "OUTPUT_PATH is CHECKPOINT_DIRECTORY, parts: "),
+        (("parts", "./out/../parts"), 2, "give another folder for the result"),
         (("parts",), 2, "output_path"),
     ],
 )

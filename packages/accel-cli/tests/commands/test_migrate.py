@@ -58,3 +58,22 @@ def test_a_refused_file_is_not_written_and_the_others_are(folder, capsys):
 def test_wrong_command_lines(words, folder, capsys):
     assert main(["migrate", *words]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_shell_script_stays_with_the_source_that_is_refused(tmp_path, capsys):
+    refused = "import accelerate\nx = accelerate.does_not.exist\n"
+    (tmp_path / "train.py").write_text(refused)
+    (tmp_path / "fine.py").write_text("from accelerate import Accelerator\naccelerator = Accelerator()\n")
+    starts = "set -e\naccelerate launch --num_processes 2 \\\n    train.py --lr 1\n"
+    (tmp_path / "run.sh").write_text(starts)
+    (tmp_path / "module.sh").write_text("accelerate launch -m train\n")
+    (tmp_path / "other.sh").write_text("accelerate launch fine.py\n")
+    assert main(["migrate", str(tmp_path), "--write"]) == 1
+    assert (tmp_path / "train.py").read_text() == refused
+    assert (tmp_path / "run.sh").read_text() == starts
+    assert (tmp_path / "module.sh").read_text() == "accelerate launch -m train\n"
+    assert (tmp_path / "other.sh").read_text() == "accel launch fine.py\n"
+    assert (
+        "run.sh:2: note: accelerate stays: it starts train.py, which is not changed"
+        in capsys.readouterr().err
+    )

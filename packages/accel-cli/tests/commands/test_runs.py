@@ -102,10 +102,10 @@ def test_the_newest_complete_checkpoint_is_found(folder, capsys):
     from accel_ckpt import Checkpointer
 
     Checkpointer(folder / "fails").save(3, {"progress": {"epoch": 1}})
-    (folder / "fails" / "checkpoint_4").mkdir()
+    (folder / "fails" / "step_4").mkdir()
     assert main(["runs", str(folder), "fails", "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)
-    assert run["checkpoint"] == os.fspath(folder / "fails" / "checkpoint_3")
+    assert run["checkpoint"] == os.fspath(folder / "fails" / "step_3")
 
 
 def test_what_is_not_there(folder, tmp_path, capsys):

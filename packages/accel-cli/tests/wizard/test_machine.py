@@ -30,7 +30,7 @@ def test_names_and_memory_of_gpus(root):
     assert machine.devices[0] == ("NVIDIA H100 80GB HBM3", 81559 * 2**20)
     line, engines = describe(machine)
     assert "2 NUMA nodes" in line
-    assert "2 x NVIDIA H100 80GB HBM3 (80 GiB each), 1 x NVIDIA GB10" in line
+    assert "2 x NVIDIA H100 80GB HBM3 (86 GB each), 1 x NVIDIA GB10" in line
     assert line.endswith("of which CUDA_VISIBLE_DEVICES leaves 2 visible")
     assert engines.startswith("torch ")
 

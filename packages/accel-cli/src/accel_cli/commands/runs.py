@@ -26,6 +26,8 @@ _DEPTH = 4
 _MOST_BYTES = 1 << 18
 """Of the end of a log, that are read for its last lines."""
 _HEADER = b"==== "
+_CHECKPOINTS = ("checkpoint_", "step_")
+"""How `Accelerator.save_state` and `Checkpointer` number their folders."""
 
 app = App()
 
@@ -121,7 +123,13 @@ def _newest_checkpoint(run: Run) -> Path | None:
     from accel_ckpt.folders.find import complete_checkpoints
 
     places = (run.folder, run.folder / "checkpoints", run.folder.parent / "checkpoints")
-    found = [path for place in places if place.is_dir() for path in complete_checkpoints(place)]
+    found = [
+        path
+        for place in places
+        if place.is_dir()
+        for prefix in _CHECKPOINTS
+        for path in complete_checkpoints(place, prefix)
+    ]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 

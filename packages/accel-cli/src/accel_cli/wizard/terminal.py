@@ -146,7 +146,7 @@ def _wrapped(message: str) -> str:
 
 
 def _label(text: str) -> str:
-    """A choice in lines that end between words; the later ones begin below its text, behind the marks and the number."""
+    """A choice in lines that end between words; the later ones begin below its text."""
     return textwrap.fill(
         text, _columns() - 8, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
     )

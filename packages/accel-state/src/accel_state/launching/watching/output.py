@@ -37,8 +37,10 @@ _BEGINNINGS = (_HEADER, b'  File "')
 _HELD = 5.0
 """Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once.
 
-An interpreter with torch takes up to two seconds to end on a busy machine, longer with a device.
+An interpreter with torch takes up to two seconds to end, longer with a device, and as much longer as its machine has
+more work than CPUs.
 """
+_MOST_HELD = 60.0
 _PALETTE = (36, 35, 33, 32, 34, 96, 95, 93, 92, 94)
 """Colours of ranks: cyan, magenta, yellow, green, blue, and the bright ones. Red is left to errors."""
 
@@ -189,13 +191,12 @@ class RankOutput:
         self._log_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._showing: set[StreamName] = set()
-        self._errors: IO[bytes] | None = None
+        self._pipes: dict[StreamName, IO[bytes]] = {}
         self._after_end: int | None = None
 
     def forward(self, stream: StreamName, pipe: IO[bytes]) -> None:
         """Forward ``pipe`` in a thread until its end."""
-        if stream == "stderr":
-            self._errors = pipe
+        self._pipes[stream] = pipe
         thread = threading.Thread(target=self._pump, args=(stream, pipe), daemon=True, name=f"accel-{stream}")
         self._threads.append(thread)
         thread.start()
@@ -203,8 +204,9 @@ class RankOutput:
     def finish(self, timeout: float, impatient: Callable[[], bool] = lambda: False) -> None:
         """Wait until the streams end, after the rank has ended.
 
-        All output of the rank is shown, however slowly it is read. An unrelated process may hold the pipe open: if
-        it is silent, this waits ``timeout`` seconds; if it writes, it gets as much as one pipe buffer holds.
+        All output of the rank is shown, however slowly it is read, and however busy the machine is. An unrelated
+        process may hold the pipe open: if it is silent, this waits ``timeout`` seconds; if it writes, it gets as much
+        as one pipe buffer holds.
 
         Args:
             timeout: in seconds.
@@ -213,7 +215,9 @@ class RankOutput:
         self._after_end = _LONGEST
         deadline = time.monotonic() + timeout
         for thread in self._threads:
-            while thread.is_alive() and (time.monotonic() < deadline or (self._showing and not impatient())):
+            while thread.is_alive() and (
+                time.monotonic() < deadline or (self._is_behind() and not impatient())
+            ):
                 thread.join(0.05)
         with self._log_lock:
             if self._log is not None:
@@ -222,15 +226,22 @@ class RankOutput:
 
     def caught_up(self) -> bool:
         """Whether all that the rank has written to standard error so far is read and shown, where it can be told."""
-        pipe = self._errors
-        if pipe is None or pipe.closed or not _CAN_POLL:
-            return True
-        try:
-            waiting = _readable(pipe, 0.0)
-        except (OSError, ValueError):  # closed since
-            return True
         # In this order: whatever left the pipe before it was found empty was marked before it was read.
-        return not waiting and "stderr" not in self._showing
+        return not self._is_waiting("stderr") and (not _CAN_POLL or "stderr" not in self._showing)
+
+    def _is_waiting(self, stream: StreamName) -> bool:
+        """Whether a pipe has data, or its end, that its thread has not read yet."""
+        pipe = self._pipes.get(stream)
+        if pipe is None or pipe.closed or not _CAN_POLL:
+            return False
+        try:
+            return _readable(pipe, 0.0)
+        except (OSError, ValueError):  # closed since
+            return False
+
+    def _is_behind(self) -> bool:
+        """Whether there is something left to read or to show."""
+        return bool(self._showing) or any(map(self._is_waiting, self._pipes))
 
     def show_held(self) -> None:
         """Print what is held back."""
@@ -252,7 +263,7 @@ class RankOutput:
                         continue
                     self._showing.discard(stream)
                     if stream == "stderr" and self._held_since is not None:
-                        left = self._held_since + _HELD - time.monotonic()
+                        left = self._held_since + _patience() - time.monotonic()
                         if left <= 0 or not _readable(pipe, left):
                             self.show_held()
                             continue
@@ -308,6 +319,13 @@ class RankOutput:
                 self.show_held()
             return
         self._console.write(stream, self._prefixes[stream], piece)
+
+
+def _patience() -> float:
+    """Seconds to hold a traceback back on this machine now."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return _HELD
+    return min(_MOST_HELD, _HELD * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 class _Splitter:
