@@ -18,7 +18,7 @@ def draw(facts: dict[str, Any]) -> Any:
     _world(canvas, 156, "Two machines", facts["two machines"]["machines"])
     canvas.line([(8, 364), (372, 364)])
     canvas.box(10, 373, 22, 12, edge=OWN, line=2)
-    canvas.text(38, 379, "listens on --main_process_port, where all ranks meet", size=SMALL)
+    canvas.text(38, 379, "main: --main_process_port, where all ranks meet", size=SMALL)
     canvas.text(10, 397, "+2 free: ports that gloo chooses, for data between ranks", size=SMALL)
     return canvas.figure
 
@@ -49,6 +49,6 @@ def _process(canvas: Canvas, x: float, y: float, name: str, listens: list[str], 
     canvas.box(x - 40, y, 80, 32, fill=color, edge=None)
     if MAIN in listens:
         canvas.box(x - 42.5, y - 2.5, 85, 37, edge=OWN, line=2)
-    said = [MAIN.replace("main_process_", "main ")] * (MAIN in listens) + [f"+{free} free"] * bool(free)
+    said = ["main"] * (MAIN in listens) + [f"+{free} free"] * bool(free)
     canvas.text(x, y + (11 if said else 16), name, color=PAPER, bold=True, at="center")
     canvas.text(x, y + 23, " ".join(said), size=SMALL - 0.5, color=PAPER, at="center")

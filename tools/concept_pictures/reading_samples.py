@@ -40,7 +40,7 @@ def draw(facts: dict[str, Any]) -> Any:
     canvas.text(
         6,
         top + 14,
-        "Colour: the rank whose dataset is asked. Row: the rank that gets the sample.",
+        "Colour: the rank that reads a sample. Row: the rank that gets it.",
         size=SMALL,
     )
     canvas.box(7, top + 24, 16, 16, edge=RANKS[1], dashed=True, line=1.5)

@@ -19,7 +19,7 @@ DARK = plots.DARK | {
     **dict(zip(GROUPS, ("#ce93d8", "#c0ca33", "#4fc3f7"), strict=True)),
 }
 WIDTH = 380.0
-SMALL, TEXT = 9.0, 9.5
+SMALL, TEXT = 9.7, 10.2
 
 
 class Canvas:
