@@ -37,6 +37,7 @@ WEIGHTS = (
     ("examples", 0.3),
     ("from-accelerate", 0.7),
     ("index", 0.5),
+    ("tutorial/", 0.4),
     ("", 2.0),
 )
 # A diff is to be read; what is copied is a script, from the tab beside it.

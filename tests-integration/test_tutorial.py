@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,11 +153,34 @@ def follow(chapter: str, folder: Path, run: Callable[[str, Path, int], str | Non
             assert not block.runs, f"{block.place}: this block is not run"
 
 
-@pytest.mark.parametrize("run", [forked, pytest.param(really, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "run", [forked, pytest.param(really, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
+)
 @pytest.mark.parametrize("chapters", [*([chapter] for chapter in CHAPTERS[:5]), CHAPTERS[5:]], ids="-".join)
 def test_each_command_prints_what_the_page_shows(chapters, run, tmp_path):
     for chapter in chapters:
         follow(chapter, tmp_path, run)
+
+
+@pytest.mark.full
+def test_the_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(tmp_path):
+    command = "accel launch --cpu --num_processes 2"
+    for name in ("straight", "killed"):
+        (tmp_path / name).mkdir()
+        for script, target in (("dates.py", "dates.py"), (SCRIPTS[5].name, "train.py")):
+            shutil.copy(DOCS / "examples" / "tutorial" / script, tmp_path / name / target)
+    forked(f"{command} train.py", tmp_path / "straight")
+    forked(f"{command} train.py --kill_at 47", tmp_path / "killed", 137)
+    forked(f"{command} --resume train.py", tmp_path / "killed")
+    for file in (
+        "model.safetensors",
+        "state.safetensors",
+    ):  # of step 100: weights, and the optimizer's averages
+        straight, resumed = (
+            (tmp_path / name / "dates/checkpoints/checkpoint_4" / file).read_bytes()
+            for name in ("straight", "killed")
+        )
+        assert straight == resumed, file
 
 
 # -- What the pages say about each other
