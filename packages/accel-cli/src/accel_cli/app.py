@@ -43,7 +43,7 @@ COMMANDS: dict[str, Entry] = {
     "config": Entry(
         "start",
         "accel_cli.commands.config",
-        "Write, show, change and check the configuration file that launch reads.",
+        "Write, show, change and check the file that launch reads.",
     ),
     "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
     "tpu-config": Entry(

@@ -16,6 +16,7 @@ from accel_cli.app import main
 FAILS = """
 import os, time
 print("rank", os.environ["RANK"], "begins", flush=True)
+time.sleep(0.5)  # standard output and standard error are read side by side
 if os.environ["RANK"] == "1":
     raise ValueError("no data")
 time.sleep(600)

@@ -7,7 +7,13 @@ import traceback
 
 import pytest
 
-from accel_state.launching.watching.tracebacks import fold_frames, last_line, summarize, waited_for_another
+from accel_state.launching.watching.tracebacks import (
+    fold_frames,
+    last_line,
+    last_place,
+    summarize,
+    waited_for_another,
+)
 
 
 def of(script, *words):
@@ -84,3 +90,11 @@ def test_ends_of_other_ranks_take_a_line_for_each_way():
     ]
     assert summarize([]) == []
     assert summarize([("rank 1", "ValueError: 12345")], longest=12) == ["rank 1 failed too: ValueError:…"]
+
+
+def test_the_last_place_is_that_of_the_user(tmp_path):
+    user = tmp_path / "train.py"
+    user.write_text("import json\ndef load():\n    return json.loads('{')\nload()\n")
+    text = of("import runpy, sys; runpy.run_path(sys.argv[1])", str(user))
+    assert last_place(text) == f"{user}, line 3"
+    assert last_place("KeyboardInterrupt") == ""

@@ -30,6 +30,7 @@ from accel_state.launching.watching.monitor import Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName
 from accel_state.launching.watching.tracebacks import (
     last_line,
+    last_place,
     last_traceback,
     summarize,
     timed_out,
@@ -277,19 +278,23 @@ class _Group:
     def show_errors(self, *, reported: bool) -> None:
         """Print the tracebacks that were held back, or drop those of failed ranks if the outcome tells of them.
 
-        After Ctrl-C one rank's is printed, as of a program of one process.
+        After Ctrl-C none of a rank that it has ended is: where one of them was is one line.
 
         Args:
             reported: the caller shows the outcome.
         """
-        told = False
+        places = []
         for member in self.members:
             interrupted = self.stopped_by == signal.SIGINT and member.was_interrupted()
-            if (interrupted and told) or (reported and member.code):
+            if interrupted:
+                place = last_place(last_traceback(member.output.tail))
+                places.append(f"; {member.label} was in {place}" if place else "")
+            if interrupted or (reported and member.code):
                 member.output.drop_held()
             else:
                 member.output.show_held()
-            told = told or interrupted
+        if places:
+            self._say(f"ended by Ctrl-C{places[0]}")
 
     def _alive(self) -> list[SupervisedProcess]:
         return [member for member in self.members if member.code is None]

@@ -10,6 +10,7 @@ __all__ = [
     "HEADER",
     "fold_frames",
     "last_line",
+    "last_place",
     "last_traceback",
     "library_of",
     "listed",
@@ -77,6 +78,14 @@ def fold_frames(text: str, *, keep_last: bool = True) -> str:
         run = []
         lines += block
     return "\n".join([*lines, *_folded(run)])
+
+
+def last_place(text: str) -> str:
+    """File and line of the last frame of a traceback that is not a library's; empty: there is none."""
+    frames = [
+        block[0] for path, block in _blocks(text.splitlines()) if path is not None and not library_of(path)
+    ]
+    return frames[-1].strip().removeprefix("File ").rpartition(", in ")[0].replace('"', "") if frames else ""
 
 
 def last_line(text: str) -> str:
