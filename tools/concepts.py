@@ -29,6 +29,7 @@ NAMES = (
     "background_save",
     "launched_processes",
     "streamed_layers",
+    "device_map",
     "reading_samples",
     "tensor_dtypes",
     "learning_rates",

@@ -155,8 +155,6 @@ LLAMA = """\
 """
 
 PICTURES = (
-    Picture("help", "accel --help"),
-    Picture("launch-help", "accel launch --help"),
     Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
     Picture(
         "hang",

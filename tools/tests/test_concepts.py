@@ -19,6 +19,7 @@ SAME_IN_EVERY_RUN = (
     "tensor_dtypes",
     "launched_processes",
     "learning_rates",
+    "device_map",
 )
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "concepts").glob("*.md")}
 
@@ -98,8 +99,9 @@ def test_a_name_that_no_picture_has_is_refused(capsys):
 
 @pytest.mark.parametrize("name", concepts.NAMES)
 def test_a_page_shows_the_picture_and_says_what_is_in_it(name):
-    schedules = (ROOT / "docs" / "guides" / "learning-rate-schedules.md").read_text(encoding="utf-8")
-    pages = [schedules] if name == "learning_rates" else PAGES.values()
+    guide = {"learning_rates": "learning-rate-schedules", "device_map": "big-models"}.get(name)
+    path = ROOT / "docs" / "guides" / f"{guide}.md"
+    pages = [path.read_text(encoding="utf-8")] if guide else PAGES.values()
     shown = rf"!\[([^\]]+)\]\(\.\./images/concepts/{name}\.svg\)"
     found = [re.search(shown, text) for text in pages]
     (described,) = [match[1] for match in found if match]
