@@ -24,7 +24,7 @@ BEFORE = [*SCRIPTS[:4], SCRIPTS[3], SCRIPTS[5]]  # chapter 6 continues with the 
 CHAPTERS = (
     "one-process", "two-ranks", "precision-and-accumulation", "evaluation", "fsdp2", "resume", "answer"
 )  # fmt: skip
-NUMBER = re.compile(r"(\d+)(?= of \d+ right)|\d+\.\d+")
+NUMBER = re.compile(r"\d+(?= of \d+ right)|(?<=loss )\d+\.\d+")
 LAUNCHED = "[rank 0] "
 
 
@@ -111,8 +111,8 @@ def _script(words: list[str], folder: str) -> None:
 def agree(shown: str, printed: str, *, only_ranks: bool) -> None:
     """Compare an output with the one on a page.
 
-    Losses may differ by 2% or in the last digit but four, and numbers of right answers by ten, for processors round
-    differently; where the page says that all are right, all must be. A line ``…`` is for lines left out.
+    Losses may differ by 2% or 0.005, and numbers of right answers by ten, because processors round differently; where
+    the page says that all are right, all must be. A line ``…`` of a page is for lines that it leaves out.
 
     Args:
         only_ranks: leave out what the launcher prints itself.
@@ -212,6 +212,9 @@ def test_the_pages_show_the_same_losses_in_all_chapters():
 def test_what_is_wrong_on_a_page_is_found():
     page = "step  30  loss 0.641\nepoch 2: 362 of 501 right\n"
     agree(page, page.replace("0.641", "0.645").replace("362", "359"), only_ranks=False)
+    agree("01.12.1999 = 1999-12-01", "01.12.1999 = 1999-12-01", only_ranks=False)
+    with pytest.raises(AssertionError):
+        agree("01.12.1999 = 1999-12-01", "01.13.1999 = 1999-12-01", only_ranks=False)
     for wrong in (page.replace("0.641", "0.741"), page.replace("362", "300"), page.replace("501", "512"), ""):
         with pytest.raises(AssertionError):
             agree(page, wrong, only_ranks=False)
