@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["folded", "show_facts", "show_table", "show_text"]
+from accel_cli.help_pages import page_width
+
+__all__ = ["folded", "indented", "show_facts", "show_table", "show_text"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -121,3 +123,17 @@ def folded(text: str) -> str:
     """The text in lines that end between words; paths are not broken, so that they can be copied."""
     columns = shutil.get_terminal_size().columns - 1
     return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+
+
+def indented(text: str, indent: str) -> str:
+    """The text behind an indent; on a terminal in lines that end between words."""
+    if not sys.stdout.isatty():
+        return indent + text  # a log is searched by line
+    return textwrap.fill(
+        text,
+        page_width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # paths and host names can be copied
+        break_on_hyphens=False,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.colors import colors_for
 from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page, page_width
+from accel_cli.help_pages import help_page
 from accel_cli.progress import Progress, on_terminal, progress
-from accel_cli.render import show_text
+from accel_cli.render import indented, show_text
 from accel_state.config.flags import parse_flags
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
@@ -205,23 +204,10 @@ class _Report:
             "problem": colors("red", "PROBLEM"),
         }
         indent = " " * (self.width + 11)
-        lines = _wrapped(finding.found, indent)
+        lines = indented(finding.found, indent)
         print(f"{marks[finding.status]}  {finding.topic:<{self.width}}  {lines.lstrip()}", flush=True)
         if finding.advice:
-            print(_wrapped(finding.advice, indent), flush=True)
-
-
-def _wrapped(text: str, indent: str) -> str:
-    if not sys.stdout.isatty():
-        return indent + text  # a log is searched by line
-    return textwrap.fill(
-        text,
-        page_width(),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,  # paths and host names can be copied
-        break_on_hyphens=False,
-    )
+            print(indented(finding.advice, indent), flush=True)
 
 
 def _configuration(config_file: str | None) -> Finding:

@@ -110,6 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     from accel_cli.rehearsal.findings import find
     from accel_cli.rehearsal.run import rehearse_rank
     from accel_cli.rehearsal.show import as_json, as_text
+    from accel_cli.render import show_text
 
     environ = snapshot()
     config = check_available(resolve(flags.others.get("config_file"), environ, flags))
@@ -151,7 +152,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(as_json(findings, ranks, world), indent=2))
     else:
         print()
-        sys.stdout.write(as_text(findings, ranks, colors_for()))
+        for line in as_text(findings, ranks, colors_for()).splitlines():
+            # Tracebacks and output of the script keep their lines.
+            print(line) if line.startswith(" ") else show_text(line)
     return int(any(finding.kind == "error" for finding in findings))
 
 

@@ -16,6 +16,7 @@ from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
 from accel_cli.help_pages import help_page
 from accel_cli.progress import on_terminal
+from accel_cli.render import indented, show_text
 from accel_state.config.flags import parse_flags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -113,19 +114,17 @@ def main(arguments: Sequence[str]) -> int:
     if silent:
         print(json.dumps({"passed": code == 0, "checks": results}, indent=2))
     elif results:
-        print(_verdict(results, code))
+        show_text(_verdict(results, code))
     return code
 
 
 def _show(result: dict[str, Any]) -> None:
     colors = colors_for()
     mark = colors("red", "FAILED") if result["problems"] else colors("green", "ok    ")
-    print(
-        f"{mark}  {result['name']:<{_WIDTH}}  {result['seconds']:6.2f} s  {result['found']}".rstrip(),
-        flush=True,
-    )
+    found = indented(result["found"], " " * (_WIDTH + 21)).lstrip()
+    print(f"{mark}  {result['name']:<{_WIDTH}}  {result['seconds']:6.2f} s  {found}".rstrip(), flush=True)
     for problem in result["problems"]:
-        print(f"        {problem}", flush=True)
+        print(indented(problem, " " * 8), flush=True)
 
 
 def _verdict(results: list[dict[str, Any]], code: int) -> str:
