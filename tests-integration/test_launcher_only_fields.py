@@ -30,7 +30,7 @@ EFFECTS = {
     "rdzv_backend": (TWO_MACHINES, "--rdzv_backend c10d"),
     "rdzv_conf": (ELASTIC, "--rdzv_conf timeout=3"),
     "gpu_ids": ("--num_processes 2 --multi_gpu", "--gpu_ids 1,0"),
-    "processes_per": ("--cpu --num_processes 7", "--processes_per cpu"),
+    "processes_per": ("--cpu", "--processes_per cpu"),
     "tee": (TWO_MACHINES, "--tee 3"),
     "log_dir": ("--cpu --num_processes 2", "--log_dir logs"),
     "role": (TWO_MACHINES, "--role trainer"),
