@@ -109,11 +109,11 @@ def main(arguments: Sequence[str]) -> int:
     if not folder.is_dir():
         raise ConfigError(f"--checkpoint_dir {folder} is not a folder; make it, or name another")
     configuration = _configuration(config_file)
-    from accel_cli.doctor.place import find_place
+    with progress("loading torch") as shown:
+        from accel_cli.doctor.place import find_place
 
-    found = find_place(flags, snapshot()) if configuration.status == "ok" else None
-    report = _Report("json" in flags.others, of_world=found is not None)
-    with progress("looking at this machine") as shown:
+        found = find_place(flags, snapshot()) if configuration.status == "ok" else None
+        report = _Report("json" in flags.others, of_world=found is not None)
         if found is None or found.tells:
             for finding in _this_machine(folder, shown):
                 report.add(finding, shown)
