@@ -138,23 +138,24 @@ def plan(
 
     The exit code is 0 if something fits, and 1 if nothing does.
     """
-    from accel_bigmodel.planning.advice import suggestions
-    from accel_bigmodel.planning.footprints.base import Workload
-    from accel_cli import plan_report
-
     if write is not None and write.expanduser().exists():
         raise ConfigError(f"--write {write} exists and is not changed; remove it, or give another path")
-    cluster, on_cpu = _cluster(devices, machines, memory, device, host_memory, reserve)
-    workload = Workload(
-        batch_size=batch_size,
-        optimizer=optimizer.value,
-        precision=precision.value,
-        micro_batches=gradient_accumulation_steps,
-        frozen_bytes=4 if precision is _Precision.no else 2,
-        accelerator=not on_cpu,
-        seq_length=seq_length,
-    )
-    with progress(f"finding {model}") as shown:
+    with progress("loading torch") as shown:
+        from accel_bigmodel.planning.advice import suggestions
+        from accel_bigmodel.planning.footprints.base import Workload
+        from accel_cli import plan_report
+
+        cluster, on_cpu = _cluster(devices, machines, memory, device, host_memory, reserve)
+        workload = Workload(
+            batch_size=batch_size,
+            optimizer=optimizer.value,
+            precision=precision.value,
+            micro_batches=gradient_accumulation_steps,
+            frozen_bytes=4 if precision is _Precision.no else 2,
+            accelerator=not on_cpu,
+            seq_length=seq_length,
+        )
+        shown.now(f"finding {model}")
         source = _Source(model, library_name, trust_remote_code, seq_length, workload, shown)
         found, timelines = source.plan(cluster, lora, checkpointing=activation_checkpointing)
         suggested = []
