@@ -56,9 +56,13 @@ def test_links_to_outside_are_refused(tmp_path):
 
 def test_names_that_lead_nowhere_are_refused(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    for name in ("loop", "a\0b"):
-        with pytest.raises(UnsafeCheckpointError, match="cannot be followed"):
-            read_index(index(tmp_path, {"w": name}))
+    with pytest.raises(UnsafeCheckpointError, match="cannot be followed"):
+        read_index(index(tmp_path, {"w": "a\0b"}))
+    # Since Python 3.13 a loop is resolved to itself, which is no file.
+    with pytest.raises(
+        (UnsafeCheckpointError, CheckpointNotFoundError), match=r"cannot be followed|not there.*loop"
+    ):
+        read_index(index(tmp_path, {"w": "loop"}))
 
 
 def test_links_inside_and_in_the_hub_s_cache_are_followed(tmp_path):

@@ -155,10 +155,13 @@ def test_a_sparse_tensor_comes_back():
 
 @pytest.mark.parametrize("index", [2, 10**12, -1])
 def test_a_sparse_tensor_with_an_index_outside_of_it_is_refused(index):
-    with pytest.raises(UnsafeCheckpointError, match="a sparse tensor that is none"):
+    # PyTorch 2.15 refuses it itself, when it puts the tensor together.
+    kinds = (UnsafeCheckpointError, CorruptCheckpointError)
+    words = "a sparse tensor that is none|inconsistent with indices|found negative index"
+    with pytest.raises(kinds, match=words):
         read(sparse(torch.tensor([[index]]), torch.ones(1), [2]))
     compressed = (torch.tensor([0, 1]), torch.tensor([index]), torch.ones(1), torch.Size([1, 2]))
-    with pytest.raises(UnsafeCheckpointError, match="a sparse tensor that is none"):
+    with pytest.raises(kinds, match=words):
         read(Call(torch._utils._rebuild_sparse_tensor, torch.sparse_csr, compressed))
 
 

@@ -65,7 +65,11 @@ class FileWriter(io.RawIOBase):
         super().__init__()
         self.path = path
         self._disk = disk
-        self.descriptor = disk.open_new(path)
+        try:
+            self.descriptor = disk.open_new(path)
+        except BaseException:
+            super().close()  # nothing is open, which Python 3.13 would complain of when it closes what is forgotten
+            raise
         self._stream = BlockStream(self.descriptor, disk)
 
     def writable(self) -> bool:

@@ -53,7 +53,7 @@ def find_device_faults(device: str | int) -> Iterator[str]:
     import torch
 
     if isinstance(device, int):
-        kind = torch.accelerator.current_accelerator()
+        kind = torch.accelerator.current_accelerator(check_available=True)
         device = f"{'cpu' if kind is None else kind.type}:{device}"
 
     try:
