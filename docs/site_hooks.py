@@ -36,6 +36,7 @@ WEIGHTS = (
     ("licence", 0.1),
     ("examples", 0.3),
     ("from-accelerate", 0.7),
+    ("differences", 0.3),
     ("index", 0.5),
     ("tutorial/", 0.4),
     ("", 2.0),

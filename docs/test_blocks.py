@@ -27,9 +27,9 @@ LONG = {
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "ddp", "evaluation",
+            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "clusters", "ddp", "evaluation",
             "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node",
-            "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "several-models",
+            "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "restarts", "several-models",
             "timeouts", "troubleshooting",
         )
     ),

@@ -205,7 +205,7 @@ def test_positions_are_those_of_accelerate():
 
 
 def test_the_guide_says_of_every_field_whether_it_works():
-    page = Path(__file__).parents[4] / "docs" / "guides" / "fsdp.md"
+    page = Path(__file__).parents[4] / "docs" / "guides" / "fsdp-options.md"
     said = dict(re.findall(r"^\| `(\w+)` \| (works|translated|refused) \|", page.read_text(), re.MULTILINE))
     assert said.keys() == {field.name for field in fields(Plugin)}
     for name in (name for name, what in said.items() if what == "refused"):
