@@ -27,10 +27,10 @@ LONG = {
     *(
         f"docs/guides/{guide}.md"
         for guide in (
-            "as-accelerate", "checkpoint-parts", "checkpoints", "collectives", "containers", "clusters", "ddp", "evaluation",
-            "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node",
-            "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "restarts", "several-models",
-            "timeouts", "troubleshooting",
+            "as-accelerate", "checkpoint-parts", "checkpoints", "clusters", "collectives", "containers", "ddp",
+            "evaluation", "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node",
+            "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "restarts",
+            "several-models", "timeouts", "troubleshooting",
         )
     ),
 }  # fmt: skip
