@@ -10,6 +10,7 @@ in every run.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import re
@@ -64,22 +65,12 @@ def record(names: list[str]) -> None:
         (DATA / f"{name}.json").write_text(written(recorded(name)), encoding="utf-8")
 
 
-def draw(names: list[str]) -> None:
-    """Write the SVG files from the JSON files."""
+def svg(name: str) -> str:
+    """The file of a picture, from the facts of its JSON file."""
     from concept_pictures import shapes
 
-    for name in names:
-        picture, found = importlib.import_module(f"concept_pictures.{name}"), facts(name)
-        text = plots.rendered(
-            lambda draw=picture.draw, found=found: draw(found), picture.TITLE, shown(found), shapes.DARK
-        )
-        (PICTURES / f"{name}.svg").write_text(text, encoding="utf-8")
-
-
-def stale(names: list[str]) -> list[Path]:
-    """Pictures that show other facts than the JSON files."""
-    paths = {name: PICTURES / f"{name}.svg" for name in names}
-    return [path for name, path in paths.items() if plots.described(path) != shown(facts(name))]
+    picture, found = importlib.import_module(f"concept_pictures.{name}"), facts(name)
+    return plots.rendered(lambda: picture.draw(found), picture.TITLE, shown(found), shapes.DARK)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,13 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"no picture is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     names = options.names or [*NAMES]
-    if options.check:
-        different = stale(names)
-        for path in different:
-            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
-        return min(len(different), 1)
-    {"record": record, "draw": draw}[options.action](names)
-    return 0
+    if options.action == "record" and not options.check:
+        record(names)
+        return 0
+    drawings = {
+        PICTURES / f"{name}.svg": plots.Drawing(shown(facts(name)), functools.partial(svg, name))
+        for name in names
+    }
+    return plots.write_or_check(drawings, check=options.check)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ matplotlib, prints the names of files that differ and exits with 1.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -283,6 +284,31 @@ def described(path: Path) -> str | None:
     return ElementTree.parse(path).findtext(f".//{_DESCRIPTION}") if path.is_file() else None
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A file to write.
+
+    Attributes:
+        description: what it is drawn from, as the file holds it.
+        text: makes its content, by matplotlib.
+    """
+
+    description: str
+    text: Callable[[], str]
+
+
+def write_or_check(drawings: Mapping[Path, Drawing], *, check: bool) -> int:
+    """Write files, or print the names of those that show other figures; the exit status."""
+    stale = 0
+    for path, drawing in drawings.items():
+        if not check:
+            path.write_text(drawing.text(), encoding="utf-8")
+        elif described(path) != drawing.description:
+            stale += 1
+            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
+    return min(stale, 1)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write or check; the exit status."""
     parser = argparse.ArgumentParser(
@@ -291,16 +317,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a plot shows other figures"
     )
-    check = parser.parse_args(arguments).check
-    stale = 0
-    for name, plot in plots(benchmarks()).items():
-        path = PLOTS / f"{name}.svg"
-        if not check:
-            path.write_text(svg(plot), encoding="utf-8")
-        elif described(path) != shown(plot):
-            stale += 1
-            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
-    return min(stale, 1)
+    drawings = {
+        PLOTS / f"{name}.svg": Drawing(shown(plot), functools.partial(svg, plot))
+        for name, plot in plots(benchmarks()).items()
+    }
+    return write_or_check(drawings, check=parser.parse_args(arguments).check)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ what they print (``tests-integration/test_tutorial.py``).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -190,6 +191,11 @@ def _as_rows(axes: Any, count: int) -> None:
     axes.tick_params(left=False)
 
 
+def svg(picture: Picture) -> str:
+    """The file of a picture."""
+    return plots.rendered(lambda: picture.draw(picture.figures), picture.title, shown(picture), plots.DARK)
+
+
 def shown(picture: Picture) -> str:
     """What a file says about itself: all that it is drawn from."""
     return json.dumps(picture.figures, ensure_ascii=False)
@@ -203,22 +209,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a file shows other figures"
     )
-    check = parser.parse_args(arguments).check
-    stale = 0
-    for name, picture in pictures().items():
-        path, draw = PICTURES / f"{name}.svg", picture.draw
-        if not check:
-            text = plots.rendered(
-                lambda draw=draw, figures=picture.figures: draw(figures),
-                picture.title,
-                shown(picture),
-                plots.DARK,
-            )
-            path.write_text(text, encoding="utf-8")
-        elif plots.described(path) != shown(picture):
-            stale += 1
-            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
-    return min(stale, 1)
+    drawings = {
+        PICTURES / f"{name}.svg": plots.Drawing(shown(picture), functools.partial(svg, picture))
+        for name, picture in pictures().items()
+    }
+    return plots.write_or_check(drawings, check=parser.parse_args(arguments).check)
 
 
 if __name__ == "__main__":
