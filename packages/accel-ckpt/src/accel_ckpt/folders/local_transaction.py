@@ -297,9 +297,8 @@ def swap(new: Path, directory: Path, disk: Disk) -> Path:
     try:
         disk.rename(new, directory)
     except OSError:
-        if (
-            directory.exists()
-        ):  # another save took the free name between the two steps; its folder is the old one now
+        if directory.exists():
+            # Another save took the free name between the two steps: its folder is the old one now.
             disk.remove_tree(old)
             return swap(new, directory, disk)
         disk.rename(old, directory)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.sanity.checks import CHECKS, Bench
+from accel_state.whole_files import write_whole
 
 if TYPE_CHECKING:
     from accel_train import Accelerator
@@ -66,9 +67,7 @@ def run_checks(
         took = time.perf_counter() - began
         results.append({"name": name, "seconds": round(took, 3), "found": bench.found, "problems": problems})
         if bench.accelerator.is_main_process:
-            written = folder / "results.json.tmp"
-            written.write_text(json.dumps(results))
-            written.replace(folder / "results.json")  # a reader sees whole results
+            write_whole(folder / "results.json", json.dumps(results))  # accel test reads it meanwhile
         if problems:
             break  # the next checks use what this one has made
     return results

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from accel_state.config.schema import BoundOption, Schema, all_of, build, schema
 from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 from accel_state.messages import shown, without_secrets
+from accel_state.whole_files import write_whole
 
 if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
@@ -144,22 +144,14 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: it cannot be written; an existing file is not changed.
     """
+    target = path.resolve()
     try:
-        _write(path.resolve(), text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, text)
     except OSError as error:
         raise ConfigError(
             f"configuration file {path} cannot be written ({error.strerror}); pass another path"
         ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(text.encode())  # line ends as they are
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 load = load_config  # shorter name for use as ``accel_state.config.load``

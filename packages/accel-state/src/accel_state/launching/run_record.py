@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from accel_state.constants import PREEMPTED
 from accel_state.errors import LaunchError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.messages import first_line, without_secrets
+from accel_state.whole_files import write_whole
 
 if TYPE_CHECKING:
     from accel_state.launching.ranks.supervisor import Outcome
@@ -63,7 +64,7 @@ class RunRecord:
     code: int | None = None
     rank: int | None = None
     how: str = ""
-    version: int = field(default=_VERSION)
+    version: int = _VERSION
 
 
 class Recorder:
@@ -105,12 +106,7 @@ class Recorder:
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(asdict(self._record), indent=2) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(self._path, json.dumps(asdict(self._record), indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing import IO, Any
 from accel_state.constants import RUN_FOLDER
 from accel_state.messages import first_line
 from accel_state.monitoring.heartbeat import Heartbeat, HeartbeatFile
+from accel_state.whole_files import write_whole
 
 __all__ = ["STACK_SIGNAL", "attach", "explain_by", "heartbeat", "training_heartbeat"]
 
@@ -106,9 +107,7 @@ def _answer(folder: Path, rank: int) -> None:
         try:
             with (folder / f"ask.{rank}").open("rb") as questions:
                 questions.read()
-            fresh = folder / f"answer.{rank}.new"
-            fresh.write_text(json.dumps(_collectives()), encoding="utf-8")
-            fresh.replace(folder / f"answer.{rank}")
+            write_whole(folder / f"answer.{rank}", json.dumps(_collectives()))
         except OSError as error:
             _logger.debug("the launcher's folder is gone: %s", error)
             return
