@@ -29,6 +29,7 @@ WEIGHTS = (
     ("reference/imports", 0.05),
     ("reference/", 0.02),
     ("architecture", 0.1),
+    ("extending/", 0.3),
     ("changelog", 0.05),
     ("concepts/", 0.5),
     ("benchmarks", 0.7),

@@ -273,8 +273,10 @@ def test_every_example_is_short_and_shown_on_the_page():
     for script in EXAMPLES.rglob("*.py"):
         name, text = script.relative_to(EXAMPLES).as_posix(), script.read_text(encoding="utf-8")
         if name.startswith("zero_redundancy/"):
-            name = "zero_redundancy/"  # a package, whose declaration docs/extending.md shows
-            assert f"docs/examples/{name}" in (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
+            name = "zero_redundancy/"  # a package, whose declaration docs/extending/ shows
+            assert f"docs/examples/{name}" in (
+                EXAMPLES.parent / "extending" / "launched-strategies.md"
+            ).read_text(encoding="utf-8")
         if name.startswith("tutorial/"):
             name = "tutorial/"  # its chapters show them, which test_tutorial.py compares
         assert f"`{name}`" in page.read_text(encoding="utf-8"), name

@@ -19,7 +19,10 @@ import grimp
 import networkx
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / name for name in ("README.md", "docs/index.md", "docs/architecture.md"))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "docs/index.md", "docs/architecture.md")),
+    *sorted((ROOT / "docs" / "architecture").glob("*.md")),
+)
 PACKAGES = ("accel_cli", "accel_train", "accel_bigmodel", "accel_ckpt", "accel_state")
 REST = "rest"  # the box of all modules that import no folder
 _BLOCK = re.compile(r"(?<=<!-- imports of )(\w+) -->\n```mermaid\n.*?```\n", re.DOTALL)
