@@ -57,7 +57,7 @@ def rows(first: str) -> list[list[str]]:
     ]
     assert len(starts) == 1, f"one table begins with {first}"
     table = lines[starts[0] + 2 :]
-    end = next(number for number, line in enumerate(table) if not line.startswith("|"))
+    end = next((number for number, line in enumerate(table) if not line.startswith("|")), len(table))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[:end]]
 
 
