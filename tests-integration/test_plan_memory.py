@@ -55,11 +55,13 @@ class Case:
     setting: Setting
     precision: str = "no"
     batch_size: int = 2
+    micro_batches: int = 1
 
     @property
     def name(self):
         precision = "" if self.precision == "no" else f"-{self.precision}"
-        return f"{self.model}-{self.setting.name}-{self.setting.shards}{precision}"
+        window = "" if self.micro_batches == 1 else f"-window{self.micro_batches}"
+        return f"{self.model}-{self.setting.name}-{self.setting.shards}{precision}{window}"
 
 
 def build(name):
@@ -83,7 +85,9 @@ def inputs_of(name, model):
 def planned(case):
     with init_empty_weights(include_buffers=False):
         model = build(case.model)
-    workload = Workload(case.batch_size, precision=case.precision, accelerator=False)
+    workload = Workload(
+        case.batch_size, precision=case.precision, micro_batches=case.micro_batches, accelerator=False
+    )
     timelines = timelines_of(model, inputs_of(case.model, model))
     return footprint(shape_of_model(model), case.setting, workload, timelines)
 
@@ -91,7 +95,11 @@ def planned(case):
 def accelerator_of(case):
     from accel_train import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    options = {"cpu": True, "mixed_precision": case.precision}
+    options = {
+        "cpu": True,
+        "mixed_precision": case.precision,
+        "gradient_accumulation_steps": case.micro_batches,
+    }
     setting = case.setting
     if setting.strategy == "fsdp2":
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -115,30 +123,29 @@ def measure(case):
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     found = {}
     for _ in range(3):  # DDP arranges its buckets anew in the second step
-        if case.model == "toy":
-            batch = {"x": torch.randn(64 * case.batch_size, 640)}
-        else:
-            ids = torch.randint(0, 8000, (case.batch_size, LENGTH))
-            batch = {"input_ids": ids, "labels": ids}
-        found = {"kept": tensor_bytes() - before}
-        with growth() as forward:
-            output = model(**batch)
-            loss = output.square().mean() if case.model == "toy" else output.loss
-        full = tensor_bytes() - before
-        with growth() as backward:
-            accelerator.backward(loss)
-            del loss, output
-        ended = tensor_bytes() - before
-        with growth() as step:
-            optimizer.step()
-        found |= {
-            "forward": found["kept"] + forward.peak,
-            "backward": found["kept"] + forward.end + backward.peak,
-            "step": ended + step.peak,
-            "full": full,
-            "ended": ended,
-        }
-        optimizer.zero_grad()
+        kept = tensor_bytes() - before
+        found = {"kept": kept, "forward": 0, "backward": 0}
+        for _ in range(case.micro_batches):
+            if case.model == "toy":
+                batch = {"x": torch.randn(64 * case.batch_size, 640)}
+            else:
+                ids = torch.randint(0, 8000, (case.batch_size, LENGTH))
+                batch = {"input_ids": ids, "labels": ids}
+            begun = tensor_bytes() - before
+            with accelerator.accumulate(model):
+                with growth() as forward:
+                    output = model(**batch)
+                    loss = output.square().mean() if case.model == "toy" else output.loss
+                with growth() as backward:
+                    accelerator.backward(loss)
+                    del loss, output
+                ended = tensor_bytes() - before
+                with growth() as step:
+                    optimizer.step()
+                optimizer.zero_grad()
+            found["forward"] = max(found["forward"], begun + forward.peak)
+            found["backward"] = max(found["backward"], begun + forward.end + backward.peak)
+        found |= {"step": ended + step.peak, "ended": ended}
     return found
 
 
@@ -160,6 +167,12 @@ SETTINGS = [
 ]
 CASES = [Case(model, setting) for model in ("llama", "toy") for setting in SETTINGS]
 CASES += [Case("llama", setting, "bf16") for setting in SETTINGS]
+CASES += [
+    Case("llama", setting, precision, micro_batches=3)
+    for setting in SETTINGS
+    if setting.name in ("ddp", "fsdp2", "zero1", "zero2")
+    for precision in ("no", "bf16")
+]
 
 
 def marks(case):

@@ -120,8 +120,9 @@ class FSDP2Footprint(StrategyFootprint):
         elif self.workload.accelerator and phase.unit is not None:
             copies += largest
         if self.workload.accumulates:
-            # Without a reduction the whole gradients of earlier micro-batches stay on the device.
-            gradients = float(self.low * self.shape.trainable)
+            # Without a reduction the whole gradients of earlier micro-batches stay on the device, in the dtype of the
+            # reduction. Those of lower precision are added to them when a unit's backward ends.
+            gradients = float(FP32 * self.shape.trainable + (self.low * own if self.low != FP32 else 0))
         else:
             outer = min(before, outside.trainable) if phase.backward else 0
             gradients = self._reduced(max(0, before - outer)) + self.low * (outer + own)
