@@ -268,7 +268,7 @@ def test_a_job_that_is_not_waited_for(aws, source, capfd):
         (("ec2_instance_type: ml.g5.12xlarge", ""), KEYS, [], 2, "ec2_instance_type is not set in job.yaml"),
         (("trainer", "stranger"), KEYS, [], 1, "AWS refuses the job"),
         (None, ["--profile", "play"], [], 2, "the AWS profile play does not exist"),
-        (None, [], [], 1, "AWS does not know who starts the job"),
+        (None, [], [], 1, "AWS credentials are missing"),
         (None, KEYS[:2], [], 2, "without its other half"),
         (None, KEYS, ["--verbose"], 2, "the script's option --verbose has no value"),
         (("4.49.0", "9.9.9"), KEYS, [], 2, "9.9.9"),

@@ -19,10 +19,10 @@ __all__ = ["attach", "load", "missing_name", "names_of_stub"]
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No search for garbage meanwhile, as none is made.
+    """Pause the garbage collector during a block of imports, which make no garbage.
 
-    Classes and functions that an import makes stay. After `import torch`, the search through everything that exists,
-    which some hundred new classes set off, takes 0.1 s, as long as importing all of this.
+    The classes and functions that an import defines stay alive. After `import torch`, some hundred new classes trigger
+    a full collection, which takes 0.1 s: as long as importing this whole package.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -34,13 +34,13 @@ def _collector_paused() -> Iterator[None]:
 
 
 def missing_name(text: str, module: str, name: str, frame: FrameType) -> ImportError | AttributeError:
-    """The error of a name that a module does not have, in the kind that keeps its text.
+    """The error for a name that a module does not have, of the type that keeps the message.
 
     Args:
-        text: says what to do.
+        text: the message.
         module: the ``__name__`` of the module.
-        name: of what is missing.
-        frame: that which looks the name up, the caller of the module's ``__getattr__``.
+        name: the missing name.
+        frame: the frame that looks the name up: the caller of the module's ``__getattr__``.
     """
     import dis  # for this error alone
 
@@ -51,7 +51,7 @@ def missing_name(text: str, module: str, name: str, frame: FrameType) -> ImportE
 
 
 def names_of_stub(text: str) -> dict[str, str]:
-    """The public names that a stub lists, to the modules that define them.
+    """Map the public names in a stub to the modules that define them.
 
     Raises:
         ValueError: a line imports more than one name, or gives it another one.
@@ -78,7 +78,7 @@ def attach(
 
     Args:
         package: the package's ``__name__``.
-        elsewhere: package to names that users look for here and that it has; the error says so.
+        elsewhere: package to names that users look for here but that are in that package; the error names the package.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be assigned in the package's ``__init__.py``.
@@ -110,6 +110,6 @@ def attach(
 
 
 def load(home: str, name: str) -> Any:
-    """What a module calls by a name, imported without searches for garbage."""
+    """Import a name from its module, with the garbage collector paused."""
     with _collector_paused():
         return getattr(importlib.import_module(home), name)

@@ -43,16 +43,16 @@ __all__ = [
 ]
 
 DEVICE_COUNT = "ACCEL_DEVICE_COUNT"
-"""Variable with the number of accelerators of this machine, instead of what its device files say."""
+"""Environment variable with the number of accelerators of this machine; it overrides the device files."""
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
-"""Variable of ranks whose launcher prefixes each line of output with the rank."""
+"""Environment variable of ranks whose launcher prefixes each line of output with the rank."""
 
 RUN_FOLDER = "ACCEL_RUN_FOLDER"
-"""Variable of ranks: the folder through which they and their launcher on the same machine exchange what they do."""
+"""Environment variable of ranks: the folder in which they and the launcher of their machine exchange progress."""
 
 STORE_SECRET = "ACCEL_STORE_SECRET"
-"""Variable of ranks: the secret with which they sign their messages in the store of their world."""
+"""Environment variable of ranks: the secret with which they sign their messages in the store of their world."""
 
 STALLED = 124
 """Exit code of a launcher that ended ranks which made no progress (that of the command ``timeout``)."""

@@ -15,8 +15,8 @@ AccelError
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
 └── NotAvailableError (RuntimeError)    a documented option that this version does not support
 
-``exit_code`` of a class is what a command exits with: 2 where the command line or the configuration has to change, 1
-for other failures.
+A command that fails exits with the ``exit_code`` of the error's class: 2 where the command line or the configuration
+has to change, 1 for other failures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AccelError(Exception):
     """Root of every exception that the accel packages raise deliberately.
 
     Attributes:
-        exit_code: what a command exits with after this error.
+        exit_code: the exit code of a command that fails with this error.
     """
 
     exit_code: ClassVar[int] = 1

@@ -19,8 +19,8 @@ class KwargsHandler:
     def defaults(cls) -> dict[str, Any]:
         """Declared default values by field name; they do not depend on the environment.
 
-        Left out are fields without a default, and fields whose default a function computes: such a function may read
-        anything. A class as the factory (``list``, ``dict``) is called.
+        Fields without a default are left out, and so are fields whose default a function computes, because it may
+        depend on anything. A class as the factory (``list``, ``dict``) is called.
         """
         found: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]

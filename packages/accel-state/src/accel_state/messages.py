@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["HIDDEN", "did_you_mean", "first_line", "is_secret", "nearest", "shown", "without_secrets"]
 
 HIDDEN = "***"
-"""What is shown instead of a secret."""
+"""Text that is shown in place of a secret."""
 
 # A tokenizer, and a number of tokens, are none.
 _WORDS = (
@@ -25,7 +25,7 @@ _SETTING = re.compile(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says that is not empty; the name of its class if it says nothing."""
+    """The first line of an error's message that is not empty; the name of its class if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -56,7 +56,7 @@ def shown(value: object, length: int = 200) -> str:
     maxsize=4096
 )  # a plan of a thousand ranks has the same names and values a thousand times
 def is_secret(name: str) -> bool:
-    """Whether a variable or option of this name usually holds what others must not see."""
+    """Whether a variable or option of this name usually holds a secret."""
     return _SECRET_NAME.search(name) is not None
 
 

@@ -182,7 +182,7 @@ def _setter(state: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _tried(state: Mapping[str, Any], template: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The states for Python and NumPy, after generators that nothing else uses have taken them and that for torch."""
+    """Try all states on separate generators first; returns the states for Python and NumPy."""
     try:
         for_python, for_numpy = python_state(state["python"]), numpy_state(state["numpy"], template)
         random.Random().setstate(for_python)
@@ -192,7 +192,7 @@ def _tried(state: Mapping[str, Any], template: Mapping[str, Any]) -> tuple[Any, 
         torch.Generator().set_state(state["torch"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StateError(
-            f"the random state cannot be taken up: {first_line(error)}; nothing was changed. It is damaged, or does "
+            f"the random state cannot be restored: {first_line(error)}; nothing was changed. It is damaged, or does "
             "not come from get_rng_state()"
         ) from error
     return for_python, for_numpy
@@ -245,14 +245,14 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
                 "nothing was changed. It is damaged, or of another kind of device"
             )
     process = current_state()
-    # A rank has one device, of which the first state is; a process alone may have computed on all that it had.
+    # A rank has one device, and the first state is that device's; a single process may have computed on all devices.
     is_alone = process is None or not process.use_distributed
 
     def write() -> None:
         if is_alone and len(states) > len(devices):
             warnings.warn(
-                f"The random state is of {len(states)} {here} devices, and this process has {len(devices)}: what the "
-                "others drew is not continued.",
+                f"The random state is that of {len(states)} {here} devices, but this process has {len(devices)}: the "
+                "random numbers of the other devices are not continued.",
                 stacklevel=4,
             )
         for device, value in zip(devices, states, strict=False):

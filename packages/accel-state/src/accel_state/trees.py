@@ -118,8 +118,8 @@ def recursively_apply(
     return _apply(data, func, args, kwargs, test_type, (data,) if error_on_other_type else None)
 
 
-# Recursive functions stand alone: one inside of another refers to itself, which is a reference cycle, and would keep
-# the tensors of the other one until Python's next collection of cycles.
+# Recursive functions are not nested: a nested one refers to itself, which is a reference cycle, and would keep
+# the tensors of the outer one until Python's next collection of cycles.
 def _apply(
     node: Any,
     func: Callable[..., Any],
@@ -245,7 +245,7 @@ def find_batch_size(data: Any) -> int:
             f"the batch size is read from tensors; found {type(leaves[0]).__name__} and no tensor"
         )
     raise ValueError(
-        f"no tensor with a first dimension in this {type(data).__name__}: so the batch size is unknown"
+        f"the batch size is unknown: no tensor in this {type(data).__name__} has a first dimension"
     )
 
 
@@ -398,7 +398,7 @@ def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSp
         the tensors, in depth-first order, and a spec with everything else.
 
     Raises:
-        TypeError: ``error_on_other_type`` is set and there is another leaf; the message has its path.
+        TypeError: ``only_tensors`` is set and there is another leaf; the message has its path.
     """
     leaves: list[Tensor] = []
     return leaves, _spec(tree, leaves, (tree,) if only_tensors else None)

@@ -1,4 +1,4 @@
-"""Files that readers see whole: the old content or the new one, and never a part."""
+"""Atomic replacement of files: readers see the old content or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file by a text, in UTF-8 and with its line ends as they are.
+    """Replace a file's content atomically, in UTF-8 and without changing line ends.
 
     Raises:
-        OSError: it cannot be written; a file that is there is not changed.
+        OSError: the file cannot be written; an existing file is not changed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -393,8 +393,8 @@ def test_old_distributed_types_are_read_as_what_they_are_now(tmp_path):
     [
         ("a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)),
          "holds more than 100,000 values"),
-        ("a: &a [*a]\n", "an alias is inside of what it stands for"),
-        ("a: &a {b: *a}\n", "an alias is inside of what it stands for"),
+        ("a: &a [*a]\n", "an alias refers to a value that contains it"),
+        ("a: &a {b: *a}\n", "an alias refers to a value that contains it"),
         ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("a: " + "{b: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
         ("num_processes: 99999999999999999999\n", "expected an integer of at most 64 bits"),

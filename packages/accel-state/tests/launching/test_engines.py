@@ -105,7 +105,7 @@ def test_flags_of_fp8_that_nothing_uses_are_named():
     )
     notes = checked("--mixed_precision fp8 --fp8_backend ao --fp8_margin 2 --fp8_pad_inner_dim false")[1]
     assert [note for note in notes if "installed" not in note] == [
-        "--fp8_margin 2 is for fp8 by TE, and AO computes it; it is not used"
+        "--fp8_margin 2 is an option of TE, but fp8 uses AO; it is not used"
     ]
 
 

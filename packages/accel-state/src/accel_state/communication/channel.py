@@ -107,9 +107,9 @@ class Channel:
         device: device of the payloads if the group cannot transfer CPU tensors.
         settings: which collectives are checked.
         watchdog: the watchdog of this process, if the world has a store.
-        wire: a group of the same ranks that nothing else uses, through which all is sent; None: ``group``. Messages of
-            torch's collectives, such as DDP's, are never taken for those of this channel then, on whatever rank one of
-            them is missing.
+        wire: a group of the same ranks that nothing else uses, through which all is sent; None: ``group``. With such a
+            group, messages of torch's collectives, such as DDP's, are never mistaken for those of this channel, even if
+            a rank skips one.
         compared: called before every exchange of a rehearsal, where other ranks are simulated; None in a real world.
     """
 
@@ -144,7 +144,7 @@ class Channel:
         self._issued_before = self._issued()
         self._entering = ""
         self._vacant = threading.Lock()
-        """Held while a thread is in a collective. Nobody waits for it."""
+        """Held while a thread is in a collective. No thread waits for it."""
         self._in_message = False
         self._streams = 0
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
@@ -542,7 +542,7 @@ class Channels:
 
     @property
     def watchdog(self) -> Watchdog | None:
-        """Answers where the other ranks are; None if it is off."""
+        """The watchdog, which knows where the other ranks are; None if it is off."""
         return self._watchdog
 
     def watch(self, group: WatchedGroup) -> None:

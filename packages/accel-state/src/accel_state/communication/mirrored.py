@@ -29,8 +29,8 @@ class Call(NamedTuple):
 
     Attributes:
         operation: name, as torch has it.
-        shapes: of what this rank gives, with dtypes.
-        bytes: that this rank gives.
+        shapes: shapes and dtypes of the tensors that this rank passes.
+        bytes: size of those tensors.
     """
 
     operation: str

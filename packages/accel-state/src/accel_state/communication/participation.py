@@ -1,10 +1,10 @@
 """Which ranks take part in an operation that the main process may call alone, such as saving replicas.
 
-A rank that calls the operation writes so into the world's store; no collective is started, because the other ranks may
-be in the backward pass of the training, whose messages would get mixed up with it. Then it waits until either all ranks
-have called, or it is proved of every other rank that it does not come: the rank has entered a collective that this one
-has not, or its script has ended. A collective needs all ranks of its group, so such a rank waits for this one, and
-continues when this one gets there. Programs whose ranks exchange messages of their own through gloo's default group
+A rank that calls the operation records the call in the world's store. No collective is started, because the other ranks
+may be in a backward pass, whose messages would get mixed up with it. Then the rank waits until all ranks have called,
+or until it is certain that no other rank will: each has entered a collective that this one has not, or its script has
+ended. A collective needs all ranks of its group, so a rank in one waits for this rank, and continues when this rank
+gets there. Programs whose ranks exchange messages of their own through gloo's default group
 (``torch.distributed.send``) are the exception: gloo counts messages like collectives.
 """
 

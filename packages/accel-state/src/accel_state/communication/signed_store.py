@@ -26,8 +26,8 @@ _TAG = hashlib.sha256().digest_size
 class SignedStore(Store):
     """A store whose values are signed: one that another program wrote is an error, not a value.
 
-    Counters (`add`) are torch's own and cannot be signed: another program can change them, which ranks take for calls
-    that were made or not. A signature holds for one key, so that a value cannot be copied to another one.
+    Counters (`add`) are torch's own and cannot be signed: if another program changes one, ranks believe that calls were
+    made, or were not made. A signature holds for one key, so that a value cannot be copied to another one.
 
     Args:
         store: where the signed values are.

@@ -65,7 +65,7 @@ class Waits:
     """The collectives that this process waits in, looked up rarely: reading the recorder takes tens of milliseconds.
 
     Args:
-        without: tells the names of groups to leave out.
+        without: returns the names of groups to leave out.
     """
 
     def __init__(self, without: Callable[[], Collection[str]]) -> None:
@@ -109,7 +109,7 @@ def _recorded() -> dict[str, Pending]:
 
 
 def hold_outside_python(*tensors: Tensor) -> Any:
-    """An additional owner of ``tensors``, to be kept while a thread of the backend may hold them.
+    """Make an additional owner of ``tensors``, to be kept while a thread of the backend may hold them.
 
     Gloo's thread releases its tensors some time after a work completes. If Python is then the only other owner, the
     thread takes the GIL; if the interpreter is shutting down at that moment, the process aborts (one in ten exits
@@ -134,10 +134,10 @@ def issued() -> dict[str, int]:
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
-    """Make every collective and message in progress of a group on the CPU fail, on this rank and on its peers.
+    """Fail every collective and message in progress of a group on the CPU, on this rank and on its peers.
 
-    Gloo closes the connections of a group when one of its messages times out. To abort the group closes none in which a
-    collective waits (torch 2.13).
+    Gloo closes the connections of a group when one of its messages times out. Aborting the group would close none in
+    which a collective waits (torch 2.13).
 
     Args:
         group: one that this process is a member of.
@@ -152,7 +152,7 @@ def break_connections(group: dist.ProcessGroup) -> None:
 
 
 def end_collectives(group: dist.ProcessGroup) -> None:
-    """Make every collective in progress of a group fail; the group is of no use any more.
+    """Fail every collective in progress of a group, which cannot be used afterwards.
 
     Args:
         group: one that this process is a member of.

@@ -58,7 +58,7 @@ def check(
 def find_contradictions(
     values: dict[str, Any], sources: dict[str, Source], root: type[Section] = LaunchConfig
 ) -> list[ConfigError]:
-    """Every error that ``check`` would raise together; for a report that has more."""
+    """Every error that ``check`` would raise together, for a report with other errors beside them."""
     return list(_MergedOptions(values, sources, root).contradictions())
 
 
@@ -83,7 +83,7 @@ class _MergedOptions:
         return (*_RULES, *(self.strategy.rules if self.strategy is not None else ()))
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Apply the rules; yields what they say is wrong."""
+        """Apply the rules; yields their errors."""
         for rule in self.rules():
             try:
                 rule(self)
@@ -98,7 +98,7 @@ class _MergedOptions:
         return Sources(self.sources, self.root).describe(path, self.values[path])
 
     def remedy(self, path: str, *others: str) -> str:
-        """How to take the option back where it was set."""
+        """How to unset the option where it was set."""
         return Sources(self.sources, self.root).remedy(path, self.values[path], *others)
 
     def drop_weaker(self, weak: str, strong: str, value: Any, remedy: str) -> None:
@@ -130,7 +130,7 @@ def _cpu_or_accelerators(merged: _MergedOptions) -> None:
 
 
 def _processes_per(merged: _MergedOptions) -> None:
-    """What is counted takes the place of a number, and CPUs are counted for processes on the CPU."""
+    """A count of devices replaces a number; counting CPUs also selects the CPU."""
     if merged.values["processes_per"] is None:
         return
     if merged.values["num_processes"] is not None:

@@ -41,7 +41,7 @@ def write_basic_config(
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
         save_location: the file; by default the one that ``accel launch`` reads.
-        accelerators: kind of device and number, ``("none", 0)`` without any; None: torch is loaded and says it.
+        accelerators: device type and count, ``("none", 0)`` without any; None: detect them with PyTorch.
 
     Returns:
         False, after printing a message, if the file already exists; else True.

@@ -96,7 +96,7 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
         "USE_TORCH_XLA": "0: torch_xla is not used even if it is installed",
     }
 )
-"""Variable to what it is for."""
+"""Purpose of each variable."""
 
 _PYTHON = "ACCEL_PYTHON"  # accel launch --as_accelerate tells it to the command accelerate
 _OURS = ("ACCELERATE_", "ACCEL_", "FSDP_")

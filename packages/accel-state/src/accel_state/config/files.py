@@ -347,7 +347,7 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
 
 
 def _refuse_bombs(node: Any, path: Path) -> None:
-    """Refuse aliases that multiply to more values than memory holds, or lead back to where they are."""
+    """Refuse aliases that multiply to more values than memory holds, or that refer to a value around them."""
     sizes: dict[int, int] = {}
     above: set[int] = set()
 
@@ -356,7 +356,7 @@ def _refuse_bombs(node: Any, path: Path) -> None:
             return 1
         if id(node) in above:
             raise ConfigError(
-                f"{path}, line {node.start_mark.line + 1}: an alias is inside of what it stands for"
+                f"{path}, line {node.start_mark.line + 1}: an alias refers to a value that contains it"
             )
         if id(node) not in sizes:
             above.add(id(node))

@@ -31,7 +31,7 @@ _RESHARD = "fsdp_reshard_after_forward"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to one key.
+    """The conversion of one key.
 
     Attributes:
         key: the key as the file has it.
@@ -54,14 +54,14 @@ class Change:
 
 
 def convert_fsdp_options(options: Mapping[str, Any], where: str = "") -> list[Change]:
-    """What each key of an ``fsdp_config`` of version 1 becomes with version 2, in the order of the file.
+    """Convert each key of an ``fsdp_config`` from version 1 to version 2, in the order of the file.
 
     Args:
         options: the mapping, with keys in any accepted spelling.
         where: name of the file, for messages.
 
     Raises:
-        ConfigError: a value that has to be translated is not one that version 1 knows.
+        ConfigError: a value that must be translated is unknown to version 1.
     """
     _refuse_two_spellings(options, where)
     found = [_change(key, value, options, where) for key, value in options.items()]

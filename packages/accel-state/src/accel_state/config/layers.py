@@ -33,7 +33,7 @@ class Layer:
 def named_layer(
     given: ParsedFlags | Mapping[str, Any] | None, root: type[Section] | None, what: str
 ) -> Layer:
-    """The layer of flags or of code.
+    """Build the layer of flags or of code.
 
     Args:
         given: parsed flags, or a mapping of names, in any accepted form, to values; None: nothing is given.

@@ -59,11 +59,11 @@ class Resolved:
         return self.origins[path]
 
     def describe(self, path: str) -> str:
-        """An option with its value, in the words of the place where the user set it: see ``Sources.describe``."""
+        """An option with its value, as the user set it: see ``Sources.describe``."""
         return self.sources.describe(path, self._value(path))
 
     def remedy(self, path: str, *others: str) -> str:
-        """How to take the value of an option back where it was set: see ``Sources.remedy``."""
+        """How to unset an option where it was set: see ``Sources.remedy``."""
         return self.sources.remedy(path, self._value(path), *others)
 
     def _value(self, path: str) -> Any:

@@ -18,7 +18,7 @@ def degrees_of(section: Any) -> dict[str, int]:
 
 
 def misfit(degrees: Mapping[str, int], ranks: int) -> str | None:
-    """Why degrees do not fit a number of ranks, and what would; None if they do.
+    """Why degrees do not fit a number of ranks, and values that would fit; None if they fit.
 
     Degrees that are all 1 fit: every rank then has a replica.
     """

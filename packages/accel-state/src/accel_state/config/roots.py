@@ -1,6 +1,6 @@
-"""Which options a local run has: those of ``LaunchConfig``, and those of installed strategies if it names one.
+"""The options of a local run: those of ``LaunchConfig``, and those of installed strategies if the run names one.
 
-A run that names none pays for none: nothing is searched and nothing imported.
+A run that names none costs nothing: nothing is searched and nothing is imported.
 """
 
 from __future__ import annotations

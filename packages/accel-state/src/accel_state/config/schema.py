@@ -271,7 +271,7 @@ def unknown(name: str, known: Iterable[str], what: str, otherwise: str = "") -> 
 
 
 def all_of(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that says what several say, one a line; a single one is itself.
+    """Join errors into one, with a line for each; a single error is returned unchanged.
 
     Args:
         errors: at least one.

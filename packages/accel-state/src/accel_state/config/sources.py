@@ -1,7 +1,7 @@
 """Where each value comes from, in the user's own words: a line of a file, a variable, a flag as typed, or code.
 
-Errors about a value name it by its source and say how to change it there: to remove a flag is no advice for a value
-that a file has.
+Errors about a value name its source and explain how to change it there: removing a flag is no help if a file sets the
+value.
 """
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ class Sources:
                 return f"{path}={value!r}"
 
     def remedy(self, path: str, value: Any, *others: str) -> str:
-        """How to take a value back where it was set, and what to pass instead.
+        """How to unset a value where it was set, and which flag to pass instead.
 
         Args:
             path: the option.
             value: its value.
-            others: flags that lead out as well, such as ``--cpu``.
+            others: other flags that resolve the contradiction, such as ``--cpu``.
         """
         source = self.of(path)
         if source.path and source.path != path:

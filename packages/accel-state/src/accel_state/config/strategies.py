@@ -1,4 +1,4 @@
-"""What a strategy says about itself to the launcher: the seam by which installed packages add strategies.
+"""The interface through which installed packages add strategies to the launcher.
 
 A distribution names a ``LaunchableStrategy`` in the entry-point group ``accel_state.strategies``. The module that holds
 it must not import torch, because the launcher imports it. Whatever reads a configuration or asks for one (flags, files,
@@ -38,7 +38,7 @@ class Options(Protocol):
         ...
 
     def origin(self, path: str) -> int:
-        """Where the value comes from: an ``accel_state.config.Origin``."""
+        """Origin of the value: an ``accel_state.config.Origin``."""
         ...
 
     def describe(self, path: str) -> str:
@@ -46,7 +46,7 @@ class Options(Protocol):
         ...
 
     def remedy(self, path: str, *others: str) -> str:
-        """How to take the value back where it was set."""
+        """How to unset the value where it was set."""
         ...
 
 
@@ -77,7 +77,7 @@ class Package:
     """A package that the strategy needs besides its own distribution.
 
     Attributes:
-        module: what is imported, such as ``megatron.core``.
+        module: the module that is imported, such as ``megatron.core``.
         name: its distribution.
         install: the command that installs it.
     """
@@ -94,21 +94,21 @@ class LaunchableStrategy:
     Attributes:
         name: name of the strategy in the registry of accel-train; also the name of its footprint in accel-bigmodel.
         distributed_type: value of ``distributed_type`` that selects it.
-        title: what people call it.
+        title: its name in messages and help.
         summary: what it does, in a few words, for the choice of a strategy and the list of help topics.
         section: class of its options.
         section_name: name of the section in Python, such as ``fsdp``, from which flag and variable follow.
         plugin: ``module:class`` of its plugin, imported by ranks alone.
         questions: those of ``accel config``.
         rules: called whenever options are merged; each raises ConfigError for options that contradict each other.
-        checks: called before a start and by ``accel config validate``; each raises NotAvailableError for what an option
-            asks for and the strategy does not have, or ConfigError.
-        packages: what must be installed where ranks run.
+        checks: called before a start and by ``accel config validate``; each raises NotAvailableError for an option that
+            the strategy does not support, or ConfigError.
+        packages: packages that must be installed where ranks run.
         devices: types of accelerators that it computes on, such as ``cuda``; None: on the CPU as well, and on all.
         devices_described: those in words, for the error about a machine without them.
-        several_processes: it makes no sense with one process.
-        takes_mesh: it takes the degrees of a parallelism configuration.
-        computes_fp8: it takes ``mixed_precision: fp8``.
+        several_processes: it needs more than one process.
+        takes_mesh: it supports the degrees of a parallelism configuration.
+        computes_fp8: it supports ``mixed_precision: fp8``.
         no_rehearsal: why ``accel rehearse`` cannot run it, in a clause; empty: it can.
     """
 

@@ -40,8 +40,8 @@ class DeviceBackend:
         distributed_type: distributed type of several processes on such devices.
         collectives: PyTorch's communication backend for such devices; None if there is none.
         has_index: whether a machine can have several, distinguished by an index.
-        lazy: operations are recorded and run later, so only strategies that declare such devices train on them; what
-            processes exchange goes through host memory.
+        lazy: operations are recorded and run later, so only strategies that declare such devices train on them;
+            processes exchange data through host memory.
     """
 
     type: str
@@ -138,7 +138,7 @@ def choose_device(
         topology: topology of the process; its local rank is the index of its device.
         cpu: use the CPU even if there is an accelerator.
         override: the device to use regardless, from ACCELERATE_TORCH_DEVICE.
-        use_xla: use torch_xla's device, unless one of these says otherwise, or torch_tpu is there.
+        use_xla: use torch_xla's device, unless ``cpu`` or ``override`` is set or torch_tpu is installed.
 
     Returns:
         ``cpu`` or ``mps`` without an index, other devices with one.

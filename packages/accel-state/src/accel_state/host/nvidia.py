@@ -28,7 +28,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 def describe_gpus() -> list[tuple[str, int]]:
     """Name and memory in bytes of each NVIDIA GPU of this machine, in the order of ``nvidia-smi``.
 
-    Memory that ``nvidia-smi`` does not tell (devices that share the host's memory) is 0.
+    Memory that ``nvidia-smi`` does not report (devices that share the host's memory) is 0.
 
     Raises:
         DeviceError: ``nvidia-smi`` is missing or fails.

@@ -62,7 +62,7 @@ def get_cpu_distributed_information() -> Topology:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """The names in ``library_names`` of libraries that this process has imported."""
+    """Return those of ``library_names`` that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 

@@ -22,8 +22,8 @@ _Mode: Any = TorchDispatchMode  # whose methods have no types
 class TensorMemory(_Mode):  # type: ignore[misc]
     """``with TensorMemory() as memory:`` counts the memory of tensors that operations return inside the block.
 
-    Each storage counts once, for as long as it lives. Memory that a kernel uses and gives back inside one operation is
-    not seen, nor are tensors that arrive from worker processes until something is computed from them.
+    Each storage counts once, for as long as it lives. Memory that a kernel allocates and frees inside one operation is
+    not counted. Tensors from worker processes are counted only once something is computed from them.
 
     Attributes:
         live: bytes now.
@@ -37,7 +37,7 @@ class TensorMemory(_Mode):  # type: ignore[misc]
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def reset_peak(self) -> None:
-        """Let ``peak`` begin again at what lives now."""
+        """Reset ``peak`` to the bytes that are live now."""
         self._measure()
         self.peak = self.live
 

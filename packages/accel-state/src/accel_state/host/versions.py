@@ -45,7 +45,7 @@ def installed_version(*distributions: str) -> Version | None:
 def install_extra(distribution: str, extra: str) -> str:
     """The command that installs the packages of an extra.
 
-    It names these packages, not the extra: pip finds them on an index also where ``distribution`` came from a clone.
+    It names the packages and not the extra, so it also works where ``distribution`` was installed from a clone.
     """
     try:
         lines = importlib.metadata.requires(distribution) or []

@@ -34,10 +34,10 @@ REQUIREMENT = "torch_xla[tpu]>=2.9"
 
 
 def is_selected(environ: Mapping[str, str], launched: LaunchConfig) -> bool:
-    """Whether this process is to compute on XLA devices.
+    """Whether this process computes on XLA devices.
 
-    Asking torch_xla would start its runtime, or choose a device for a process that wants none. So the launcher says it
-    (``--tpu``), or PJRT_DEVICE, from which torch_xla itself learns its device; USE_TORCH_XLA=0 overrides the latter.
+    Asking torch_xla would start its runtime, or choose a device for a process that wants none. So the launcher decides
+    (``--tpu``), or PJRT_DEVICE, from which torch_xla itself reads its device; USE_TORCH_XLA=0 overrides the latter.
     """
     if launched.use_tpu:
         return True
@@ -62,11 +62,11 @@ def xla_device(local_rank: int = 0, local_world_size: int = 1) -> torch.device:
 
     Raises:
         NotAvailableError: torch_xla is not installed.
-        DeviceError: it cannot be imported, because it was built for another torch, for instance.
+        DeviceError: torch_xla cannot be imported, for example because it was built for another version of torch.
     """
     if not is_installed():
         raise NotAvailableError(
-            "XLA devices are selected (--tpu, or PJRT_DEVICE is set), and torch_xla is not installed. Install it: pip "
+            "XLA devices are selected (--tpu, or PJRT_DEVICE is set), but torch_xla is not installed. Install it: pip "
             f"install '{REQUIREMENT}', of the same version as torch; or unset PJRT_DEVICE to compute without it."
         )
     if local_world_size > 1:
@@ -77,7 +77,7 @@ def xla_device(local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     except ImportError as error:
         raise DeviceError(
             f"torch_xla cannot be imported with torch {torch.__version__}: {error}. Install the version of torch_xla "
-            "that has the number of torch."
+            "for this version of torch."
         ) from error
     return torch.device("xla", 0)  # each process has one; in SPMD mode it stands for all of them
 
@@ -93,7 +93,7 @@ def get_rng_state(device: torch.device | None = None) -> torch.Tensor:
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device | None = None) -> None:
-    """Go back to what `get_rng_state` returned."""
+    """Restore a state that `get_rng_state` returned."""
     _model().set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
 
 

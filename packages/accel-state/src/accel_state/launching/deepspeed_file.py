@@ -16,12 +16,12 @@ _PRECISIONS = ("fp16", "bf16")
 
 
 def check_deepspeed_file(resolved: Resolved) -> None:
-    """Check that the file is there, is JSON, and asks for no other precision than the configuration.
+    """Check that the file exists, is JSON, and does not contradict the precision of the configuration.
 
-    Text in the place of a path, which DeepSpeed takes as well, is left to the run.
+    DeepSpeed also accepts text in place of a path; that is not checked here.
 
     Raises:
-        ConfigError: names the file and what is wrong.
+        ConfigError: the file is missing or wrong; the message names it.
     """
     config = resolved.local()
     given = config.deepspeed.hf_ds_config
@@ -31,7 +31,7 @@ def check_deepspeed_file(resolved: Resolved) -> None:
     on = [name for name in _PRECISIONS if _is_on(found, name)]
     where = resolved.describe(_OPTION)
     if len(on) > 1:
-        raise ConfigError(f"{where}: fp16 and bf16 are both enabled in it; leave one of them")
+        raise ConfigError(f"{where}: fp16 and bf16 are both enabled in it; disable one of them")
     wanted = config.mixed_precision
     chosen = resolved.sources.of("mixed_precision").path or wanted != "no"
     if on and chosen and wanted in ("no", *_PRECISIONS) and wanted != on[0]:

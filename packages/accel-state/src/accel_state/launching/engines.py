@@ -1,4 +1,4 @@
-"""Engines of a run: options that go with none of them, or that theirs does not have, are refused before a start."""
+"""Refuse, before a start, options that belong to no selected engine, or that the selected engine does not support."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SELECTED_BY = {
     "fp8": "--mixed_precision fp8",
     "parallelism": "--use_parallelism_config",
 }
-"""What selects the engine of a section, if not ``--use_`` and its name."""
+"""Flags that select the engine of a section, where that is not ``--use_`` and the section's name."""
 
 _WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "XLA": "TPUs"}
-"""Distributed types whose engine computes in no fp8, and what people call them."""
+"""Distributed types whose engine does not support fp8, with their names in messages."""
 
 _LIBRARIES = {"opt_level": "MSAMP", "enable_fsdp_float8_all_gather": "AO", "pad_inner_dim": "AO"}
 """Options of fp8 that are not TransformerEngine's, and the library that they are for."""
@@ -42,18 +42,18 @@ _ENGINES = {
         install="pip install 'torch_xla[tpu]>=2.9', of the same version as torch",
     ),
 }
-"""Distributed types that a package computes."""
+"""Distributed types that need a package."""
 
 _ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "parallelism", "tpu"})
 """Sections that a run uses only if their engine is selected, beside those of installed strategies."""
 
 
 def check_available(resolved: Resolved) -> LaunchConfig:
-    """The configuration, if the engine that it selects has every option that it asks for.
+    """Check that the selected engine supports every option that is set; returns the local configuration.
 
     Raises:
-        NotAvailableError: an engine does not have an option; the message names the option, and what there is instead.
-        ConfigError: an option that goes with another engine only.
+        NotAvailableError: an engine does not support an option; the message names the option and the alternative.
+        ConfigError: an option belongs to another engine.
     """
     config = resolved.config
     if isinstance(config, SageMakerConfig):
@@ -72,7 +72,7 @@ def check_installed(resolved: Resolved) -> None:
     """Check that the packages which compute this run are installed for this interpreter.
 
     Raises:
-        NotAvailableError: one is not; the message has the line that installs it.
+        NotAvailableError: one is not; the message has the command that installs it.
     """
     config = resolved.local()
     engine = _ENGINES.get(config.distributed_type or "")
@@ -133,9 +133,9 @@ def _check_fp8(resolved: Resolved, config: LaunchConfig) -> None:
 
 
 def unused_options(resolved: Resolved) -> list[str]:
-    """A sentence for each section, and each flag, that is set although nothing selects the engine it belongs to.
+    """A sentence for each section, and each flag, that is set although nothing selects its engine.
 
-    And one about fp8 if no library that computes it is installed here.
+    And one about fp8 if no library for it is installed here.
     """
     config = resolved.local()
     own = {each.section_name: each.flag for each in config.strategies}
@@ -156,7 +156,7 @@ def unused_options(resolved: Resolved) -> list[str]:
 
 
 def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
-    """About options of fp8 that are for another library than that which computes."""
+    """A sentence for each fp8 option of a library that is not the one in use."""
     backend = config.fp8.backend
     if not config.is_active("fp8"):
         return
@@ -168,11 +168,11 @@ def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str
         if section == "fp8" and path != "fp8.backend" and library != backend:
             bound = schema_of(type(config)).by_path[path]
             if value_of(config, bound) != bound.about.launch_default:
-                yield f"{resolved.describe(path)} is for fp8 by {library}, and {backend} computes it; it is not used"
+                yield f"{resolved.describe(path)} is an option of {library}, but fp8 uses {backend}; it is not used"
 
 
 def _missing_for_fp8(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
-    """A sentence, if no library that could compute fp8 is installed."""
+    """A sentence if no library for fp8 is installed."""
     if not config.is_active("fp8"):
         return
     # Here, because a machine that only starts jobs of SageMaker has no torch, whose version is read there.

@@ -24,7 +24,7 @@ _MODULE = "accel_state.launching.function"
 
 
 def calling(function: str, target: Target) -> Target:
-    """What a rank runs to call a function of the target.
+    """The command that a rank runs to call a function of the target.
 
     Raises:
         LaunchError: the target is a program.

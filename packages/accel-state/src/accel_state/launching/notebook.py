@@ -79,11 +79,10 @@ def notebook_launcher(
         start_method: ``fork`` or ``spawn``; by default a fork where that is safe.
 
     Raises:
-        ConfigError: an argument has a value that cannot be used.
+        ConfigError: an argument has an invalid value.
         DeviceError: there are fewer accelerators than processes.
-        StateError: this process already has an ``Accelerator``, or a fork was requested and is not safe.
-        LaunchError: a rank failed, and the message holds its traceback; or the function cannot be sent to new
-            processes.
+        StateError: this process already has an ``Accelerator``, or a fork was requested but is not safe.
+        LaunchError: a rank failed, and the message has its traceback; or the function cannot be sent to new processes.
     """
     arguments = _arguments(args)
     options = schema_of(LaunchConfig).by_path
@@ -136,7 +135,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     Raises:
         ConfigError: ``num_processes`` is less than 1.
         StateError: this process already uses an accelerator or a process group.
-        LaunchError: a rank failed; the message holds its traceback.
+        LaunchError: a rank failed; the message has its traceback.
     """
     arguments = _arguments(args)
     _check_number(num_processes)
@@ -277,7 +276,7 @@ def _ranks_class(
 
 
 def _why_not_to_fork() -> str:
-    """What a forked process could not use; empty: a fork is safe."""
+    """Why a forked process would not work; empty: a fork is safe."""
     if not hasattr(os, "fork"):
         return "this platform cannot"
     torch = sys.modules.get("torch")

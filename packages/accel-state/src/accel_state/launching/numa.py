@@ -43,9 +43,8 @@ def cores_of_ranks(
 
     Args:
         mode: ``node``: all CPUs of the rank's NUMA node. ``socket``: all of the socket with that node. ``exclusive``:
-        the
-            node's physical cores divided among its ranks. ``core-complex``: the CPUs of one last-level cache of the
-            node, another one for each of its ranks while there are enough.
+            the node's physical cores divided among its ranks. ``core-complex``: the CPUs of one last-level cache of the
+            node, a different one for each of its ranks while there are enough.
         ranks: number of ranks of this machine.
         topology: the CPUs.
         near: NUMA node of each rank's device; empty: the ranks are spread over the nodes.

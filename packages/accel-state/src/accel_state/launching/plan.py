@@ -212,7 +212,7 @@ def _default_size(config: LaunchConfig, machines: int, found: int, cpu: bool) ->
 
 
 def _degrees_product(config: LaunchConfig, found: int, cpu: bool) -> int:
-    """Processes where nothing says how many: those that are found; on the CPU what the degrees of a mesh need."""
+    """Default number of processes: one per accelerator found; on the CPU the number that the degrees of a mesh need."""
     if not cpu or not config.use_parallelism_config:
         return found
     return max(found, math.prod(degrees_of(config.parallelism).values()))
@@ -222,7 +222,7 @@ def _check_degrees(config: LaunchConfig, size: int) -> None:
     """Check that the degrees of a mesh multiply to the number of processes.
 
     Raises:
-        ConfigError: they do not; it names the degrees, and what would fit.
+        ConfigError: they do not; the message names the degrees and values that would fit.
     """
     if not config.use_parallelism_config:
         return
@@ -232,7 +232,7 @@ def _check_degrees(config: LaunchConfig, size: int) -> None:
 
 
 class _Words:
-    """Options of a configuration in the words of the place where the user set them."""
+    """Options of a configuration in messages, as the user set them."""
 
     def __init__(self, config: LaunchConfig, sources: Sources) -> None:
         self._config = config
@@ -356,7 +356,7 @@ def _needs_no_supervisor(config: LaunchConfig) -> bool:
 
 
 def watches(config: LaunchConfig) -> bool:
-    """Whether ranks tell this launcher about every step."""
+    """Whether ranks report every step to this launcher."""
     limits = (config.start_timeout, config.step_timeout, config.checkpoint_timeout)
     return config.straggler_report or any(limit is not None for limit in limits)
 

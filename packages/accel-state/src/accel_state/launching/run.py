@@ -449,7 +449,7 @@ def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[Str
 
 
 def _run_alone(spec: ProcessSpec, environ: Mapping[str, str], returns: bool) -> int:
-    """Replace this process with the single rank; or run it and wait, where the caller or the system asks for it."""
+    """Replace this process with the single rank; or run it and wait, where the caller or the system requires that."""
     sys.stdout.flush()
     sys.stderr.flush()
     full = spec.environment(environ)
@@ -537,7 +537,7 @@ class _Attempts:
         return members
 
     def watch(self) -> Monitor | None:
-        """What watches the ranks, made once; None on systems where nothing can."""
+        """The monitor of the ranks, created once; None on systems that do not support one."""
         if self._monitor is None and CAN_WATCH:
             config = self._config
             limits = Limits(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
@@ -560,7 +560,7 @@ class _Attempts:
         return dataclasses.replace(spec, env={**spec.env, RUN_FOLDER: str(self._monitor.folder)})
 
     def _sharing(self, spec: ProcessSpec, style: str) -> ProcessSpec:
-        """With the secret that signs what ranks tell each other; not in the plan, which is shown.
+        """Add the secret that signs messages between ranks; it is not in the plan, because the plan is shown.
 
         Ranks of several machines have one only if the user gives it to all of them.
         """

@@ -1,4 +1,4 @@
-"""The record of a run beside its log files: what was started, by whom, and how it ended.
+"""The record of a run beside its log files: its command, its launcher, and how it ended.
 
 ``--log_dir`` has one file per machine, ``run_<machine>.json``. The launcher replaces it as a whole, once when the ranks
 start and once when they have ended, so that a reader never sees half of it. A launcher that was killed leaves the first
@@ -33,11 +33,11 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What one machine's launcher says of a run.
+    """A launcher's record of a run on one machine.
 
     Attributes:
         state: ``running``, ``finished``, ``failed``, ``preempted``, ``stopped`` (by a signal to the launcher), or
-            ``killed`` (a signal ended a rank, or the launcher is gone without a word).
+            ``killed`` (a signal ended a rank, or the launcher disappeared).
         command: the words of a rank's command; secrets are hidden.
         folder: the working directory.
         host: name of the machine.
@@ -89,15 +89,15 @@ class Recorder:
             ) from error
 
     def end(self, outcome: Outcome) -> None:
-        """Say how the run ended.
+        """Record how the run ended.
 
         Raises:
-            OSError: it cannot be written; what it said before stays.
+            OSError: it cannot be written; the earlier record stays.
         """
         self._end(_state(outcome), outcome.code, outcome.failed, outcome.how)
 
     def fail(self, error: BaseException) -> None:
-        """Say that the launcher itself failed."""
+        """Record that the launcher itself failed."""
         self._end("failed", None, None, first_line(error))
 
     def _end(self, state: str, code: int | None, rank: int | None, how: str) -> None:
@@ -153,7 +153,7 @@ def recorded(
     try:
         yield recorder
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the error of the block is the one to tell
+        with contextlib.suppress(OSError):  # the error of the block is the one to report
             recorder.fail(error)
         raise
 

@@ -1,8 +1,8 @@
 """The world that a scheduler describes, as values of the configuration.
 
 Precedence: defaults < file < scheduler < environment < flags. A file describes a machine in general, the scheduler the
-machines of this job, so the scheduler's numbers replace the file's. A variable of the schema or a flag that says
-something else than the scheduler about the number of machines is a mistake, and an error.
+machines of this job, so the scheduler's numbers replace the file's. A variable of the schema or a flag that contradicts
+the scheduler about the number of machines is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _WAY_OUT = "remove it, or pass --cluster none to ignore the scheduler"
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """A configuration with what the scheduler says.
+    """A configuration merged with the scheduler's values.
 
     Attributes:
         resolved: the configuration; options from the scheduler have the origin ``SCHEDULER``.
-        allocation: what the scheduler says; None: nothing.
+        allocation: the scheduler's description of the job; None without one.
         joins: the launcher is itself a rank of the scheduler's world: it becomes the script.
-        notes: what was found, for the user.
+        notes: messages for the user.
     """
 
     resolved: Resolved
@@ -44,7 +44,7 @@ class Surroundings:
 
 
 def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroundings:
-    """Add what the scheduler that started this launcher says about the machines of the run.
+    """Merge the configuration with the machines that the scheduler of this launcher describes.
 
     Nothing is added if another program places the ranks (mpirun, DeepSpeed's launcher, a submitted job, a pod).
 
@@ -73,14 +73,14 @@ def _alone(config: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Notes about machines that variables mention although they do not describe a world to this launcher.
 
     Raises:
-        ConfigError: this is a machine with a rank above 0, and nothing says how many machines there are.
+        ConfigError: this is a machine with a rank above 0, and the number of machines is unknown.
     """
     if config.num_machines > 1 or config.cluster == "none" or "LOCAL_RANK" in environ:
         return ()
     rank = read_int(environ, "NODE_RANK")
     if rank:
         raise ConfigError(
-            f"environment variable NODE_RANK is {rank}, but nothing says how many machines there are; set NNODES (and "
+            f"environment variable NODE_RANK is {rank}, but the number of machines is unknown; set NNODES (and "
             "MASTER_ADDR, MASTER_PORT), or pass --num_machines, or unset it"
         )
     machines = read_first(environ, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1) or 1

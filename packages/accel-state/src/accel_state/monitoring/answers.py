@@ -83,12 +83,12 @@ def attach(environ: Mapping[str, str]) -> Heartbeat | None:
 
 
 def heartbeat() -> Heartbeat | None:
-    """This rank's record, if a launcher watches it. Processes that a rank forks have none."""
+    """This rank's record, if a launcher watches it, else None. Processes that a rank forks have no record."""
     return _attachment.pulse if _attachment is not None and _attachment.pid == os.getpid() else None
 
 
 def training_heartbeat() -> Heartbeat | None:
-    """This rank's record, if the launcher wants to know about every step; else None, so that steps cost nothing.
+    """The heartbeat of this rank if its launcher watches every step; else None, so that steps cost nothing.
 
     A training loop without ``Accelerator`` calls its ``beat()`` at every step, so that ``accel launch --step_timeout``
     sees progress.
@@ -97,7 +97,7 @@ def training_heartbeat() -> Heartbeat | None:
 
 
 def explain_by(describe: Callable[[], list[str]]) -> None:
-    """Ask ``describe`` for the collectives that this rank waits in; one line for each."""
+    """Register ``describe``, which returns a line for each collective that this rank waits in."""
     _explanations.append(describe)
 
 

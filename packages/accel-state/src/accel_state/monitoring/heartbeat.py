@@ -39,7 +39,7 @@ _PID, _JOINED, _SINCE, _PHASE, _SAVING, _STEPS = range(6)
 START: Final = 15
 """Before the first batch or backward; no part of a step."""
 OTHER: Final = 16
-"""What is none of the phases below: between backward and step, and after the step."""
+"""None of the phases below: between backward and step, and after the step."""
 DATA: Final = 17
 """Waiting for the loader's next batch."""
 FORWARD: Final = 18
@@ -75,14 +75,14 @@ class Heartbeat:
         self._since = view[_SINCE] or time.monotonic_ns()
 
     def joined(self) -> None:
-        """This rank has joined its world."""
+        """Record that this rank has joined its world."""
         now = time.monotonic_ns()
         self._view[_JOINED] = now
         self._view[_SINCE] = self._since = now
         self._view[_PHASE] = self._phase = START
 
     def enter(self, phase: int) -> int:
-        """A phase begins, and the one before it ends; any change of phase is progress.
+        """Begin a phase and end the one before it; any change of phase is progress.
 
         Returns:
             the phase that ended.
@@ -95,17 +95,17 @@ class Heartbeat:
         return before
 
     def stepped(self, before: int) -> None:
-        """An optimizer step is over; the phase ``before`` goes on."""
+        """Record the end of an optimizer step; the phase ``before`` continues."""
         self._view[_STEPS] += 1
         self.enter(before)
 
     def beat(self) -> None:
-        """Progress, for loops that take their batches and steps from elsewhere."""
+        """Report progress, in loops without ``Accelerator``."""
         self.enter(self._phase)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A block that saves; meanwhile the launcher's time-out for saves counts."""
+        """Enclose a save, during which the launcher's time-out for saves counts."""
         before = self.enter(SAVE)
         self._view[_SAVING] = self._since
         try:
@@ -123,7 +123,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What one rank has told. Times are in nanoseconds of ``time.monotonic_ns``; 0: not yet, or not now.
+    """Progress that one rank has reported. Times are in nanoseconds of ``time.monotonic_ns``; 0: not yet, or not now.
 
     Attributes:
         pid: its process.
@@ -159,7 +159,7 @@ class HeartbeatFile:
 
     @classmethod
     def create(cls, path: Path, ranks: int, *, timed: bool) -> HeartbeatFile:
-        """Make the file, without records.
+        """Create the file, without records.
 
         Args:
             path: where; an earlier file is replaced, and ranks that map it keep it.

@@ -308,7 +308,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
     channel = state.channel(group)
     if channel is None:
         if tensor is None:
-            raise ConfigError("copy_tensor_to_devices needs a tensor on one rank; this is the only one")
+            raise ConfigError(
+                "copy_tensor_to_devices needs a tensor on one rank, and this is the only rank: pass one"
+            )
         return tensor.to(state.device)
     with channel.operation("copy_tensor_to_devices"):
         payload = None if tensor is None else as_bytes(pickle.dumps((tensor.dtype, tuple(tensor.shape))))

@@ -1,4 +1,4 @@
-"""The gather whose results are part of the autograd graph, for losses over the batches of all ranks."""
+"""A differentiable gather, for losses over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["gather_with_grad"]
 
 
 def gather_with_grad(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool = False) -> Any:
-    """As ``gather``, and gradients flow back to the tensors of every rank.
+    """Gather as ``gather`` does, with gradients that flow back to the tensors of every rank.
 
     For a loss that compares samples with those of other ranks, such as a contrastive loss. The gradient of a tensor is
     the sum, over all ranks, of the gradients with respect to its rows. With an engine that averages gradients over
@@ -38,7 +38,7 @@ def gather_with_grad(tensor: Any, *, group: dist.ProcessGroup | None = None, rag
 
     Raises:
         TypeError: a leaf that is not a dense tensor.
-        CollectiveMismatchError: structures, dtypes or shapes differ between ranks, or which tensors require a gradient.
+        CollectiveMismatchError: structures, dtypes, shapes or ``requires_grad`` differ between ranks.
     """
     channel = PartialState().channel(group)
     if channel is None:

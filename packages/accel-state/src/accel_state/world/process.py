@@ -74,7 +74,7 @@ class PartialState:
         topology: ranks, nodes and addresses of this process, as its launcher describes them.
         store: the key-value store shared by all ranks, for control messages; None without a process group.
         channels: one communication channel per process group, used by collectives; None in a world of one.
-        participation: which ranks take part in an operation that the main process may call alone; None in a world of
+        participation: finds out which ranks call an operation that the main process may call alone; None in a world of
             one.
         rehearsal: observes this rank in a simulated world, where it is the only process (``accel rehearse``); None in a
             real world.
@@ -209,7 +209,7 @@ class PartialState:
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of accelerator that this machine has, or the CPU."""
+        """The device type of this machine's accelerator, or the CPU."""
         return default_device()
 
     def set_device(self) -> None:
@@ -225,23 +225,23 @@ class PartialState:
     def main_process_alone(self, operation: str) -> bool:
         """Whether the main process calls ``operation`` alone; False: every process does.
 
-        Every process that calls the operation calls this first. It starts no collective: it returns when all have
-        called, or when all others are proved not to, because they wait in a collective that the main process has not
-        reached, or have ended.
+        Every process that calls the operation calls this first. It starts no collective. It returns when all processes
+        have called it, or when it is certain that no other will: the others wait in a collective that the main process
+        has not reached, or have ended.
 
         Raises:
-            CollectiveMismatchError: only some processes call the operation, the main process not alone; or one failed.
+            CollectiveMismatchError: some of the other processes call the operation and some do not; or one failed.
         """
         return self.participation is not None and self.participation.main_process_alone(operation)
 
     def all_take_part(self, operation: str, advice: str = "") -> None:
-        """Return when every process has called this for ``operation``, which starts no collective.
+        """Wait, without a collective, until every process has called this for ``operation``.
 
         Args:
             operation: its name.
-            advice: the end of the message if not all do.
+            advice: the end of the error message if not all processes call this.
 
-        What follows may mix up the messages of other collectives, unless all processes take part in it.
+        The operation may mix up the messages of other collectives if some processes do not take part in it.
 
         Raises:
             CollectiveMismatchError: a process waits in a collective that this one has not reached, or has ended.
@@ -254,8 +254,9 @@ class PartialState:
         return None if self.channels is None else self.channels.of(group)
 
     def connect(self, prefix: str) -> Store | None:
-        """A separate connection to ``store`` under ``prefix``, so that waiting on it blocks no other user; None
-        without a process group, and in a rehearsal, where no rank would answer.
+        """A separate connection to ``store`` under ``prefix``, so that waiting on it blocks no other user.
+
+        None without a process group, and in a rehearsal, where no other rank would answer.
 
         Raises:
             LaunchError: the store does not answer, because rank 0, which hosts it, has ended.

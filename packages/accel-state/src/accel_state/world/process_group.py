@@ -131,7 +131,7 @@ def _create_group(
 def _create_wire(
     topology: Topology, device: torch.device, options: Mapping[str, Any]
 ) -> dist.ProcessGroup | None:
-    """Gloo ends a process that gets a message longer than it expects, as from a collective of another kind."""
+    """A group for this project's messages: gloo ends a process that receives a longer message than it expects."""
     if device.type != "cpu" or dist.get_backend() != "gloo" or not 1 < topology.world_size <= _WIRED:
         return None
     return cast("dist.ProcessGroup", dist.new_group(timeout=options.get("timeout")))

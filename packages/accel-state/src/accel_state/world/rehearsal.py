@@ -36,8 +36,8 @@ class Entered:
 
     Attributes:
         ranks: global ranks of the group.
-        call: what all ranks of the group have to do alike, as text that can be compared.
-        shown: the call for people.
+        call: the part of the call that must be equal on all ranks of the group, as text.
+        shown: the call as reports show it.
         site: ``file:line`` of the call in the script.
     """
 
@@ -48,16 +48,17 @@ class Entered:
 
 
 class Rehearsal:
-    """What is observed of the rehearsed rank.
+    """Observations of the rehearsed rank.
 
     Args:
         steps: optimizer steps after which the rehearsal ends.
 
     Attributes:
         entered: the collectives, in order.
-        bytes_given: what this rank gave to collectives of each kind, in bytes.
+        bytes_given: bytes that this rank passed to collectives, by operation.
         notes: what the rehearsal leaves out or cannot know, each once.
-        sections: by title, what gives a part of the report as plain data; packages above this one add theirs.
+        sections: by title, functions that return a part of the report as plain data; packages above this one add
+            theirs.
     """
 
     def __init__(self, steps: int) -> None:
@@ -68,12 +69,12 @@ class Rehearsal:
         self.sections: dict[str, Callable[[], Any]] = {}
 
     def note(self, text: str) -> None:
-        """Remember something for the report, once."""
+        """Record a note for the report, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def record(self, ranks: Sequence[int], call: mirrored.Call) -> None:
-        """Remember a collective of torch's."""
+        """Record a collective that torch runs."""
         self.bytes_given[call.operation] = self.bytes_given.get(call.operation, 0) + call.bytes
         frame = _beyond_torch(sys._getframe(1))
         if frame is not None and frame.f_globals["__name__"].startswith(_OURS):
@@ -86,7 +87,7 @@ class Rehearsal:
         self.entered.append(Entered(tuple(ranks), same, shown, call_site(frame)))
 
     def compared(self, ranks: Sequence[int], operation: str, fingerprint: int, description: str) -> None:
-        """Remember a collective of this project's, which ranks compare by its fingerprint."""
+        """Record a collective of this project, which ranks compare by its fingerprint."""
         call = f"{operation}#{fingerprint:x}"
         site = call_site(sys._getframe(1))
         self.entered.append(Entered(tuple(ranks), call, f"{operation}({description})", site))

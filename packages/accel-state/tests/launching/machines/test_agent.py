@@ -104,7 +104,7 @@ def test_those_that_came_are_named():
     done = agent("--connect-timeout=2", words=place.split())
     assert done.returncode == 1
     assert (
-        f"not all machines came to 127.0.0.1:{port} within 2 s (1 of 2 came: {socket.gethostname()})"
+        f"not all machines reached 127.0.0.1:{port} within 2 s (1 of 2 arrived: {socket.gethostname()})"
         in done.stderr
     )
 

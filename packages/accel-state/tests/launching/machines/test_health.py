@@ -36,7 +36,7 @@ def test_a_product_that_is_wrong(monkeypatch):
     plain = torch.full
     monkeypatch.setattr(torch, "full", lambda *args, **kwargs: plain(*args, **kwargs) + 1e-3)
     (fault,) = health.find_device_faults("cpu")
-    assert fault == "cpu computes wrongly: a product of matrices is not what it must be"
+    assert fault == "cpu computes wrongly: a product of two matrices is not the expected one"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

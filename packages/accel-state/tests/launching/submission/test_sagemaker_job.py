@@ -50,7 +50,7 @@ def test_options_become_hyperparameters(words, expected):
         (["--verbose", "--lr", "1"], "option --verbose has no value"),
         (["train"], "argument 'train' does not follow an option"),
         (["--a", "1", "2"], "argument '2' does not follow an option"),
-        (["--a", "1", "-a", "2"], "option -a is there twice"),
+        (["--a", "1", "-a", "2"], "option -a is given twice"),
         (["--", "1"], "argument '--'"),
     ],
 )

@@ -16,7 +16,7 @@ from accel_state.errors import ConfigError
 
 __all__ = ["SCHEDULERS", "Allocation", "Described", "Scheduler", "find_allocation"]
 
-# What is set for one container or task comes before what describes a whole job: mpirun inside a Slurm job, PET_* in a
+# Variables of one container or task come before those of a whole job: mpirun inside a Slurm job, PET_* in a
 # container. Flux comes before MPI, because its tasks also have the PMI variables of MPI.
 SCHEDULERS: tuple[Scheduler, ...] = (
     TorchrunVariables(),

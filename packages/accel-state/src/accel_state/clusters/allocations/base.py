@@ -30,13 +30,13 @@ class Allocation:
     """The world that a scheduler describes to a launcher which it has started.
 
     Attributes:
-        scheduler: what people call the scheduler.
-        role: what was started: a launcher for a whole ``machine``, or one process for every ``rank``.
+        scheduler: name of the scheduler in messages.
+        role: ``machine`` if one launcher was started per machine, ``rank`` if one process was started per rank.
         index: index of this machine or rank, from 0; None if a rendezvous assigns it.
         total: number of machines or ranks.
         options: values of the configuration by path.
-        processes_per_machine: what the scheduler says about it; None: nothing.
-        joins: a script that starts without a launcher finds the same world by the scheduler's variables.
+        processes_per_machine: number of processes on each machine; None if the scheduler does not set it.
+        joins: a script that starts without a launcher finds the same world from the scheduler's variables.
     """
 
     scheduler: str
@@ -57,12 +57,12 @@ class Allocation:
 
 
 class Scheduler(ABC):
-    """A scheduler or an operator, recognised by the variables that it sets for what it starts.
+    """A scheduler or an operator, recognised by the variables that it sets for the processes it starts.
 
     Attributes:
         key: its value of the option ``cluster``.
-        name: what people call it.
-        hint: what a job must do so that it is recognised.
+        name: its name in messages.
+        hint: how to start a job so that it is recognised.
     """
 
     key: ClassVar[str]
@@ -71,8 +71,9 @@ class Scheduler(ABC):
 
     @abstractmethod
     def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
-        """The world that ``environ`` describes, or None if this scheduler did not start the process, or only one
-        process.
+        """The world that ``environ`` describes, or None.
+
+        None if this scheduler did not start the process, or started only one process.
 
         Raises:
             ConfigError: it did, but a variable is missing or wrong; the message names it and its value.

@@ -34,7 +34,7 @@ def of_tasks(name: str, topology: Topology, by_rank: bool, sources: Mapping[str,
     """The allocation for tasks with the topology that their own processes would read.
 
     Args:
-        name: what people call the scheduler.
+        name: name of the scheduler in messages.
         topology: the tasks.
         by_rank: every task is a rank, not a launcher of a machine.
         sources: the variables of ``size``, ``nodes`` and ``node``, with their texts.

@@ -32,7 +32,7 @@ class CommonOptions(Section):
     )
     debug: bool = option(
         False,
-        help="Say where each value comes from, show all frames of tracebacks, and check the arguments of every "
+        help="Print where each value comes from, show all frames of tracebacks, and check the arguments of every "
         "collective across ranks, also for tensors on a device.",
         env=("ACCELERATE_DEBUG_MODE",),
         toggle=True,
@@ -48,7 +48,7 @@ class CommonOptions(Section):
     gpu_ids: str | None = option(
         help='Comma-separated ids of the accelerators to use on this machine, or "all".',
         launch_default="all",
-        prompt="Which accelerators (by id) should be used, with commas between them?",
+        prompt="Which accelerators should be used (comma-separated ids)?",
     )
     enable_cpu_affinity: bool = option(
         False,

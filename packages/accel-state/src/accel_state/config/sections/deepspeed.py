@@ -27,7 +27,7 @@ class DeepSpeedSection(Section):
         prompt="Where is that file?",
     )
     zero_stage: int | None = option(
-        help="ZeRO stage: what is sharded (1 optimizer states, 2 gradients, 3 parameters).",
+        help="ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.",
         low=0,
         high=3,
         prompt="Which ZeRO stage will shard the training state?",
@@ -72,7 +72,7 @@ class DeepSpeedSection(Section):
         help="Comma-separated classes of mixture-of-experts layers.",
         name="deepspeed_moe_layer_cls_names",
         env=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
-        prompt="Which classes are mixture-of-experts layers, with commas between them (none: there are none)?",
+        prompt="Which classes are mixture-of-experts layers (comma-separated; none: no such layers)?",
     )
 
 

@@ -43,7 +43,7 @@ class Fp8Section(Section):
         key="interval",
         low=1,
         launch_default=1,
-        prompt="What interval should be used for how often the scaling factor is recomputed?",
+        prompt="After how many steps should the scaling factor be recomputed?",
     )
     fp8_format: str | None = option(
         help="Number format (TE).",

@@ -23,7 +23,7 @@ FSDP_RESHARDS: Mapping[str, bool] = MappingProxyType(
         "HYBRID_SHARD_ZERO2": False,
     }
 )
-"""A sharding strategy of version 1, and the ``reshard_after_forward`` of version 2 that it is."""
+"""Sharding strategies of version 1, and the equivalent ``reshard_after_forward`` of version 2."""
 
 FSDP_HYBRID_STRATEGIES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Those with a replica of the model on each machine."""
@@ -45,10 +45,10 @@ class FsdpSection(Section):
         low=1,
         high=2,
         launch_default=1,
-        prompt="What should be your FSDP version?",
+        prompt="Which FSDP version do you want to use?",
     )
     sharding_strategy: str | None = option(
-        help="Version 1: what is sharded over the ranks.",
+        help="Version 1: sharding strategy, which selects the training state that is sharded over the ranks.",
         choices=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default="FULL_SHARD",
@@ -71,7 +71,7 @@ class FsdpSection(Section):
     auto_wrap_policy: str | None = option(
         help="How modules are grouped into sharding units.",
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-        prompt="What should be your auto wrap policy?",
+        prompt="Which auto wrap policy do you want to use?",
     )
     transformer_cls_names_to_wrap: tuple[str, ...] | None = option(
         help="Comma-separated classes of the layers to shard, for TRANSFORMER_BASED_WRAP.",
@@ -79,30 +79,30 @@ class FsdpSection(Section):
         keys=("fsdp_transformer_cls_names_to_wrap",),
         env=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
         comma_list=True,
-        prompt="Which layer classes are wrapped, with commas between them (none: those that the model names)?",
+        prompt="Which layer classes are wrapped (comma-separated; none: those that the model names)?",
     )
     min_num_params: int | None = option(
         help="Minimum number of parameters of a sharded module, for SIZE_BASED_WRAP.",
         low=0,
         launch_default=100_000_000,
-        prompt="What should be your FSDP's minimum number of parameters for size based wrapping?",
+        prompt="What is the minimum number of parameters for size-based wrapping?",
     )
     backward_prefetch: str | None = option(
         help="When the next parameters are all-gathered in backward (version 1).",
         keys=("fsdp_backward_prefetch_policy",),
         flags=("--fsdp_backward_prefetch_policy",),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-        prompt="What should be your FSDP's backward prefetch policy?",
+        prompt="Which backward prefetch policy do you want to use?",
     )
     state_dict_type: str | None = option(
         help="Layout of saved state dictionaries.",
         choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-        prompt="What should be your FSDP's state dict type?",
+        prompt="Which state dict type do you want to use?",
     )
     forward_prefetch: bool | None = option(
         help="All-gather the next parameters during forward.",
         launch_default=False,
-        prompt="Do you want to enable FSDP's forward prefetch policy?",
+        prompt="Do you want to enable forward prefetch?",
     )
     use_orig_params: bool | None = option(
         help="Expose the original parameters (version 1).",
@@ -144,6 +144,6 @@ class FsdpSection(Section):
         for name in others[version]:
             found.pop(name, None)
         if version == 1 and self.reshard_after_forward is not None:
-            # The one is the fallback of the other: the plugin would prefer the default to what was chosen.
+            # One option is the fallback of the other: the plugin would prefer the default to the user's choice.
             found.pop("sharding_strategy", None)
         return found

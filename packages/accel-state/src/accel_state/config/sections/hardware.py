@@ -1,4 +1,4 @@
-"""Options that say how many processes run, where, and how they find each other."""
+"""Options for the number of processes, where they run, and how they find each other."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class HardwareOptions(CommonOptions):
         prompt="How many processes in total will you use?",
     )
     processes_per: str | None = option(
-        help="Start a process for each accelerator (gpu), for each CPU (cpu), or for each accelerator if there are "
-        "any, else for each CPU (auto), in place of num_processes; --nproc_per_node gpu is the same.",
+        help="Start one process per accelerator (gpu), per CPU (cpu), or per accelerator if there are any, else per "
+        "CPU (auto); replaces num_processes. --nproc_per_node gpu is the same.",
         env=(),
         choices=PROCESSES_PER,
         in_file=False,
@@ -91,14 +91,14 @@ class HardwareOptions(CommonOptions):
     )
     spares: int = option(
         0,
-        help="Machines in reserve, or on one machine processes with torch loaded, that take the place of one that "
+        help="Spare machines, or on one machine spare processes with torch loaded, that replace one that "
         "failed.",
         low=0,
         ours=True,
     )
     connect_timeout: float = option(
         300.0,
-        help="Seconds within which all machines must have found each other.",
+        help="Seconds within which all machines must find each other (rendezvous).",
         low=1,
         ours=True,
     )

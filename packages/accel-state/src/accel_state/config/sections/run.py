@@ -55,13 +55,14 @@ class RunOptions(Section):
         0.1, help="Seconds between two checks of the processes.", low=0, ours=True
     )
     grace_period: float | None = option(
-        help="Seconds to exit after a signal; by default 30, after Ctrl-C 5 or, on several machines, 10.",
+        help="Seconds that ranks have to exit after a signal; by default 30, after Ctrl-C 5 or, on several "
+        "machines, 10.",
         flags=("--shutdown_timeout",),
         low=0,
         ours=True,
     )
     start_timeout: float | None = option(
-        help="Seconds within which all ranks must have joined; else the launcher shows their stacks and ends them.",
+        help="Seconds within which all ranks must join; else the launcher shows their stacks and ends them.",
         low=0,
         ours=True,
     )

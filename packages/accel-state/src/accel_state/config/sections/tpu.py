@@ -17,7 +17,7 @@ class TpuSection(Section):
 
     downcast_bf16: bool = option(
         False,
-        help="With mixed_precision bf16: torch_xla makes float bf16 and double float32 (XLA_DOWNCAST_BF16).",
+        help="With mixed_precision bf16: torch_xla converts float to bf16 and double to float32 (XLA_DOWNCAST_BF16).",
         env=("ACCELERATE_DOWNCAST_BF16",),
         toggle=True,
         prompt="Should float be computed in bf16 and double in float32 (downcast_bf16)?",
@@ -51,12 +51,12 @@ class TpuSection(Section):
     tpu_vm: tuple[str, ...] | None = option(
         help="Name of a virtual machine of the pod, if the pod has no name of its own; repeat the flag for each.",
         flags=("--vm",),
-        prompt="Which virtual machines are the pod, with commas between them?",
+        prompt="Which virtual machines form the pod (comma-separated)?",
     )
     tpu_env: tuple[str, ...] | None = option(
         help="Environment variable for the machines of the pod, as NAME=value; repeat the flag for each.",
         flags=("--env",),
-        prompt="Which variables, as NAME=value with commas between them, do the machines get?",
+        prompt="Which environment variables do the machines get (NAME=value, comma-separated)?",
     )
     main_training_function: str = option(
         "main",

@@ -142,7 +142,7 @@ class _Meeting:
         self.client: Any = None
 
     def register(self) -> None:
-        """Tell the others about this machine; a list of those that came helps when one is missing."""
+        """Add this machine to the list of those that arrived, which helps when one is missing."""
         self.client = self._store(False)
         number = self.client.add(_COUNT, 1)
         self.client.set(_NAMES.format(number), socket.gethostname())
@@ -154,10 +154,10 @@ class _Meeting:
                 self.server = self._store(True)
 
     def check_store(self) -> None:
-        """Check that what listens at the address is a store: torch's agent would wait for its answer for long.
+        """Check that a store listens at the address: torch's agent would wait for its answer for long.
 
         Raises:
-            _UnreachableError: it is something else.
+            _UnreachableError: something else listens there.
         """
         import torch.distributed as dist
 
@@ -183,17 +183,17 @@ class _Meeting:
             )
 
     def came(self) -> str:
-        """How many machines came, and their names."""
+        """How many machines arrived, and their names."""
         names: list[str] = []
-        with contextlib.suppress(Exception):  # the store may be gone: then nothing can be told
+        with contextlib.suppress(Exception):  # the store may be gone: then the number is unknown
             names = [
                 self.client.get(_NAMES.format(number)).decode()
                 for number in range(1, int(self.client.add(_COUNT, 0)) + 1)
             ]
-        return f"{len(names)} of {_least(self.args)} came: {', '.join(names)}"
+        return f"{len(names)} of {_least(self.args)} arrived: {', '.join(names)}"
 
     def is_running(self) -> bool:
-        """Whether a run with enough machines is going on without this one."""
+        """Whether a run with enough machines is in progress without this one."""
         state = self._state()
         return bool(state is not None and state.complete)
 
@@ -209,7 +209,7 @@ class _Meeting:
         return None if found is None else read_state(found[0])
 
     def leave(self) -> None:
-        """Tell that this machine is done; the one with the store waits until all have told."""
+        """Report that this machine is done; the machine with the store waits for the reports of all."""
         if self.client is None:
             return
         with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
@@ -229,7 +229,7 @@ class _Meeting:
 
 @contextlib.contextmanager
 def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
-    """Reach the machine at which all meet, within the time that the user gives it."""
+    """Connect to the rendezvous host, within ``--connect_timeout`` seconds."""
     host, port = _endpoint(args)
     meeting = _Meeting(args, own, host, port)
     static = args.rdzv_backend == "static"
@@ -257,7 +257,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
 
 @contextlib.contextmanager
 def _log_folder(args: Any) -> Iterator[str | None]:
-    """A folder for what ranks tell the agent when they fail; torch's agent would leave its own behind.
+    """A folder for the error reports of failing ranks; torch's agent would leave its own behind.
 
     Yields:
         the folder; None: the user has given one.
@@ -363,7 +363,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
 
 def _not_all(meeting: _Meeting, came: str) -> _UnreachableError:
     return _UnreachableError(
-        f"not all machines came to {meeting.host}:{meeting.port} within {meeting.patience:g} s ({came}). Start this "
+        f"not all machines reached {meeting.host}:{meeting.port} within {meeting.patience:g} s ({came}). Start this "
         "command on every machine with the same --main_process_ip, --main_process_port and --num_machines, or raise "
         "--connect_timeout"
     )

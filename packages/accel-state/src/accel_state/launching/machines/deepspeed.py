@@ -86,7 +86,7 @@ def check_deepspeed(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 
     Raises:
         LaunchError: DeepSpeed, a tool that the launcher needs, or the hostfile is missing.
-        ConfigError: the hostfile, the filters and the launcher do not fit each other.
+        ConfigError: the hostfile, the filters and the launcher do not match.
     """
     launcher = _launcher(config)
     hosts = (

@@ -1,4 +1,4 @@
-"""The health probe of a machine: can it take the place of one that died?
+"""The health probe of a machine: can it replace one that failed?
 
 Run as a module, in a process that ends before ranks start, so that it leaves no context on the devices.
 """
@@ -21,7 +21,7 @@ _SIZE = 256
 
 
 def find_faults(processes: int, cpu: bool) -> Iterator[str]:
-    """What is wrong with this machine, one sentence for each fault.
+    """Find the faults of this machine; a sentence for each.
 
     Args:
         processes: ranks that it must be able to run.
@@ -45,7 +45,7 @@ def find_faults(processes: int, cpu: bool) -> Iterator[str]:
 
 
 def find_device_faults(device: str | int) -> Iterator[str]:
-    """What is wrong with one device, which multiplies two matrices whose product is known.
+    """Find the faults of one device, by multiplying two matrices whose product is known.
 
     Args:
         device: its name, or its index among this machine's accelerators.
@@ -65,7 +65,7 @@ def find_device_faults(device: str | int) -> Iterator[str]:
         yield f"{device} cannot compute: {error}"
         return
     if not right:
-        yield f"{device} computes wrongly: a product of matrices is not what it must be"
+        yield f"{device} computes wrongly: a product of two matrices is not the expected one"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -60,7 +60,7 @@ def ssh_commands(tpu: TpuSection, command: Sequence[str], *, alpha: bool = False
     for flag, name in given:
         if name and (name.startswith("-") or not name.isprintable()):
             raise ConfigError(
-                f"--{flag} is {name[:80]!r}, which gcloud would not take for a name; correct it"
+                f"--{flag} is {name[:80]!r}, which gcloud does not accept as a name; correct it"
             )
     start = ("gcloud", *(("alpha",) if alpha else ()), "compute")
     zone = ("--zone", tpu.tpu_zone) if tpu.tpu_zone else ()
@@ -157,7 +157,7 @@ def pod_place(environ: Mapping[str, str]) -> PodPlace:
     """The place of this machine: from TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, else from Google's metadata server.
 
     Raises:
-        LaunchError: neither says it.
+        LaunchError: neither has it.
     """
     index = environ.get("TPU_WORKER_ID") or environ.get("CLOUD_TPU_TASK_ID")
     names = environ.get("TPU_WORKER_HOSTNAMES")

@@ -198,8 +198,8 @@ def group_is_alive(group: int) -> bool:
 def end_strays(folder: str, signum: int, *, launcher: int | None = None) -> bool:
     """Send ``signum`` to every process that has inherited a launch's folder, whatever its group and session are.
 
-    Children of a rank that lead a session of their own are members of no group that is known. Each has the environment
-    of its rank, unless it has put that aside. Linux only, and only processes of this user.
+    Children of a rank that lead their own session belong to no known group. Each has inherited the environment of its
+    rank, unless it has cleared it. Linux only, and only processes of this user.
 
     Args:
         folder: the value of ``RUN_FOLDER``, which no other launch has.

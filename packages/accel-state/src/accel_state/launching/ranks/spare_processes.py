@@ -1,4 +1,4 @@
-"""Spare processes of one machine: interpreters that have loaded torch, and take the places of ranks at a restart."""
+"""Spare processes of one machine: interpreters that have loaded torch and replace ranks at a restart."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class SparePool:
         self._cpu = cpu
         self._spares: list[_Spare] = []
         self.faults: list[str] = []
-        """What was wrong with spares that were not used."""
+        """Faults of spares that were not used."""
 
     def fill(self, environ: Mapping[str, str]) -> None:
-        """Start as many as are missing; they take seconds to warm up, which nobody waits for.
+        """Start the missing spares; they warm up in the background, for seconds.
 
         Args:
             environ: the environment of ranks; what differs between ranks is given to a spare when it is taken.
@@ -105,7 +105,7 @@ class SparePool:
     def take(
         self, specs: Sequence[ProcessSpec], environments: Sequence[Mapping[str, str]]
     ) -> dict[int, CommandProcess]:
-        """Spares for the ranks of a restart, as far as there are healthy ones that are warm.
+        """Take healthy, warmed-up spares for the ranks of a restart, as far as they suffice.
 
         Args:
             specs: the ranks.
@@ -125,7 +125,7 @@ class SparePool:
                 "reads_input": index == 0,
             }
             self._spares.remove(spare)
-            with contextlib.suppress(OSError):  # it has ended; its answer tells
+            with contextlib.suppress(OSError):  # it has ended; its answer has the reason
                 spare.control.sendall(json.dumps(task).encode() + b"\n")
             chosen.append((spec, spare))
         taken = {}

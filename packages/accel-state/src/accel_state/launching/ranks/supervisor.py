@@ -122,7 +122,7 @@ class SupervisedProcess:
     ended_at: float = 0.0
 
     def crashed(self) -> bool:
-        """Whether it ended without a word, by a signal that it did not get because of another rank."""
+        """Whether it ended without a traceback, by a signal that is not the consequence of another rank's failure."""
         return self.code in _CRASHES and self.output.traceback_at is None
 
     def waited(self) -> bool:
@@ -232,7 +232,7 @@ def supervise(
 
 
 def _mistake(outcome: Outcome, seconds: float) -> str:
-    """The error of ranks that failed soon after their start by what the next attempt would do again; else empty."""
+    """The error of ranks that failed soon after their start and would fail the same way again; else empty."""
     error = last_line(outcome.error)
     kind = error.partition(":")[0].rpartition(".")[2]
     return error if seconds < _START_UP and kind in _MISTAKES else ""
@@ -276,9 +276,9 @@ class _Group:
         return self._outcome()
 
     def show_errors(self, *, reported: bool) -> None:
-        """Print the tracebacks that were held back, or drop those of failed ranks if the outcome tells of them.
+        """Print the tracebacks that were held back, or drop those of failed ranks if the outcome has them.
 
-        After Ctrl-C none of a rank that it has ended is: where one of them was is one line.
+        After Ctrl-C the tracebacks of ranks that it has ended are dropped; one line says where one of them was.
 
         Args:
             reported: the caller shows the outcome.

@@ -15,4 +15,4 @@ from accel_state.launching.submission.slurm import SlurmSubmission
 __all__ = ["SUBMISSIONS", "Job", "Submission"]
 
 SUBMISSIONS: Mapping[str, Submission] = MappingProxyType({"slurm": SlurmSubmission()})
-"""Value of the option ``submit`` to what submits to that scheduler."""
+"""Value of the option ``submit`` to the ``Submission`` for that scheduler."""

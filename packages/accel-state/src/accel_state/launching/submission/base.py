@@ -1,4 +1,4 @@
-"""What every way to submit a job has in common."""
+"""The base class of submissions, and the job that they submit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Job:
         """Accelerators of each machine; None: the ranks compute on the CPU.
 
         Raises:
-            ConfigError: nothing says how many there are, and the machine that submits cannot know it.
+            ConfigError: their number is not set, and the machine that submits cannot know it.
         """
         config = self.config
         if config.submission.gpus_per_machine is not None:

@@ -1,4 +1,4 @@
-"""A training job on Amazon SageMaker: everything that it says, computed and checked without AWS's SDK.
+"""A training job on Amazon SageMaker, computed and checked without AWS's SDK.
 
 SageMaker passes options to a script as *hyperparameters*, a mapping from names to values, so a script for it has only
 options with one value each.
@@ -35,7 +35,7 @@ _OLDEST_PYTHON = 11
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """How AWS knows who starts the job; nothing: as AWS's SDK finds it (variables, its files, the machine's role).
+    """Credentials to start the job with; empty: AWS's SDK finds them (variables, its files, the machine's role).
 
     Attributes:
         region: AWS region.
@@ -51,7 +51,7 @@ class Credentials:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SageMakerJob:
-    """What is started.
+    """A training job that can be started.
 
     Attributes:
         source_dir: folder that is uploaded: that of the script.
@@ -199,7 +199,7 @@ def hyperparameters_of(arguments: Sequence[str]) -> dict[str, Any]:
             at += 1
         name = flag.lstrip("-")
         if name in found:
-            raise ConfigError(f"the script's option {flag} is there twice; SageMaker passes each option once")
+            raise ConfigError(f"the script's option {flag} is given twice; SageMaker passes each option once")
         found[name] = _value(text)
     return found
 

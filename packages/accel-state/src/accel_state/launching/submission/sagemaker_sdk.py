@@ -78,13 +78,13 @@ def start_job(job: SageMakerJob, credentials: Credentials) -> str:
             return start(job, boto)
     except botocore.NoCredentialsError as error:
         raise LaunchError(
-            "AWS does not know who starts the job: there are no credentials. Name a --profile, pass "
+            "AWS credentials are missing, so the job cannot be started. Name a --profile, pass "
             "--aws_access_key_id and --aws_secret_access_key, or run aws configure"
         ) from error
     except ValueError as error:  # the SDK's checks of versions, machines and distributions
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"AWS's SDK for SageMaker does not take the job: {error}") from error
+        raise ConfigError(f"AWS's SDK for SageMaker refuses the job: {error}") from error
     except (botocore.ClientError, botocore.BotoCoreError) as error:
         raise LaunchError(f"AWS refuses the job: {error}") from error
 
@@ -106,7 +106,7 @@ def _boto_session(credentials: Credentials) -> Any:
 
 
 def _variables(credentials: Credentials, boto: Any) -> dict[str, str]:
-    """Variables of AWS for the time of the call: SDK 3 makes sessions of its own, beside the one that it is given."""
+    """Set AWS's variables during the call: SDK 3 creates its own sessions beside the one that it is given."""
     found = {"AWS_DEFAULT_REGION": credentials.region}
     if credentials.key is not None and credentials.secret is not None:
         found |= {"AWS_ACCESS_KEY_ID": credentials.key, "AWS_SECRET_ACCESS_KEY": credentials.secret}

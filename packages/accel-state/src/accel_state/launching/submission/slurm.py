@@ -92,7 +92,8 @@ def _options(job: Job) -> list[str]:
         found["nodes"] = str(config.num_machines + config.spares)
     if about.time is not None and not _TIME.fullmatch(about.time):
         raise ConfigError(
-            f"--submit_time {about.time} is no time of Slurm; expected minutes, 4:00:00, 2-12 (days-hours) or UNLIMITED"
+            f"--submit_time {about.time} is not a time limit of Slurm; expected minutes, 4:00:00, 2-12 (days-hours) "
+            "or UNLIMITED"
         )
     for name, value in found.items():
         _one_line(_FLAGS.get(name, f"the option {name} of sbatch"), value)
@@ -100,7 +101,7 @@ def _options(job: Job) -> list[str]:
     if config.resume and about.time is not None and _seconds(about.time) <= about.signal_time:
         raise ConfigError(
             f"--submit_time {about.time} is not longer than --submit_signal_time {about.signal_time} seconds, so the "
-            "job would be told to stop when it starts; raise the first, or lower the second"
+            "job would get the stop signal as soon as it starts; raise the first, or lower the second"
         )
     if config.resume:
         options += ["--requeue", "--open-mode=append"]
@@ -110,7 +111,7 @@ def _options(job: Job) -> list[str]:
         _one_line("--submit_args", extra)
         if not extra.startswith("-"):
             raise ConfigError(
-                f"--submit_args {extra!r} is no option of sbatch; write it with its dashes: "
+                f"--submit_args {extra!r} is not an option of sbatch; write it with its dashes: "
                 f"--submit_args=--constraint=a100"
             )
         options.append(extra)
@@ -118,7 +119,7 @@ def _options(job: Job) -> list[str]:
 
 
 def _one_line(flag: str, value: object) -> None:
-    """Refuse what would end the comment in which it stands: the rest would be run as a line of the script.
+    """Refuse a value that would end its comment line: the rest would run as a line of the script.
 
     Raises:
         ConfigError: the value has a line break or another control character.

@@ -1,1 +1,1 @@
-"""What a launcher sees of its ranks: output, progress and stacks, and the reports it makes of them."""
+"""Watching ranks: their output, progress and stacks, and the reports about them."""

@@ -23,13 +23,13 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class RankStack:
-    """What is known of one rank that hangs.
+    """The known facts about one rank that hangs.
 
     Attributes:
         rank: its rank.
         frames: the frames of its main thread, outermost first; empty: it did not answer.
-        collectives: the collectives in progress that the rank itself told.
-        note: what else is known, such as its phase.
+        collectives: the collectives in progress that the rank itself reported.
+        note: other facts, such as its phase.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""The launcher's view into its ranks: their progress, their stacks, and the folder through which they tell."""
+"""The launcher's view into its ranks: their progress, their stacks, and the folder in which they report."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Monitor:
         return HeartbeatFile.create(self.folder / "heart", self._ranks, timed=self._timed)
 
     def begin(self) -> None:
-        """An attempt begins: what earlier processes have told is forgotten."""
+        """Begin an attempt: reports of earlier processes are discarded."""
         self._file = self._fresh_file()
         for rank in range(self._ranks):
             for name in (f"stack.{rank}", f"answer.{rank}", f"ask.{rank}"):

@@ -35,7 +35,7 @@ def render_phases(pulses: Mapping[int, Pulse]) -> str:
     """A table of milliseconds per step, one line for each rank, and the slowest rank.
 
     Args:
-        pulses: what each rank has told.
+        pulses: the progress that each rank has reported.
 
     Returns:
         the table; empty if no rank has made an optimizer step.

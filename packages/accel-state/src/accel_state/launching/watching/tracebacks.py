@@ -1,4 +1,4 @@
-"""Tracebacks in the output of ranks: finding the last one, folding the frames of libraries, and saying what it was."""
+"""Tracebacks in the output of ranks: finding the last one, folding the frames of libraries, and classifying errors."""
 
 from __future__ import annotations
 
