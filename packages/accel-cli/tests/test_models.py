@@ -104,7 +104,7 @@ def test_code_of_a_model_is_not_run(tmp_path):
 def test_a_configuration_that_its_library_does_not_know(tmp_path):
     pytest.importorskip("transformers")
     found = find_model(str(write(tmp_path, {"model_type": "nothing-known"})))
-    with pytest.raises(EstimateError, match="transformers cannot make"):
+    with pytest.raises(EstimateError, match="transformers cannot build"):
         build_model(found)
 
 

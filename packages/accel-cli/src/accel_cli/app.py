@@ -126,7 +126,7 @@ OTHER_NAMES = {
     "estimate": "estimate-memory",
     "memory": "estimate-memory",
 }
-"""Names that other tools have for what a command of ours does."""
+"""Names of other tools' commands, with the equivalent command of ours."""
 
 _USAGE = 2
 _FAILURE = 1

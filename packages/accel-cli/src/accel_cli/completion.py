@@ -21,14 +21,14 @@ VARIABLE = "_ACCEL_COMPLETE"
 
 _LAUNCH_OWN = {
     "--config_file": "Configuration file to read.",
-    "--as_accelerate": "Answer `import accelerate` by this library.",
+    "--as_accelerate": "Let this library answer `import accelerate`.",
     "--help": "Show help; a topic may follow.",
     "--help-all": "Show all flags.",
 }
 
 
 class Item(NamedTuple):
-    """A word that the one at the cursor can become.
+    """A possible completion of the word at the cursor.
 
     Attributes:
         value: the complete word.
@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | None:
-    """Print what completes the command line that the shell describes in ``environ``.
+    """Print the completions of the command line that the shell describes in ``environ``.
 
     Args:
         environ: the environment of this process.
@@ -68,7 +68,7 @@ def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | 
 
 
 def complete(words: Sequence[str], incomplete: str, application: Callable[[], Any]) -> list[Item] | None:
-    """What the word at the cursor can be.
+    """The possible completions of the word at the cursor.
 
     Args:
         words: the complete words between ``accel`` and the cursor.
@@ -320,7 +320,7 @@ def _plain(flag: str) -> str:
 
 
 def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
-    """What a parameter's value can be: a choice, a file (None), or what only the user knows (empty)."""
+    """The completions of a parameter's value: its choices; None for a file; empty where only the user knows it."""
     choices = getattr(command, "choices", {})  # a group has none
     if param.name in choices:
         return _starting([Item(word) for word in choices[param.name]], incomplete)

@@ -43,7 +43,7 @@ class KeyCommand(Command):
     """A command whose arguments are a key of a configuration file, and its value."""
 
     def complete_argument(self, name: str, before: str) -> Iterator[Item]:
-        """What an argument can be; ``before`` is the word in front of it."""
+        """The completions of an argument; ``before`` is the word in front of it."""
         if name == "key":
             yield from (Item(key, text) for key, text in keys())
             return
@@ -64,9 +64,9 @@ def get(
     config_file: _FileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the value as JSON.")] = False,
 ) -> int:
-    """Print the value of one key of a configuration file; of a section, all that it has.
+    """Print the value of one key of a configuration file; for a section, all its keys.
 
-    A key that the file does not have prints its default. The exit code is 1 if there is none.
+    If the file does not have the key, the default is printed. Without a default the exit code is 1.
     """
     path = _file(config_file)
     data = parse_text(read_text(path), path)
@@ -92,12 +92,12 @@ def get(
 
 def set_(
     key: _Key,
-    value: Annotated[str, typer.Argument(help="Its new value; '' removes the key from the file.")],
+    value: Annotated[str, typer.Argument(help="The new value; '' removes the key from the file.")],
     config_file: _FileOption = None,
 ) -> None:
     """Change one key of a configuration file; comments, order and all other lines stay.
 
-    The value is checked first. A file that does not exist is made.
+    The value is checked first. A missing file is created.
     """
     path = _own_file(config_file)
     text = read_text(path) if path.exists() else ""

@@ -1,4 +1,4 @@
-"""``accel config show`` and ``validate``: what is in effect, where it comes from, and what is wrong with a file."""
+"""``accel config show`` and ``validate``: the values in effect, where they come from, and the mistakes in a file."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def validate(
     config_file: Annotated[str | None, typer.Option("--config_file", help="The same as FILE.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check a configuration file, and report everything that is wrong with it."""
+    """Check a configuration file, and report all mistakes in it."""
     named = file or config_file
     path = _default_file() if named is None else Path(named)
     layer, errors = mistakes_of(path)
@@ -135,7 +135,7 @@ def effective_options(resolved: Resolved) -> Iterator[EffectiveOption]:
 
 
 def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
-    """What a configuration file says, and a message for everything that is wrong with it."""
+    """Read a configuration file; returns its contents and a message for each mistake."""
     layer, problems = find_mistakes(path)
     errors = [str(problem) for problem in problems]
     if layer is None or not issubclass(layer.root, LaunchConfig):
@@ -170,7 +170,7 @@ def _default_file() -> Path:
 
 
 def _on_this_machine(path: Path) -> list[str]:
-    """What would go wrong with the file on this machine, which need not be the one that it is for."""
+    """Problems with the file on this machine, which may not be the machine that it is for."""
     from accel_state.launching.hardware import find_accelerators
     from accel_state.launching.plan import plan_world
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: spellings of flags, help pages, messages about a wrong command line.
+"""Shared behaviour of all commands: spellings of flags, help pages, messages about a wrong command line.
 
 A command is a module of ``accel_cli.commands`` with an ``App`` named ``app``. Its functions return None or an exit
 code, and raise this project's errors; ``accel_cli.app`` prints them.
@@ -57,14 +57,14 @@ def describe_usage_error(error: Any) -> str:
         extra = _EXTRA.fullmatch(message)
         if extra is None:
             return message
-        return f"{extra[1]!r} is more than {error.ctx.command_path} takes; its --help shows what it takes"
+        return f"unexpected argument {extra[1]!r}; {error.ctx.command_path} --help lists the arguments"
     typed = _typed(param, getattr(error, "words", ()))
     message = _expectation(message, typed)
     return f"{_shown(param)} is {typed!r}; {message}" if typed is not None else f"{_shown(param)}: {message}"
 
 
 def _expectation(message: str, typed: str | None) -> str:
-    """What Typer's and pydantic's text says was expected; the value itself is in the message already."""
+    """The expected value, from Typer's or pydantic's text; the value itself is in the message already."""
     choices = _CHOICES.fullmatch(message)
     if choices is not None:
         known = [name.strip("'\"") for name in choices[1].split(", ")]

@@ -116,7 +116,7 @@ def _rows(topic: str) -> Iterator[tuple[str, str]]:
         yield "--config_file FILE", "Configuration file to read."
         yield (
             "--as_accelerate",
-            "Answer `import accelerate` in the script, and in what it imports, by this library.",
+            "Let this library answer `import accelerate` in the script and in the modules it imports.",
         )
     for bound in _options(topic):
         yield _described(bound)

@@ -19,4 +19,4 @@ TOPICS = {
     "tpu": "TPUs",
     "sagemaker": "Amazon SageMaker",
 }
-"""Names for ``accel launch --help TOPIC``, and what they are about."""
+"""Names for ``accel launch --help TOPIC``, with their subjects."""

@@ -83,7 +83,7 @@ def moved(arguments: Sequence[str], flags: ParsedFlags, misplaced: Sequence[Misp
 
 
 def notes_on(misplaced: Sequence[Misplaced], script: str) -> list[str]:
-    """What to tell where the flags stay where they are."""
+    """The note for the user if the flags are not moved."""
     if not misplaced:
         return []
     return [

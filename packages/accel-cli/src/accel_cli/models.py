@@ -31,7 +31,7 @@ class FoundModel:
     Attributes:
         name: as the user gave it.
         library: transformers or timm; None: only its tensors are known.
-        config: the file of its configuration, beside which its code is; None: it is made by name.
+        config: the file of its configuration, beside which its code is; None: the model is made by name.
         settings: its configuration.
         shapes: of its tensors, from headers of files.
         dtypes: the dtypes in them.
@@ -50,11 +50,11 @@ def find_model(name: str, library: str | None = None, trust_remote_code: bool = 
 
     Args:
         name: a folder with ``config.json`` or safetensors files, one such file, or the id of a repository of a hub.
-        library: transformers or timm; None: the configuration says it.
+        library: transformers or timm; None: the configuration names it.
         trust_remote_code: download the code of a repository too.
 
     Raises:
-        EstimateError: there is nothing of that name, or nothing usable in it.
+        EstimateError: nothing has that name, or it contains nothing usable.
         MissingDependencyError: a library is not installed.
     """
     path = Path(name).expanduser()
@@ -102,7 +102,7 @@ def _configured(name: str, path: Path, library: str | None) -> FoundModel:
     except (OSError, ValueError, RecursionError) as error:
         raise EstimateError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise EstimateError(f"{path} holds no JSON object, so it is not the configuration of a model")
+        raise EstimateError(f"{path} is not a JSON object, so it is not the configuration of a model")
     if library is None:
         library = "transformers" if "model_type" in settings else None
         library = "timm" if library is None and "architecture" in settings else library
@@ -129,7 +129,7 @@ def _of_files(name: str, files: list[Path]) -> FoundModel:
         except (OSError, safetensors.SafetensorError) as error:
             raise EstimateError(f"{file} cannot be read as safetensors: {error}") from error
     if not shapes:
-        raise EstimateError(f"{name} holds no tensors")
+        raise EstimateError(f"{name} contains no tensors")
     return FoundModel(name, None, shapes=shapes, dtypes=tuple(dtypes))
 
 
@@ -163,7 +163,7 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         raise EstimateError(
-            f"the Hub cannot be asked for {name}: {' '.join(str(error).split())[:300]}"
+            f"the request to the Hub for {name} failed: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
@@ -203,12 +203,13 @@ def _import(library: str, what: str) -> Any:
 
 
 def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration, in float32 and without storage.
+    """Build the model of a configuration, in float32 and without storage.
 
-    Of transformers it is the class that ``architectures`` names, with its head; without one, what ``AutoModel`` makes.
+    With transformers this is the class that ``architectures`` names, with its head; without that key, the choice of
+    ``AutoModel``.
 
     Raises:
-        EstimateError: the library cannot make it.
+        EstimateError: the library cannot build it.
         MissingDependencyError: the library is not installed.
     """
     from accel_bigmodel import init_empty_weights
@@ -222,7 +223,7 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
             with init_empty_weights(include_buffers=False):
                 return timm.create_model(source, pretrained=False)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
-            raise EstimateError(f"timm cannot make {found.name}: {_line(error)}") from error
+            raise EstimateError(f"timm cannot build {found.name}: {_line(error)}") from error
     if found.library != "transformers":
         raise EstimateError(f"library {found.library!r} is not known; known: {', '.join(LIBRARIES)}")
     transformers = _import("transformers", "models of transformers")
@@ -242,7 +243,7 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
         with init_empty_weights(include_buffers=False):
             return _make(transformers, config, found, trust_remote_code, torch.float32)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError) as error:
-        raise EstimateError(f"transformers cannot make {found.name}: {_line(error)}") from error
+        raise EstimateError(f"transformers cannot build {found.name}: {_line(error)}") from error
 
 
 def _is_known(transformers: Any, found: FoundModel) -> bool:

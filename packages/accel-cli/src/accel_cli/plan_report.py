@@ -1,4 +1,4 @@
-"""What ``accel plan`` prints and writes: the table, the advice, JSON, and the configuration file."""
+"""The output of ``accel plan``: the table, the advice, JSON, and the configuration file."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
     peak = least.found.peak
     over = max(0.0, peak.total - plan.cluster.usable)
     show_text(
-        f"Nothing fits: {least.setting.name} takes least, {gigabytes(peak.total)} GB ({peak.when}), "
-        f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB that there are."
+        f"Nothing fits: {least.setting.name} needs the least memory, {gigabytes(peak.total)} GB ({peak.when}), "
+        f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB available."
         if over
         else f"Nothing fits: {least.setting.name} needs {gigabytes(least.host)} GB of host memory on each machine."
     )
@@ -206,7 +206,7 @@ def configuration(plan: Plan, row: Row, *, on_cpu: bool = False) -> LaunchConfig
 
 
 def write(plan: Plan, path: Path, *, on_cpu: bool = False) -> Path | None:
-    """Write the configuration file of what is advised; None: nothing fits, and nothing is written.
+    """Write the configuration file of the advised row; None: nothing fits, and nothing is written.
 
     Raises:
         ConfigError: the file exists, cannot be written, or the strategy has no configuration.

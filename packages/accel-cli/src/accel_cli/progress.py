@@ -1,4 +1,4 @@
-"""What a command does at the moment: one line of standard error, only on a terminal.
+"""Progress of a command: one line on standard error, only on a terminal.
 
 Results go to standard output. Pipes, files and ``--json`` get nothing of this.
 """
@@ -19,7 +19,7 @@ def on_terminal() -> bool:
 
 
 class Progress:
-    """The line with what is done, and for how many seconds; made by ``progress``.
+    """The progress line: the current activity and its seconds so far; made by ``progress``.
 
     Args:
         bar: of rich; None: nothing is shown.
@@ -30,7 +30,7 @@ class Progress:
         self._task = None if bar is None else bar.add_task("", total=None)
 
     def now(self, text: str) -> None:
-        """Say what is done from here on."""
+        """Show a new activity."""
         if self._bar is not None:
             self._bar.reset(self._task, description=text)
             self._bar.refresh()
@@ -51,10 +51,10 @@ class Progress:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[Progress]:
-    """Show what is done, until the block ends; the line is removed then.
+    """Show an activity until the block ends; then the line is removed.
 
     Args:
-        text: what is done first.
+        text: the first activity.
     """
     if not on_terminal():
         yield Progress()

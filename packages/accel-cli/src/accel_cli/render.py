@@ -68,7 +68,7 @@ def show_table(
         rows: cells as text, each as many as there are columns.
         left: number of columns that are aligned to the left; the last one always is if it holds words.
         bold: index of a row to make stand out on a terminal.
-        spare: columns that a terminal that is too narrow for all goes without, the first one first.
+        spare: columns that are left out, the first one first, on a terminal that is too narrow for all.
     """
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     without = _too_many(dict(zip(columns, widths, strict=True)), spare) if sys.stdout.isatty() else []

@@ -1,4 +1,4 @@
-"""What `accel launch` does with the configuration of a job on Amazon SageMaker."""
+"""``accel launch`` with the configuration of a job on Amazon SageMaker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `accel launch --tpu` does besides starting processes: pods of machines, and functions of scripts."""
+"""Extra steps of ``accel launch --tpu``: pods of machines, and functions of scripts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def launch_on_pod(config: LaunchConfig, target: Target, environ: Mapping[str, st
 def on_tpu(
     resolved: Resolved, config: LaunchConfig, target: Target, environ: Mapping[str, str]
 ) -> tuple[LaunchConfig, Target]:
-    """The configuration of this machine, and what its ranks run.
+    """The configuration of this machine, and the target of its ranks.
 
     Raises:
         LaunchError: the place of the machine in its pod is not known, or a program has no functions.

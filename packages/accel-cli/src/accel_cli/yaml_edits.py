@@ -15,7 +15,7 @@ Span = tuple[int, int, str]
 def edit_mapping(text: str, key: str | None, changes: Iterable[Change]) -> str | None:
     """The text with changed entries in one mapping of a YAML document.
 
-    New entries come last. A mapping that is not there is added at the end of the document.
+    New entries come last. A missing mapping is added at the end of the document.
 
     Args:
         text: a YAML document whose outermost value is a mapping.

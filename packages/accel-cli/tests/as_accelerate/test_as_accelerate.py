@@ -154,9 +154,9 @@ def test_a_name_of_a_newer_level_is_an_import_error_that_says_so(tmp_path):
         from accelerate.utils import newer
     """
     done = run(tmp_path, body)
-    assert done.stdout.startswith("False absent\naccelerate.Newer is not there: ")
+    assert done.stdout.startswith("False absent\naccelerate.Newer does not exist: ")
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: accelerate.utils.newer is not there: ")
+    assert last.startswith("ImportError: accelerate.utils.newer does not exist: ")
     assert "at the level of Accelerate 1.15.0" in last
 
 

@@ -69,12 +69,12 @@ def test_files_without_a_configuration(capsys, tmp_path):
         (
             ["--dtypes", "float23"],
             2,
-            "--dtypes is 'float23', which is no dtype of this table; did you mean float32",
+            "--dtypes is 'float23', which is not a dtype of this table; did you mean float32",
         ),
         (
             ["--dtypes", "float16", "int5"],
             2,
-            "--dtypes is 'int5', which is no dtype of this table; did you mean int8",
+            "--dtypes is 'int5', which is not a dtype of this table; did you mean int8",
         ),
         (["--library_name", "tim"], 2, "--library_name is 'tim', which is not supported; did you mean timm"),
         (["--batch_size", "0"], 2, "--batch_size is '0'"),

@@ -32,7 +32,7 @@ def test_what_stays_behind_is_named(parts, tmp_path, capsys):
         (parts / name).write_text("{}")
     assert merge(parts, tmp_path / "out") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "only weights are merged; copy what from_pretrained reads as well: config.json, tokenizer.json"
+        "only weights are merged; from_pretrained reads these files too, so copy them: config.json, tokenizer.json"
     ]
     (tmp_path / "out" / "config.json").write_text("{}")
     (tmp_path / "out" / "tokenizer.json").write_text("{}")

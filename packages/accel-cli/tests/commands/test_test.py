@@ -98,7 +98,7 @@ def test_training_that_is_wrong_is_told_with_rank_and_values(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "takes flags only, and 'train.py' is none"),
+        (["train.py"], "takes flags only, and 'train.py' is not a flag"),
         (["--num_proceses", "2"], "did you mean --num_processes"),
     ],
 )

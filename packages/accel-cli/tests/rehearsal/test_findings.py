@@ -66,4 +66,4 @@ def test_failures_come_first_and_equal_findings_once():
 def test_a_script_without_an_accelerator():
     [finding] = find([rank(0, [], sections=None)], 64)
     assert finding.kind == "error"
-    assert "64 processes that do not know of each other" in finding.text
+    assert "64 independent processes" in finding.text

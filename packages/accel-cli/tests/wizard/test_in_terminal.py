@@ -119,9 +119,9 @@ def test_back_keeps_the_answers(start, tmp_path):
     terminal.send(ENTER)  # CPU
     reply(terminal, "share the work", "1" + ENTER)
     reply(terminal, "mixed precision")
-    reply(terminal, "more than that", "<" + ENTER)
+    reply(terminal, "more options", "<" + ENTER)
     reply(terminal, "» 1) no", "3" + ENTER)
-    reply(terminal, "more than that")
+    reply(terminal, "more options")
     reply(terminal, "Write this to c.yaml?", "<" + ENTER)
     reply(terminal, "(space selects, Enter accepts)")
     reply(terminal, "Write this to c.yaml?", "y" + ENTER)
@@ -135,9 +135,9 @@ def test_an_invalid_answer_is_explained_below_its_line(start):
     terminal.send("1" + ENTER)
     reply(terminal, "compute on")
     reply(terminal, "share the work", "2" + ENTER)
-    reply(terminal, "Which accelerators (by id)", "0,9" + ENTER)
+    reply(terminal, "Which accelerators", "0,9" + ENTER)
     terminal.wait_for("names accelerator 9, but this machine has 4 (0 to 3)")
-    reply(terminal, "Which accelerators (by id)", "0,1" + ENTER)
+    reply(terminal, "Which accelerators", "0,1" + ENTER)
     reply(terminal, "How many processes", "x" + ENTER)
     terminal.wait_for("the answer is 'x'; expected an integer")
     reply(terminal, "How many processes", "3" + ENTER)
@@ -182,7 +182,7 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "wrap policy",
     ):
         reply(terminal, message)
-    reply(terminal, "size based wrapping? [77]", "78" + ENTER)
+    reply(terminal, "size-based wrapping? [77]", "78" + ENTER)
     for message in (
         "reshard",
         "offload",
@@ -193,8 +193,8 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
     ):
         reply(terminal, message)
     reply(terminal, "» 3) bf16")
-    reply(terminal, "more than that")
-    terminal.wait_for("kept from the file that exists, without a question: max_restarts")
+    reply(terminal, "more options")
+    terminal.wait_for("kept from the existing file, without a question: max_restarts")
     reply(terminal, "Write this", "y" + ENTER)
     assert terminal.code() == 0
     assert "  accel launch train.py" in terminal.shown().splitlines()
@@ -232,7 +232,7 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "precision",
     ):
         reply(terminal, message)
-    reply(terminal, "more than that")
+    reply(terminal, "more options")
     reply(terminal, "exists. Replace it?", "n" + ENTER)
     assert terminal.code() == 0
     assert "nothing is written" in terminal.shown()
@@ -254,7 +254,7 @@ def colours(raw):
 def answer_all(terminal):
     for message in ("Where", "compute on", "share the work"):
         reply(terminal, message, "1" + ENTER)
-    for message in ("mixed precision", "more than that", "Write this"):
+    for message in ("mixed precision", "more options", "Write this"):
         reply(terminal, message)
     assert terminal.code() == 0
 
@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_read_gives_no_defaults(start, tmp_path):
         "compute on",
         "share the work",
         "mixed precision",
-        "more than that",
+        "more options",
         "Replace it?",
     ):
         reply(terminal, message)

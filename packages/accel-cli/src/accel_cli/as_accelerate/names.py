@@ -69,7 +69,7 @@ def find_stubs() -> None:
 
 
 def announce() -> None:
-    """Say once, on the main process of a world, who answers ``import accelerate``."""
+    """Print once, on the main process of a world, that this library answers ``import accelerate``."""
     if get("RANK", "0") in ("0", "") and multiprocessing.parent_process() is None:
         from accel_train import __version__
 
@@ -87,7 +87,8 @@ def answer(module: str, stub: str) -> tuple[Callable[[str], Any], Callable[[], l
             which are its attributes without being imported by name.
 
     Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__``. A name that is not there raises an error that says who answers.
+        ``__getattr__``, ``__dir__`` and ``__all__``. A name that does not exist raises an error that names this
+        library.
     """
     homes = names_of_stub(Path(stub).read_text(encoding="utf-8"))
 
@@ -95,7 +96,7 @@ def answer(module: str, stub: str) -> tuple[Callable[[str], Any], Callable[[], l
         home = homes.get(name)
         if home is None:
             text = (
-                f"{module}.{name} is not there: `import accelerate` is answered by accel at the level of Accelerate "
+                f"{module}.{name} does not exist: `import accelerate` is answered by accel at the level of Accelerate "
                 f"{LEVEL}; {_PAGE} lists the names"
             )
             raise missing_name(text, module, name, sys._getframe(1))

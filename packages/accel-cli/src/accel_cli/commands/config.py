@@ -96,7 +96,7 @@ config_show.add_commands(app)
 
 
 def _accelerators() -> tuple[str, int]:
-    """What `accel launch` finds, without loading torch; none if the torch that is installed is built for CPUs."""
+    """The accelerators that `accel launch` finds; none if torch is built for CPUs. Does not load torch."""
     try:
         built = metadata.version("torch")
     except metadata.PackageNotFoundError:

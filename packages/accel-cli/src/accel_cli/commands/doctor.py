@@ -32,7 +32,7 @@ _TIMEOUT = 60.0
 _USAGE = "accel doctor [flags]"
 _ABOUT = """\
 Find what would stop or slow a training run. It looks at this machine: versions, devices and drivers, CPUs and memory, \
-limits of the system, clock, network, the disk for checkpoints, environment variables and the configuration file.
+system limits, clock, network, the disk for checkpoints, environment variables and the configuration file.
 
 With several processes, from flags, the configuration file or a scheduler, it also starts them as a small world: every \
 collective is checked and timed, every link between ranks (of more than 16 ranks: neighbours at distances 1, 2, 4, …) \
@@ -46,7 +46,7 @@ there is a problem.
 _ROWS = [
     (
         "--checkpoint_dir DIR",
-        "Where checkpoints go; the speed of its disk is measured. Default: this folder.",
+        "Folder for checkpoints; the speed of its disk is measured. Default: this folder.",
     ),
     ("--num_processes N", "Ranks of the world to check, over all machines."),
     ("--num_machines N", "Machines; run the command on each, with its --machine_rank."),
@@ -62,7 +62,7 @@ class DoctorCommand(LaunchCommand):
 
     own_flags = {
         "--config_file": "Configuration file to check.",
-        "--checkpoint_dir": "Where checkpoints go.",
+        "--checkpoint_dir": "Folder for checkpoints.",
         "--timeout": "Seconds that ranks wait for each other.",
         "--json": "Print JSON.",
         "--help": "Show help.",
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
         return 0
     if flags.rest:
-        raise ConfigError(f"accel doctor takes flags only, and {flags.rest[0]!r} is none")
+        raise ConfigError(f"accel doctor takes flags only, and {flags.rest[0]!r} is not a flag")
     timeout = _seconds(flags.others.get("timeout"))
     config_file = flags.others.get("config_file")
     if config_file is not None and not Path(config_file).expanduser().exists():
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         for finding in found.names:
             report.add(finding)
         if not found.names:
-            # Without the line that tells of progress: what ranks write would be mixed with it.
+            # Without the progress line: the output of ranks would be mixed with it.
             more, measured = examine_world(found.config, found.place, snapshot(), timeout, report.tell)
             for finding in more:
                 report.add(finding)
@@ -160,7 +160,7 @@ def _seconds(text: str | None) -> float:
 
 
 class _Report:
-    """Prints each finding when it is there.
+    """Prints each finding as soon as it is known.
 
     Args:
         silent: collect them alone, for JSON.
@@ -174,7 +174,7 @@ class _Report:
         self.width = len("speed of ranks" if of_world else "configuration")
 
     def add(self, finding: Finding, shown: Progress | None = None) -> None:
-        """A finding; ``shown`` is the progress that its line replaces."""
+        """Report a finding; ``shown`` is the progress that its line replaces."""
         self.findings.append(finding)
         if self.silent:
             return
@@ -182,13 +182,13 @@ class _Report:
             self._print(finding)
 
     def tell(self, text: str) -> None:
-        """What happens in the world, to someone who watches."""
+        """Show the progress of the world, on a terminal only."""
         if on_terminal():
             sys.stdout.flush()
             sys.stderr.write(f"accel doctor: {text}\n")
 
     def end(self) -> None:
-        """The last line."""
+        """Print the last line."""
         problems = sum(finding.status == "problem" for finding in self.findings)
         warnings = sum(finding.status == "warning" for finding in self.findings)
         more = (

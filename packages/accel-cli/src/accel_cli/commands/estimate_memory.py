@@ -18,7 +18,7 @@ from accel_state.errors import ConfigError
 __all__ = ["app"]
 
 _DTYPES = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
-"""By how much less than float32 a dtype takes."""
+"""How many times smaller than float32 a dtype is."""
 
 
 class _Command(Command):
@@ -56,7 +56,7 @@ def estimate_memory(
         str | None,
         typer.Option(
             "--library_name",
-            help="Library of the model, transformers or timm, if its configuration does not say it.",
+            help="Library of the model, transformers or timm, if its configuration does not name it.",
         ),
     ] = None,
     dtypes: Annotated[
@@ -108,7 +108,7 @@ def _check(names: list[str], library: str | None) -> None:
     for name in names:
         if name not in _DTYPES:
             hint = did_you_mean(name, _DTYPES, f"; expected {', '.join(_DTYPES)}")
-            raise ConfigError(f"--dtypes is {name!r}, which is no dtype of this table{hint}")
+            raise ConfigError(f"--dtypes is {name!r}, which is not a dtype of this table{hint}")
     if library is not None and library not in LIBRARIES:
         hint = did_you_mean(library, LIBRARIES, f"; expected {' or '.join(LIBRARIES)}")
         raise ConfigError(f"--library_name is {library!r}, which is not supported{hint}")

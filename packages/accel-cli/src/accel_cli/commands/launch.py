@@ -37,7 +37,7 @@ class LaunchCommand(SchemaCommand):
 
     own_flags = {
         "--config_file": "Configuration file to read.",
-        "--as_accelerate": "Answer `import accelerate` in the script, and in what it imports, by this library.",
+        "--as_accelerate": "Let this library answer `import accelerate` in the script and in the modules it imports.",
         "--help": "Show help; a topic may follow.",
         "--help-all": "Show all flags.",
     }
@@ -169,7 +169,7 @@ def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
 
 
 def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:
-    """What the words after the flags name: a script, a module or a program."""
+    """The target that the words after the flags name: a script, a module or a program."""
     kind: Literal["script", "module", "program"] = "script"
     if config.module:
         kind = "module"

@@ -25,7 +25,7 @@ _BESIDE_WEIGHTS = (
     "tokenizer.model",
     "tokenizer_config.json",
 )
-"""What the Hugging Face libraries keep beside the weights of a model."""
+"""Files that the Hugging Face libraries keep beside the weights of a model."""
 
 
 @app.command()
@@ -37,7 +37,7 @@ def merge_weights(
             "Accelerate, shards with an index, or a training state."
         ),
     ],
-    output_path: Annotated[Path, typer.Argument(help="Folder for the result; made if it does not exist.")],
+    output_path: Annotated[Path, typer.Argument(help="Folder for the result; created if it does not exist.")],
     unsafe_serialization: Annotated[
         bool,
         typer.Option(
@@ -75,7 +75,7 @@ def merge_weights(
 
     if checkpoint_directory.resolve() == output_path.resolve():
         raise ConfigError(
-            f"OUTPUT_PATH is CHECKPOINT_DIRECTORY, {checkpoint_directory}: the result would replace what is read; give "
+            f"OUTPUT_PATH is CHECKPOINT_DIRECTORY, {checkpoint_directory}: the result would overwrite the input; give "
             "another folder for the result"
         )
 
@@ -103,7 +103,9 @@ def merge_weights(
         if (checkpoint_directory / name).is_file() and not (output_path / name).exists()
     ]
     if left:
-        typer.echo(f"only weights are merged; copy what from_pretrained reads as well: {', '.join(left)}")
+        typer.echo(
+            f"only weights are merged; from_pretrained reads these files too, so copy them: {', '.join(left)}"
+        )
 
 
 def _size(words: str | None) -> int | str | None:

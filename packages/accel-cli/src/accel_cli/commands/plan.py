@@ -65,7 +65,7 @@ _HostMemory = Annotated[
     str | None,
     typer.Option(
         "--host_memory",
-        help="Host memory of one machine, such as 1TB; by default it does not limit what fits.",
+        help="Host memory of one machine, such as 1TB; by default it is not a limit.",
     ),
 ]
 _Reserve = Annotated[
@@ -88,7 +88,7 @@ _ActivationCheckpointing = Annotated[
     bool,
     typer.Option(
         "--activation_checkpointing",
-        help="The script recomputes the blocks of the model in the backward, under every strategy.",
+        help="The script recomputes the model's blocks in backward (activation checkpointing), under every strategy.",
     ),
 ]
 _Lora = Annotated[
@@ -101,7 +101,7 @@ _LibraryName = Annotated[
     str | None,
     typer.Option(
         "--library_name",
-        help="Library of the model, transformers or timm, if its configuration does not say it.",
+        help="Library of the model, transformers or timm, if its configuration does not name it.",
     ),
 ]
 _TrustRemoteCode = Annotated[
@@ -134,7 +134,7 @@ def plan(
     write: _Write = None,
     as_json: _AsJson = False,
 ) -> int:
-    """Show what each rank holds under every strategy, which fit, and which one is advised.
+    """Show the memory of a rank under every strategy, the strategies that fit, and the advised one.
 
     The exit code is 0 if something fits, and 1 if nothing does.
     """
@@ -179,7 +179,7 @@ def plan(
 
 
 class _Source:
-    """The model, and what a plan needs of it, with and without adapters."""
+    """The model, and its shape and timelines for a plan, with and without adapters."""
 
     def __init__(
         self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: Progress
@@ -261,7 +261,7 @@ def _cluster(
     host_memory: str | None,
     reserve: str,
 ) -> tuple[Any, bool]:
-    """What there is to train on, and whether it is this machine's CPU."""
+    """The cluster to train on, and whether it is this machine's CPU."""
     from accel_bigmodel.planning.devices import device_memory
     from accel_bigmodel.planning.footprints.base import Cluster
 

@@ -45,11 +45,11 @@ divided, ranks that enter different collectives. Also report what the rank would
 """
 _ROWS = [
     ("--num_processes N", "Ranks of the world, over all machines."),
-    ("--num_machines N", "Machines that they are on."),
+    ("--num_machines N", "Machines of the world."),
     ("--rank R", "The rank to rehearse. Default: 0."),
     (
         "--ranks R,R,…",
-        "Several, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
+        "Several ranks, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
     ),
     ("--steps N", "Optimizer steps of each prepared optimizer. Default: 1."),
     ("--show_output", "Show what the script prints, on standard error."),
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     show_output = "show_output" in flags.others
     ranks = []
     silent = "json" in flags.others
-    # Without the line that tells of progress where the script's own output is shown.
+    # Without the progress line where the script's own output is shown.
     with contextlib.nullcontext(Progress()) if show_output else progress("starting") as shown:
         for rank in _ranks(flags, world.size):
             shown.now(f"rehearsing rank {rank} of {world.size:,}: {target.name}")
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(ranks: Sequence[Rehearsed], world: World) -> None:
-    """Print what is known of the last rank, or how it differs from the first."""
+    """Print the facts about the last rank, or how it differs from the first."""
     from accel_cli.rehearsal.show import differing, facts
     from accel_cli.render import show_facts
 

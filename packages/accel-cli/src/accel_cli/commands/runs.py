@@ -1,4 +1,4 @@
-"""``accel runs``: the runs whose logs are in a folder, how each of them ended, and what its failing rank wrote last."""
+"""``accel runs``: the runs whose logs are in a folder, how each ended, and the last lines of its failing rank."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ class Run:
 @app.command()
 def runs(
     folder: Annotated[
-        Path, typer.Argument(help="Folder with the --log_dir of runs; by default this one.")
+        Path, typer.Argument(help="Folder that contains the --log_dir of runs; by default this one.")
     ] = Path("."),
-    name: Annotated[str | None, typer.Argument(help="A run of the list, to show with its logs.")] = None,
-    lines: Annotated[int, typer.Option("--lines", min=0, help="Last lines to show of a log.")] = 5,
+    name: Annotated[str | None, typer.Argument(help="Run of the list to show, with its logs.")] = None,
+    lines: Annotated[
+        int, typer.Option("--lines", min=0, help="Number of lines to show from the end of a log.")
+    ] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; times are seconds since 1970.")
     ] = False,

@@ -75,10 +75,10 @@ def main(arguments: Sequence[str]) -> int:
         arguments: flags.
 
     Returns:
-        0 if every check passed; 1 if one failed; else the exit code of the launcher, which says what is wrong.
+        0 if every check passed; 1 if one failed; else the exit code of the launcher, which has reported the error.
 
     Raises:
-        ConfigError: there is a word that is no flag.
+        ConfigError: a word is not a flag.
     """
     flags = parse_flags(arguments, _OWN)
     if not {"help", "-h"}.isdisjoint(flags.others):
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if flags.rest:
         raise ConfigError(
-            f"accel test takes flags only, and {flags.rest[0]!r} is none; to start a script: accel launch "
+            f"accel test takes flags only, and {flags.rest[0]!r} is not a flag; to start a script: accel launch "
             f"{flags.rest[0]}"
         )
     # A wrong flag or file is this command's error, and not that of the launcher below.

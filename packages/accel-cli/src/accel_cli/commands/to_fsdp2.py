@@ -49,7 +49,7 @@ def to_fsdp2(
 ) -> None:
     """Convert a configuration file, Accelerate's or ours, from FSDP version 1 to version 2.
 
-    Says of every FSDP option whether it was kept, renamed or dropped, and why, and shows the difference. Everything
+    Reports for every FSDP option whether it is kept, renamed or dropped, and why, and shows the difference. Everything
     else in the file, comments included, stays.
     """
     source = config_file.expanduser()
@@ -180,7 +180,7 @@ def _refuse_to_replace(source: Path, output_file: Path | None, target: Path, ove
 
 
 def _check(target: Path) -> None:
-    """Say if `accel launch` would refuse the file; that need not be the conversion's fault."""
+    """Print a note if `accel launch` would refuse the file, which need not be caused by the conversion."""
     try:
         read_layer(target)
     except AccelError as error:

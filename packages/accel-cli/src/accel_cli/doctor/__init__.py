@@ -1,1 +1,1 @@
-"""What ``accel doctor`` checks on this machine, and in a small world of ranks."""
+"""The checks of ``accel doctor`` on this machine, and in a small world of ranks."""

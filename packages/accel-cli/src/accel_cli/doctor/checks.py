@@ -1,4 +1,4 @@
-"""The checks of ``accel doctor``: each judges the facts about a machine."""
+"""The checks of ``accel doctor``: each judges facts about a machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        topic: what it is about.
+        topic: its subject.
         status: ``ok``, ``warning``, or ``problem``.
-        found: what is there.
-        advice: what is expected, and what to do; empty if it is ok.
+        found: the facts.
+        advice: the expected state and the next step; empty if it is ok.
     """
 
     topic: str
@@ -230,9 +230,9 @@ def examine_here(folder: Path, environ: Mapping[str, str], tell: Callable[[str],
     """Look at this machine, and yield each finding as soon as its facts are known.
 
     Args:
-        folder: where checkpoints go; it must exist.
+        folder: the folder for checkpoints; it must exist.
         environ: environment variables.
-        tell: receives what is done next.
+        tell: receives the next step.
 
     Raises:
         OSError: the folder cannot be written.

@@ -99,13 +99,13 @@ def _round_trip(tensor: torch.Tensor, other: int, leads: bool, back: bool = True
 
 
 def slow_links(links: Sequence[Link], hosts: Sequence[str]) -> list[str]:
-    """What is wrong with links: lost packets, long latency or little bandwidth; the links are named.
+    """Problems of links: lost packets, long latency or little bandwidth; the links are named.
 
     A link is compared with the others of its kind (inside a machine, or between two), and links between machines with
     5 ms and 50 MB/s, which no network of a cluster should miss.
 
     Args:
-        links: what was measured.
+        links: the measured links.
         hosts: host name of each rank.
     """
     found = []

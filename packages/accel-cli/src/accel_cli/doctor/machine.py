@@ -26,7 +26,7 @@ _PROBE = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the checks read.
+    """The facts that the checks read.
 
     Attributes:
         python: version, as numbers.
@@ -48,7 +48,7 @@ class Machine:
         disk_write, disk_read: bytes per second; None: not measured.
         temporary_free: free bytes in the folder of temporary files.
         clock: seconds since 1970 that the clock shows; 0: not read.
-        clock_synchronized: whether the kernel takes its clock for synchronized; None: not known.
+        clock_synchronized: whether the kernel considers its clock synchronized; None: not known.
         environ: environment variables.
     """
 
@@ -135,7 +135,7 @@ GATHERED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "asking the name server for this machine": _network,
     "measuring the disk": _disk,
 }
-"""What is done → the fields of ``Machine`` that it finds.
+"""Step → the fields of ``Machine`` that it finds.
 
 The first imports torch, the last writes and removes a file of 64 MB.
 """

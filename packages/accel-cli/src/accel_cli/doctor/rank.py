@@ -1,4 +1,4 @@
-"""One rank of the small world of ``accel doctor``; it tells the coordinator everything through the store."""
+"""One rank of the small world of ``accel doctor``; it reports to the coordinator through the store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPUTE = 512
 
 @dataclasses.dataclass(frozen=True)
 class RankJob:
-    """What a rank needs to know.
+    """The place and the settings of a rank.
 
     Attributes:
         rank, size, local_rank: its place.
@@ -53,14 +53,14 @@ def main(arguments: list[str]) -> int:
         arguments: a ``RankJob`` as JSON.
 
     Returns:
-        0; 1 if something failed, which the store tells; 3 if the store does not answer.
+        0; 1 if something failed, which the store records; 3 if the store does not answer.
     """
     job = RankJob(**json.loads(arguments[0]))
     wait = timedelta(seconds=job.timeout)
     try:
         store = dist.TCPStore(job.address, job.port, None, False, wait)  # type: ignore[attr-defined]
     except dist.DistError:
-        return 3  # the doctor of this machine says it, once for all its ranks
+        return 3  # the doctor of this machine reports it, once for all its ranks
     results: dict[str, Any] = {"rank": job.rank, "collectives": {}, "links": []}
     step = ["joining"]
 
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
         store.add("ended", 1)
         store.wait(["verdict"], wait)
     except dist.DistError:
-        return 1  # the coordinator has ended, and has said why
+        return 1  # the coordinator has ended, and has reported why
     if dist.is_initialized():
         dist.destroy_process_group()
     return int("error" in results)

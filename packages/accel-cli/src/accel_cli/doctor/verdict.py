@@ -26,7 +26,7 @@ def judge(arrived: Facts, results: Facts, clocks: Mapping[str, float]) -> list[F
 
     Args:
         arrived: host, process and versions of each rank.
-        results: what each rank measured.
+        results: measurements of each rank.
         clocks: seconds by which a machine's clock is ahead, by its first rank.
     """
     hosts = [str(arrived[rank]["host"]) for rank in sorted(arrived)]

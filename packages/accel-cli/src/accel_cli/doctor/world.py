@@ -1,4 +1,4 @@
-"""The small world of ``accel doctor``: starts this machine's ranks, waits for all of them, and judges what they found.
+"""The small world of ``accel doctor``: starts this machine's ranks, waits for all of them, and judges their results.
 
 The doctor of machine 0 hosts the store and is no rank itself, so that it can name any rank that dies, stops or never
 arrives. The ranks of a world start as those of ``accel launch`` do.
@@ -66,7 +66,7 @@ def examine_world(
         place: where this doctor's ranks are.
         environ: the environment that ranks inherit.
         timeout: seconds that ranks wait for others.
-        tell: receives what happens.
+        tell: receives progress messages.
 
     Returns:
         Findings, and everything that was measured, for JSON. Only the doctor of machine 0 has measurements.
@@ -138,7 +138,7 @@ def _start(
 
 
 def _follow(started: list[CommandProcess], place: Place) -> list[Finding]:
-    """What a doctor of another machine can say: its ranks report to machine 0."""
+    """Findings of a doctor on another machine, whose ranks report to machine 0."""
     while any(process.poll() is None for process in started):
         time.sleep(_POLL)
     codes = {process.rank: process.poll() for process in started}
@@ -166,7 +166,7 @@ def _reap(started: list[CommandProcess]) -> None:
 
 
 class _Coordinator:
-    """Waits for the ranks, and collects what they say."""
+    """Waits for the ranks, and collects their reports."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Coordinator:
         self.tell("all ranks are there; checking their clocks, collectives and links")
         self.store.set("start", "")
         clocks = self._clocks()
-        # Also after a rank that does not tell its time: the others wait for it until their own timeout, and say so.
+        # Also after a rank that does not report its time: the others report that after their own timeout.
         silent = self._wait_for_results()
         results = self._read("result")
         findings = judge(arrived, results, clocks or {})
@@ -289,7 +289,7 @@ class _Coordinator:
         )  # fmt: skip
 
     def _state(self, rank: int) -> str:
-        """What happened to a rank of this machine; empty if it runs, or is on another."""
+        """The state of a rank of this machine that has ended or stopped; empty if it runs, or is on another machine."""
         import psutil
 
         process = self.local.get(rank)

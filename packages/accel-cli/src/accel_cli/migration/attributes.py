@@ -1,4 +1,4 @@
-"""What a script asks of its ``Accelerator`` that this version does not have."""
+"""Attributes of ``Accelerator`` that a script uses and that this version does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plain PyTorch training script does where: functions, assignments, loops, and the roles of its objects.
+"""Facts about a plain PyTorch training script: functions, assignments, loops, and the roles of its objects.
 
 Names are resolved through calls: a function ``train(model, loader)`` that ``main`` calls as ``train(net, data)`` knows
 ``main``'s objects under its own names. ``Frame.roles`` maps a function's names to those of the frame that creates the

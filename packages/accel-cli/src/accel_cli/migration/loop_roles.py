@@ -23,7 +23,7 @@ class NotUnderstoodError(Exception):
 
     Args:
         line: where.
-        text: what is there, and what to do.
+        text: the problem, and the next step.
     """
 
     def __init__(self, line: int, text: str) -> None:

@@ -249,7 +249,7 @@ class _Rewriter(cst.CSTTransformer):
         )
 
     def _is_placed(self, call: cst.Call) -> bool:
-        """Whether what is moved is moved by ``prepare``: the model, or what a prepared loader yields."""
+        """Whether ``prepare`` moves the object of the call: the model, or a batch of a prepared loader."""
         func = call.func
         assert isinstance(func, cst.Attribute)
         value: cst.BaseExpression = func.value

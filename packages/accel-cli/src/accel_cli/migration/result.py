@@ -1,4 +1,4 @@
-"""What a migration of one file says and proposes."""
+"""The result of migrating one file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Migration", "Remark"]
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Remark:
-    """Something about one line.
+    """A remark about one line.
 
     Attributes:
         line: its number in the source, from 1.
-        text: what is there, and what to do.
+        text: the problem, and the next step.
     """
 
     line: int
@@ -27,8 +27,8 @@ class Migration:
     Attributes:
         before: the text that was read.
         after: the text that is proposed; the same if nothing has to change or something was refused.
-        refusals: what is not understood. If there is any, the file must not be written.
-        notes: what changes for the reader, or stays to be done by hand.
+        refusals: lines that are not understood. If there are any, the file must not be written.
+        notes: changes of behaviour, and steps that are left to do by hand.
     """
 
     before: str

@@ -1,1 +1,1 @@
-"""``accel rehearse``: one simulated rank of a larger run, and what would fail on it."""
+"""``accel rehearse``: one simulated rank of a larger run, and the errors that it would meet."""

@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> int:
         words: see the module.
 
     Returns:
-        The exit code: 0, whatever the script did; what it did is in the report.
+        The exit code: 0, whatever the script did; the result is in the report.
     """
     report, kind, name, *arguments = words
     from accel_state.host.tensor_memory import TensorMemory
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _resident() -> int:
-    """The most bytes of this process that were in memory."""
+    """Peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIBI
 
 

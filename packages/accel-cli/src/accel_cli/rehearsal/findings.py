@@ -12,7 +12,7 @@ __all__ = ["Finding", "find", "first_difference"]
 
 
 class Finding(NamedTuple):
-    """One thing to know.
+    """One result of a rehearsal.
 
     Attributes:
         kind: an error would fail or hang in the real world; a warning is odd; a note is about the rehearsal.
@@ -62,7 +62,7 @@ def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 "the script created no Accelerator or PartialState, so it would run as "
-                f"{size} processes that do not know of each other",
+                f"{size} independent processes",
             )
         return
     for section in accelerators(found):
@@ -76,7 +76,7 @@ def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
 
 
 def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:
-    """Where two ranks do not enter the same collectives of a group that both belong to; None if nowhere.
+    """The first collective of a common group in which two ranks differ; None if there is none.
 
     Where one of them failed, only the calls before that count.
     """

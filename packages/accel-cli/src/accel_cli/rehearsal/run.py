@@ -24,12 +24,12 @@ _OFF = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What the rehearsal of one rank found.
+    """The result of rehearsing one rank.
 
     Attributes:
         rank: the global rank.
         found: the report of the process; see ``accel_cli.rehearsal.child``.
-        output: what the script printed.
+        output: the output of the script.
     """
 
     rank: int
@@ -87,7 +87,7 @@ def rehearse_rank(
         rank: global rank.
         environ: the environment that it inherits.
         steps: optimizer steps after which the rehearsal ends.
-        show_output: show what the script prints, on standard error.
+        show_output: show the script's output, on standard error.
     """
     with tempfile.TemporaryDirectory(prefix="accel-rehearse-") as folder:
         report, printed = Path(folder) / "report.json", Path(folder) / "output"

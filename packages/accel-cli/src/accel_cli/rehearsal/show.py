@@ -19,7 +19,7 @@ _LINES = 15
 
 
 def facts(rank: Rehearsed, world: World) -> Facts:
-    """What is known of one rank, as title → name → value."""
+    """Facts about one rank, as title → name → value."""
     found = rank.found
     machine = (
         f", on machine {rank.rank // world.local_size} of {world.machines}" if world.machines > 1 else ""

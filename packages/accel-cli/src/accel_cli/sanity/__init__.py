@@ -1,1 +1,1 @@
-"""What ``accel test`` checks in the configured world."""
+"""The checks of ``accel test`` in the configured world."""

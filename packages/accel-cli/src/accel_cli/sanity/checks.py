@@ -36,12 +36,12 @@ _TOLERANCES = {"no": 2e-5, "fp16": 5e-2, "bf16": 5e-2, "fp8": 2e-1}
 
 @dataclass
 class Bench:
-    """What the checks share.
+    """The objects that the checks share.
 
     Attributes:
         accelerator: made by the configuration of the user.
         folder: one that all ranks of this machine can write to.
-        found: what a check has found out, for its line in the report.
+        found: the result of a check, for its line in the report.
     """
 
     accelerator: Accelerator
@@ -56,7 +56,7 @@ class Bench:
 
 
 def check_processes(bench: Bench) -> None:
-    """Every rank has a number of its own, and one of them is the main process."""
+    """Every rank has a different number, and one of them is the main process."""
     accelerator = bench.accelerator
     ranks = gather_object([accelerator.process_index])
     _equal("process_index of all ranks", sorted(ranks), list(range(accelerator.num_processes)))

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         arguments: the folder for the results, which all ranks can write to.
 
     Returns:
-        0, also if a check failed: the results tell.
+        0, also if a check failed: the results record that.
     """
     from accel_train import Accelerator
 

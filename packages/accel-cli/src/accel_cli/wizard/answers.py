@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Offers = Callable[[str, Any], bool]
-"""Whether this version can run what an option asks for with a value."""
+"""Whether this version supports a value of an option."""
 
 
 def _everything(path: str, value: Any) -> bool:
@@ -31,12 +31,12 @@ def _everything(path: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known before the first question.
+    """Facts that are known before the first question.
 
     Attributes:
         machine: this machine.
         existing: values of the configuration that exists already, by the name of their question.
-        offers: whether this version can run what an option asks for with a value.
+        offers: whether this version supports a value of an option.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -87,7 +87,7 @@ def more_than(name: str, limit: int) -> Condition:
 
 
 def offered(path: str, value: Any = True) -> Condition:
-    """This version can run what the option asks for."""
+    """This version supports the value of the option."""
     return lambda answers: answers.situation.offers(path, value)
 
 

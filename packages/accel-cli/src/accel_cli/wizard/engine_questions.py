@@ -139,7 +139,7 @@ _STAGES = (
 
 
 def _check_json(answers: Answers, path: str) -> None:
-    """Refuse a file that is there and is no JSON; one that is not there yet is only mentioned at the end."""
+    """Refuse an existing file that is not JSON; a missing one is only mentioned at the end."""
     file = Path(path).expanduser()
     if not file.is_file():
         return

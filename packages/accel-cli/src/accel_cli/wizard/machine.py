@@ -1,4 +1,4 @@
-"""What the questions know about this machine, found without torch."""
+"""Facts about this machine for the questions, found without torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Machine:
         cores: physical CPU cores that processes may use.
         numa_nodes: memory nodes of the CPU.
         accelerators: kind and number of its accelerators.
-        devices: name and memory in bytes of each accelerator, as far as a tool tells them.
+        devices: name and memory in bytes of each accelerator, as far as a tool reports them.
         unknown: why names are unknown; empty if they are known.
         engines: installed engine to its version.
         torch: version of torch.

@@ -59,9 +59,9 @@ _CONTEXT: Mapping[str, Mapping[str, Any]] = {
 
 
 def offers(path: str, value: Any) -> bool:
-    """Whether this version can run what an option asks for with this value, as the launcher decides it.
+    """Whether this version supports a value of an option, as the launcher decides it.
 
-    What a job on SageMaker shares with a local run is offered alike, because its ranks refuse the same.
+    Options that a job on SageMaker shares with a local run are offered alike, because its ranks refuse the same ones.
     """
     if path.startswith("sagemaker.") and path != "sagemaker.mixed_precision":
         return True
@@ -133,7 +133,7 @@ def text_of(config: Config, path: Path) -> str:
 
 
 def warnings_about(answers: Answers, config: Config) -> list[str]:
-    """What the user should know before the file is written, one sentence each."""
+    """Warnings before the file is written, one sentence each."""
     found = []
     for row in QUESTIONS:
         value = answers.get(row.name)
@@ -141,7 +141,7 @@ def warnings_about(answers: Answers, config: Config) -> list[str]:
             found.append(f"{value} does not exist on this machine")
     kept = kept_values(answers.situation, config)
     if kept:
-        found.append(f"kept from the file that exists, without a question: {', '.join(kept)}")
+        found.append(f"kept from the existing file, without a question: {', '.join(kept)}")
     if config.mixed_precision == "fp16" and config.use_cpu:
         found.append(
             "fp16 is meant for accelerators; on CPUs bf16 is faster and needs no scaling of the loss"
@@ -155,11 +155,11 @@ def warnings_about(answers: Answers, config: Config) -> list[str]:
 
 
 def next_steps(config: Config, path: Path, default: Path) -> list[str]:
-    """What to do once the file is written, with commands to copy.
+    """Next steps once the file is written, with commands to copy.
 
     Args:
-        config: what was written.
-        path: where it was written.
+        config: the configuration that was written.
+        path: the file that was written.
         default: the file that ``accel launch`` reads by itself.
     """
     import shlex

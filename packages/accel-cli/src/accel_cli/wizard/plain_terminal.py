@@ -44,7 +44,7 @@ def _instruction(asked: Asked) -> str:
         for number, choice in enumerate(asked.choices, 1)
         if (choice.value in asked.default if asked.multiple else choice.value == asked.default)
     ]
-    several = "numbers with commas between them, 0 for none " if asked.multiple else ""
+    several = "comma-separated numbers, 0 for none " if asked.multiple else ""
     return f"{several}[{','.join(keys) or '0'}] "
 
 

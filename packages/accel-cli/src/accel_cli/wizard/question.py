@@ -1,4 +1,4 @@
-"""A question of the wizard: one row of its table, and what is asked after the answers so far."""
+"""A question of the wizard: one row of its table, and the question as asked after the answers so far."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Asked:
     Attributes:
         name: name of the question.
         message: its text.
-        explanation: what ``?`` shows.
+        explanation: the text that ``?`` shows.
         choices: the answers to choose from; empty: the answer is typed.
         multiple: several choices may be selected.
         default: the answer of plain Enter; None: there is none.

@@ -1,4 +1,4 @@
-"""The questions of every local run: precision, and what is set on request; and those of TPUs."""
+"""The questions of every local run: precision, and options that are set on request; and those of TPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EXTRAS: dict[str, Condition] = {
     "debug": negated(equals("distributed_type", "NO")),
     "mpirun.hostfile": only_if(equals("devices", CPU), equals("distributed_type", "MULTI_CPU")),
 }
-"""What is only set on request, and when it is offered. Booleans have no further question."""
+"""Options that are only set on request, and when they are offered. Booleans have no further question."""
 
 _OWN_EXTRAS = Option(
-    help="What is not selected keeps its default, and no key for it is written.",
-    prompt="Do you want to set more than that?",
+    help="Options that are not selected keep their defaults, and no key for them is written.",
+    prompt="Do you want to set more options?",
 )
 _TPU = equals("place", TPU)
 _POD = equals("tpu.tpu_use_cluster", True)
@@ -188,4 +188,4 @@ RUN_QUESTIONS = (
         file=True,
     ),
 )
-"""Precision, and what is set on request."""
+"""Precision, and options that are set on request."""

@@ -1,4 +1,4 @@
-"""One run of ``accel config``: what is known, the questions, the file."""
+"""One run of ``accel config``: the known facts, the questions, the file."""
 
 from __future__ import annotations
 

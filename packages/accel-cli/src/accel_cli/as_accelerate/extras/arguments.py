@@ -17,7 +17,7 @@ def add_option(parser: argparse.ArgumentParser, flags: Sequence[str], **settings
     """Add an option that may be spelled with dashes or underscores; help shows it as it is declared.
 
     Args:
-        parser: what it is added to.
+        parser: the parser that it is added to.
         flags: spellings with dashes in front, the first of which names the attribute.
         **settings: as for ``ArgumentParser.add_argument``.
     """
@@ -73,7 +73,7 @@ def run(app: App, args: argparse.Namespace) -> int:
         Its exit code.
 
     Raises:
-        AccelError: what the command says of a wrong value, or what it could not do.
+        AccelError: a value is wrong, or the command failed.
     """
     command = typer.main.get_command(app)
     return int(command.main(args=_words(command, args), standalone_mode=False) or 0)

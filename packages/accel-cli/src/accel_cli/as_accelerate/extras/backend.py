@@ -10,7 +10,7 @@ __all__ = ["device_count", "get_backend", "memory_allocated_func", "torch_device
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The type of the accelerator or "cpu", how many there are (CPU: 1), and what tells the bytes in use on one."""
+    """The accelerator's type or "cpu", its count (CPU: 1), and a function for the bytes in use on a device."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return "cpu", 1, lambda: 0

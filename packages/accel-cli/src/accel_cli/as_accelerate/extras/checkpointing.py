@@ -39,7 +39,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write a training state. All ranks call it; the main process writes what they have in common.
+    """Write a training state. All ranks call it; the main process writes the shared parts.
 
     Args:
         output_dir: a folder that exists.
@@ -89,7 +89,7 @@ def load_accelerator_state(
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Load a training state that Accelerate or `save_accelerator_state` wrote; nothing in it is run.
+    """Load a training state that Accelerate or `save_accelerator_state` wrote; no code in it is run.
 
     Args:
         input_dir: the folder.
@@ -100,7 +100,7 @@ def load_accelerator_state(
         process_index: rank whose random states are restored.
         scaler: a gradient scaler; None: there is none.
         map_location: None, "cpu" or "on_device"; values go where the parameters are in any case.
-        load_kwargs: not taken.
+        load_kwargs: not supported.
         **load_model_func_kwargs: as for ``load_state_dict`` of a model.
 
     Returns:
@@ -142,7 +142,7 @@ def save_custom_state(obj: Any, path: str | Path, index: int = 0, save_on_each_n
 
 
 def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
-    """Load what `save_custom_state` wrote; nothing in it is run.
+    """Load a state that `save_custom_state` wrote; no code in it is run.
 
     Raises:
         UnsafeCheckpointError: the file would run code.

@@ -155,7 +155,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert a configuration file from FSDP version 1 to version 2.
 
     Raises:
-        ConfigError: there is nothing to convert, or no place to write to.
+        ConfigError: the file has nothing to convert, or no output is given.
         FileExistsError: the file to write exists, and is not to be overwritten.
     """
     target = args.output_file
@@ -202,8 +202,8 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def tpu_command_launcher(args: argparse.Namespace) -> None:
     """Run commands on all machines of a TPU pod.
 
-    They are joined as Accelerate joins them: each runs whatever became of the others. ``accel tpu-config`` stops at the
-    first that fails.
+    They are joined as Accelerate joins them: each runs even if others fail. ``accel tpu-config`` stops at the first
+    that fails.
 
     Raises:
         ConfigError: the pod has no name, or there is nothing to run.

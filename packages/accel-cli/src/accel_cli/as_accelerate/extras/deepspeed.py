@@ -72,10 +72,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer, metaclass=_PreparedByDeepS
         super().__init__(optimizer, device_placement=False)
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing: the engine steps in ``DeepSpeedEngineWrapper.backward``."""
+        """Do nothing: the engine steps in ``DeepSpeedEngineWrapper.backward``."""
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: the engine clears gradients when it steps."""
+        """Do nothing: the engine clears gradients when it steps."""
 
     @property
     def step_was_skipped(self) -> bool:

@@ -23,10 +23,10 @@ def create_empty_model(
         model_name: a folder, or the id of a repository of a hub.
         library_name: "transformers" or "timm".
         trust_remote_code: run code of the repository.
-        access_token: not taken; log in with `hf auth login`, or set HF_TOKEN.
+        access_token: not supported; log in with `hf auth login`, or set HF_TOKEN.
 
     Raises:
-        EstimateError: there is nothing of that name, or only files of weights.
+        EstimateError: nothing has that name, or it has only files of weights.
         ValueError: `access_token` is given.
     """
     if access_token is not None:

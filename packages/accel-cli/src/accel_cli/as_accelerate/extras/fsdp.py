@@ -34,7 +34,7 @@ __all__ = [
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of that name of the first module in a tree that has one, parents before children; None without one."""
+    """The class with that name in a tree of modules, parents before children; None if no module has it."""
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
@@ -79,7 +79,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool]:
-    """What tells of a module of a model whether it becomes a unit of its own."""
+    """A function that decides whether a module of a model becomes a separate unit."""
     units = set(map(id, find_units(model, fsdp2_plugin)))
     return lambda module: id(module) in units
 
@@ -112,7 +112,7 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without what wrappers of checkpointing, compilation and parallelism add."""
+    """Names without the parts that wrappers of checkpointing, compilation and parallelism add."""
     return canonical_state_dict(named_params)
 
 

@@ -85,7 +85,7 @@ def _typed(bound: BoundOption) -> Callable[[str], Any]:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Launch what the namespace says, and return when it has ended.
+    """Launch the run that a namespace describes, and return when it has ended.
 
     Raises:
         SystemExit: the run failed, with its exit code.
@@ -125,7 +125,7 @@ class PrepareForLaunch:
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """Fill a namespace with what the configuration file and the environment say.
+    """Fill a namespace with the values of the configuration file and the environment.
 
     Returns:
         The namespace, which is changed; the file's configuration, None without one; and whether the mixed precision

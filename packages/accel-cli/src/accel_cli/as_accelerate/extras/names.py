@@ -45,7 +45,7 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Versions of PyTorch that features of Accelerate began with, and what its jobs on SageMaker take by default.
+# Versions of PyTorch that features of Accelerate began with, and the defaults of its jobs on SageMaker.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
@@ -69,7 +69,7 @@ _PYTORCH_DATALOADER_KWARGS = {
 """Arguments of a `DataLoader` of this PyTorch to their defaults."""
 
 SharedDict = dict
-"""What attributes are shared through; one process has one dictionary."""
+"""The dictionary through which instances share attributes; one per process."""
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -69,7 +69,7 @@ def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, int]:
     found = gather_object(facts)
     if len(found) != 1:
         raise DistributedOperationException(
-            f"gather_tensor_shape() wants a tensor on one rank and None on the others; {len(found)} ranks have one."
+            f"gather_tensor_shape() needs a tensor on one rank and None on the others; {len(found)} ranks have one."
         )
     shape, number = found[0]
     return torch.tensor(shape, dtype=torch.int, device=PartialState().device), number
@@ -117,7 +117,7 @@ def GatheredParameters(  # noqa: N802
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Parameters as a whole inside a block, where DeepSpeed's ZeRO-3 divides them; elsewhere nothing is done.
+    """Gather the parameters that DeepSpeed's ZeRO-3 divides, inside a block; elsewhere do nothing.
 
     Args:
         params: the parameters.

@@ -1,4 +1,4 @@
-"""What tests of clients of Accelerate use of ``accelerate.test_utils`` besides its marks."""
+"""Helpers of ``accelerate.test_utils``, besides its marks, for tests of Accelerate's clients."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _Output:
-    """Run a program, and pass on what it prints as it comes.
+    """Run a program, and forward its output as it comes.
 
     Args:
         cmd: the program and its arguments.
         env: its environment; None: that of this process.
         stdin: as `subprocess.Popen` takes it.
         timeout: seconds after which it is killed.
-        quiet: pass on nothing.
+        quiet: forward nothing.
         echo: print the command first.
 
     Raises:
-        RuntimeError: it failed, or took longer; with what it wrote to standard error.
+        RuntimeError: it failed, or took longer; the message has its standard error.
     """
     words = [str(part) for part in cmd]
     line = " ".join(words)
@@ -133,13 +133,13 @@ def _copy(source: IO[str] | None, lines: list[str], target: IO[str] | None) -> N
 
 
 class SubprocessCallException(Exception):  # noqa: N818
-    """A program failed; the message has what it printed."""
+    """A program failed; the message has its output."""
 
 
 def run_command(
     command: Sequence[Any], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a program; what it printed, if that is asked for.
+    """Run a program; returns its output if ``return_stdout`` is set.
 
     Raises:
         SubprocessCallException: it failed.
@@ -220,7 +220,7 @@ class MockingTestCase(unittest.TestCase):
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Expect an exception of this class or of one that derives from it, whose text has a part."""
+    """Expect an exception of this class, or of a subclass, whose message contains a text."""
     found: BaseException | None = None
     try:
         yield
@@ -234,7 +234,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call prints."""
+    """The output of a call."""
     with mock.patch("sys.stdout", new=io.StringIO()) as printed:
         func(*args, **kwargs)
     return printed.getvalue()

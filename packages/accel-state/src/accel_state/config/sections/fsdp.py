@@ -79,7 +79,7 @@ class FsdpSection(Section):
         keys=("fsdp_transformer_cls_names_to_wrap",),
         env=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
         comma_list=True,
-        prompt="Which layer classes are wrapped (comma-separated; none: those that the model names)?",
+        prompt="Which layer classes are wrapped (comma-separated; none: named by the model)?",
     )
     min_num_params: int | None = option(
         help="Minimum number of parameters of a sharded module, for SIZE_BASED_WRAP.",
