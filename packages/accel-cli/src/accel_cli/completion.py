@@ -333,7 +333,7 @@ def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
 
 
 def _names_a_file(name: str) -> bool:
-    """Whether an option's value is a file or a folder, as its name says."""
+    """Whether an option's value is a file or a folder, judged by its name."""
     return any(part in name for part in ("file", "dir", "path", "output"))
 
 

@@ -36,7 +36,7 @@ def entry_points(group: str) -> Mapping[str, str]:
 
 
 def load(place: str) -> Any:
-    """Import what ``module:attribute`` names.
+    """Import the object that ``module:attribute`` names.
 
     Raises:
         ImportError: the module cannot be imported.

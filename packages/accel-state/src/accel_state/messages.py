@@ -86,7 +86,7 @@ def _without_settings(text: str) -> str:
 
 
 def _after_flags(items: list[Any]) -> list[Any]:
-    """Words of a command line: what follows ``--hf_token`` is hidden, too."""
+    """Words of a command line: the word after ``--hf_token`` is hidden, too."""
     for before, (place, item) in zip(items, enumerate(items[1:], 1), strict=False):
         if isinstance(before, str) and before.startswith("--") and "=" not in before and is_secret(before):
             items[place] = HIDDEN if isinstance(item, str) and not item.startswith("-") else item

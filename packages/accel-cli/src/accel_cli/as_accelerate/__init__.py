@@ -40,8 +40,7 @@ def is_installed() -> bool:
 def install() -> None:
     """Answer ``import accelerate`` in this process, and in the processes that it spawns, from now on.
 
-    Processes that are started by a command of their own have it if they get ``environment(...)``. A second call does
-    nothing.
+    Processes that are started by a command have it if they get ``environment(...)``. A second call does nothing.
 
     Raises:
         ConfigError: the real Accelerate is imported already, or a module that has looked for it.

@@ -48,7 +48,7 @@ class Run:
 
     @property
     def decisive(self) -> RunRecord:
-        """The record of the machine that says how the run went: one that runs, else one where a rank failed."""
+        """The record that decides the state of the run: of a machine that runs, else of one where a rank failed."""
         for wanted in ("running", "failed", "killed"):
             for record in self.records:
                 if record.state == wanted:

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     if not silent and on_terminal():
         sys.stderr.write("accel test: starting the world; its ranks load torch first\n")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
-        # A process of its own: a launch of one process takes the place of the launcher.
+        # In a separate process, because a launch of one process replaces the launcher.
         command = [sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder]
         path = Path(folder) / "results.json"
         shown = 0

@@ -93,7 +93,7 @@ def _old_options(data: dict[str, Any], source: Path) -> dict[str, Any]:
 def _new_text(
     text: str, data: dict[str, Any], changes: Sequence[Change], source: Path, target: Path
 ) -> tuple[str, list[str]]:
-    """The text to write, and notes about what it does not keep."""
+    """The text to write, and notes about the parts that it does not keep."""
     new = {**data, _SECTION: converted(list(changes))}
     if target.suffix == ".json" or _is_json(text):
         return json.dumps(new, indent=2) + "\n", []

@@ -41,7 +41,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     }
     text = ", ".join(f"{name} {machine.versions[name]}" for name in _MODULES if name in machine.versions)
     if len(set(series.values())) > 1:
-        advice = "they belong together in one series; pip install --upgrade accel-cli updates all"
+        advice = "their release series must be the same; pip install --upgrade accel-cli updates all"
         yield Finding("packages", "problem", text, advice)
     else:
         yield Finding("packages", "ok", text)
@@ -108,7 +108,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
     if shared is not None and shared < _GB:
         yield Finding(
             "shared memory", "problem", f"/dev/shm has {shared / 10**6:.0f} MB",
-            "workers of loaders pass batches through it: start the container with --shm-size=8g or --ipc=host, or use "
+            "data loader workers pass batches through it: start the container with --shm-size=8g or --ipc=host, or use "
             "num_workers=0",
         )  # fmt: skip
     elif shared is not None:
@@ -129,8 +129,8 @@ def _network(machine: Machine) -> Iterator[Finding]:
     if not addresses:
         yield Finding(
             "host name", "problem", f"{name} has no address",
-            "processes of several machines find each other by it, and each start waits for the name server: add it to "
-            "/etc/hosts",
+            "processes of several machines find each other by this name, and each start waits for the name server: add "
+            "it to /etc/hosts",
         )  # fmt: skip
     elif not outside:
         yield Finding(

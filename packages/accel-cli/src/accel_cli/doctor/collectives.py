@@ -33,25 +33,25 @@ class _Call:
         self.count, self.device = count, device
 
     def of(self, rank: int) -> Tensor:
-        """What a rank puts in."""
+        """The input of a rank."""
         return _mine(rank, self.count, self.device)
 
     def empty(self) -> Tensor:
-        """Where a result goes."""
+        """An empty tensor for a result."""
         return torch.full((self.count,), -1.0, device=self.device)
 
     def everyone(self) -> list[Tensor]:
-        """What all ranks put in."""
+        """The inputs of all ranks."""
         return [self.of(rank) for rank in range(self.size)]
 
     def total(self) -> Tensor:
-        """The sum of what all ranks put in."""
+        """The sum of the inputs of all ranks."""
         first = _mine(0, self.count, self.device)
         return first * self.size + 10 * (self.size * (self.size - 1) // 2)
 
 
 Found = tuple[Tensor, Tensor] | None
-"""What a collective gave, and what it must give; None where this rank receives nothing."""
+"""The result of a collective, and the expected one; None where this rank receives nothing."""
 
 
 def _all_reduce(call: _Call) -> Found:
@@ -153,7 +153,7 @@ def check_collective(name: str, device: torch.device) -> tuple[float, str]:
         device: of the tensors.
 
     Returns:
-        Seconds of one call with 1 MiB of float32 per rank, the fastest of three; and what is wrong, or empty.
+        Seconds of one call with 1 MiB of float32 per rank, the fastest of three; and the problem, or empty.
 
     Raises:
         RuntimeError: it failed, for example because another rank ended.

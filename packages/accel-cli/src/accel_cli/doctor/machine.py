@@ -174,7 +174,7 @@ def _versions() -> dict[str, str]:
 
 
 def _clock_synchronized() -> bool | None:
-    """What ``adjtimex`` answers (man 2 adjtimex): 5, TIME_ERROR, if nothing synchronizes the clock."""
+    """Whether something synchronizes the clock; if not, ``adjtimex`` returns 5, TIME_ERROR (man 2 adjtimex)."""
     if sys.platform != "linux":
         return None
     import ctypes

@@ -189,7 +189,7 @@ class _Coordinator:
         missing = [rank for rank in range(self.size) if rank not in arrived]
         if missing:
             return [self._missing(missing, arrived)], {"arrived": arrived, "missing": missing}
-        self.tell("all ranks are there; checking their clocks, collectives and links")
+        self.tell("all ranks have arrived; checking their clocks, collectives and links")
         self.store.set("start", "")
         clocks = self._clocks()
         # Also after a rank that does not report its time: the others report that after their own timeout.

@@ -89,7 +89,7 @@ def _statements(loop: cst.For) -> list[cst.BaseSmallStatement]:
 
 
 def _per_sample(call: Any) -> bool:
-    """Whether what is appended can be a tensor with one value per sample: no number, no result of a reduction."""
+    """Whether the appended value can be a tensor with one value per sample: no number, no result of a reduction."""
     reduced = m.Call(
         func=m.Attribute(attr=m.Name("item") | m.Name("mean") | m.Name("sum") | m.Name("tolist"))
     )

@@ -97,7 +97,7 @@ class _Rewriter(_Located):
         self._used: dict[str, dict[str, None]] = {name: {} for name in modules}
 
     def visit_Module(self, node: cst.Module) -> None:
-        """Find all uses of the modules first: their import statements become imports of what is used."""
+        """Find all uses of the modules first: their import statements become imports of the names that are used."""
         node.visit(_Uses(self))
 
     def use(self, local: str, package: str) -> None:
@@ -179,7 +179,7 @@ class _Rewriter(_Located):
         return updated_node if package is None else updated_node.with_changes(value=cst.Name(package))
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> Any:
-        """Texts are not code: what they say about ``accelerate`` is only noted."""
+        """Texts are not code: mentions of ``accelerate`` in them are only noted."""
         text = original_node.value.strip("rbuRBU\"'")
         if text == _THEIRS or text.startswith("accelerate launch"):
             self.notes.append(
@@ -277,7 +277,7 @@ def _spelled(alias: cst.ImportAlias) -> str:
 
 
 class _Uses(cst.CSTVisitor):
-    """Finds the uses of modules; what is used in another way than by attribute is refused."""
+    """Finds the uses of modules; a use other than by attribute is refused."""
 
     def __init__(self, rewriter: _Rewriter) -> None:
         super().__init__()

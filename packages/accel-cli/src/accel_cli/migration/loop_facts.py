@@ -257,7 +257,7 @@ def bound_names(node: cst.Assign | cst.AnnAssign) -> Iterator[str]:
 
 
 def names_in(node: cst.CSTNode) -> Iterator[str]:
-    """The plain names in what an assignment or a loop binds."""
+    """The plain names in the target of an assignment or a loop."""
     if isinstance(node, cst.Name):
         yield node.value
     elif isinstance(node, cst.Tuple | cst.List):
@@ -266,7 +266,7 @@ def names_in(node: cst.CSTNode) -> Iterator[str]:
 
 
 def call_name(node: Any) -> str:
-    """The dotted name of what is called; empty if ``node`` is no call of a name."""
+    """The dotted name of the called object; empty if ``node`` is not a call of a name."""
     return (get_full_name_for_node(node.func) or "") if isinstance(node, cst.Call) else ""
 
 

@@ -312,7 +312,7 @@ class _Rewriter(cst.CSTTransformer):
         self._precision = wanted
 
     def _is_superfluous(self, small: cst.BaseSmallStatement) -> bool:
-        """Whether the Accelerator does what the statement does, or it only assigns names to themselves."""
+        """Whether the Accelerator does the statement's work, or the statement only assigns names to themselves."""
         if isinstance(small, cst.AnnAssign) or (isinstance(small, cst.Assign) and len(small.targets) == 1):
             target = small.target if isinstance(small, cst.AnnAssign) else small.targets[0].target
             if small.value is None:
@@ -340,7 +340,7 @@ class _Rewriter(cst.CSTTransformer):
     # Set-up
 
     def _with_setup(self, before: Any, after: Any) -> list[Any]:
-        """The body with the Accelerator and the call of prepare; ``before`` tells which statement is which."""
+        """The body with the Accelerator and the call of prepare; ``before`` identifies the statements."""
         places = _places(before, after)
         body = list(after)
         prepared = ", ".join(self._roles.prepared)

@@ -1,4 +1,4 @@
-"""Running the rehearsal of one rank in a process of its own."""
+"""Running the rehearsal of one rank in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of ``accel test``: each compares what the world computes with a plain computation.
+"""The checks of ``accel test``: each compares a result of the world with a plain computation.
 
 A check is called on every rank with a ``Bench``, and raises ``AssertionError`` with the values that differ.
 """
@@ -215,7 +215,7 @@ def _train(
     """One epoch.
 
     Returns:
-        The loss of each optimizer step, the norm of its gradients where the engine tells it, and whether the step was
+        The loss of each optimizer step, the norm of its gradients where the engine reports it, and whether the step was
         skipped, which the scaler of fp16 does while it looks for its scale.
     """
     losses, norms, skipped, window = [], [], [], []

@@ -36,7 +36,7 @@ __all__ = [
 Config = LaunchConfig | SageMakerConfig
 
 _DERIVED = frozenset({"use_cpu", "fsdp.fsdp_version", "num_machines", "enable_cpu_affinity", "debug"})
-"""Options that the answers decide without a question of their own."""
+"""Options that the answers decide without a separate question."""
 
 _VERSION_1 = frozenset(
     f"fsdp.{name}"
@@ -86,7 +86,7 @@ def existing_values(path: Path) -> dict[str, Any]:
 
 
 def configuration(answers: Answers) -> Config:
-    """The configuration that the answers describe, with what ``kept_values`` keeps."""
+    """The configuration that the answers describe, with the values that ``kept_values`` keeps."""
     local = answers.get("place") != SAGEMAKER
     rows = {row.name: row for row in QUESTIONS}
     values = {

@@ -1,1 +1,1 @@
-"""What collectives are made of: channels, serialization, the store, and the watchdog."""
+"""The parts of collectives: channels, serialization, the store, and the watchdog."""

@@ -217,8 +217,8 @@ class Channel:
         other = call_site(_frame(ident)) or "an unknown line"
         return StateError(
             f"thread {names.get(here, here)!r} calls {self._entering} at {mine} while thread "
-            f"{names.get(ident, ident)!r} is in {operation} (#{number}) at {other}, in the same group. Ranks pair "
-            "collectives by their order, which two threads do not have. Call them from one thread, or give each thread "
+            f"{names.get(ident, ident)!r} is in {operation} (#{number}) at {other}, in the same group. Ranks match "
+            "collectives by their order, and two threads have no order. Call them from one thread, or give each thread "
             "a group of its own: group=torch.distributed.new_group()"
         )
 
@@ -318,7 +318,7 @@ class Channel:
         return plan
 
     def meet(self, plan: Plan, describe: Callable[[], str]) -> None:
-        """Compare the calls of all ranks, and exchange what is in the places of ``plan``.
+        """Compare the calls of all ranks, and exchange the data in the places of ``plan``.
 
         Raises:
             CollectiveMismatchError: keys differ, on every rank.

@@ -196,7 +196,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done(outputs)
 
     def alltoall(self, output: list[Tensor], given: list[Tensor], opts: Any = None) -> dist.Work:
-        """Every rank sends this one what this one sends itself, as far as sizes allow."""
+        """Receive from every rank the data that this rank sends to itself, as far as sizes allow."""
         self._enter("all_to_all", given)
         for place in output:
             _cycle(place, given[self._place])
@@ -223,7 +223,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done([place for places in output for place in places])
 
     def scatter(self, output: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        """On the root take this rank's part; elsewhere what would arrive is not known: see ``_make_up``."""
+        """On the root take this rank's part; elsewhere the values are unknown and made up: see ``_make_up``."""
         self._enter("scatter", output)
         for index, place in enumerate(output):
             if index < len(given):
@@ -240,7 +240,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         return _Done(tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Fill the tensors with made-up values: what would arrive is unknown; see ``_make_up``."""
+        """Fill the tensors with made-up values, because the real ones are unknown; see ``_make_up``."""
         self._enter("recv", tensors)
         for tensor in tensors:
             _make_up(tensor)
@@ -294,9 +294,9 @@ def _fill(places: list[Tensor], tensor: Tensor) -> None:
 
 
 def _make_up(tensor: Tensor) -> None:
-    """Small random values, as weights have, which computing with does not make infinite; zeros for whole numbers.
+    """Fill a tensor with small random values, like weights, so that results stay finite; integers with zeros.
 
-    They come from a generator of their own, so that the script's draws are those of a real rank.
+    They come from a separate generator, so that the script draws the same random numbers as a real rank.
     """
     values = tensor.detach()
     if values.is_floating_point():

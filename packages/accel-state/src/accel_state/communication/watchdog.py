@@ -318,7 +318,7 @@ class Watchdog:
         return self._abandoned.get(channel.name) == len(channel.ranks)
 
     def ask(self, group: WatchedGroup) -> list[RankStatus]:
-        """What is known of the ranks of a group; asks them for more, which they answer within ``poll_interval``.
+        """The known positions of a group's ranks; requests new ones, which ranks send within ``poll_interval``.
 
         Raises:
             RuntimeError: the store is gone, and with it the process that hosted it.

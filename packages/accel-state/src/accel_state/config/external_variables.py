@@ -98,7 +98,7 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
 )
 """Purpose of each variable."""
 
-_PYTHON = "ACCEL_PYTHON"  # accel launch --as_accelerate tells it to the command accelerate
+_PYTHON = "ACCEL_PYTHON"  # accel launch --as_accelerate sets it for the command accelerate
 _OURS = ("ACCELERATE_", "ACCEL_", "FSDP_")
 """Prefixes of this library's variables. ``ACCEL_TEST…`` are for tests of programs that use it."""
 

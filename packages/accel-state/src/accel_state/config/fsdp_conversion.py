@@ -122,7 +122,7 @@ def _sharding(bound: BoundOption, key: str, value: Any, options: Mapping[str, An
             None,
         )
         if other is not None and options[other] is not None:
-            return Change(key, "drop", value, None, why=f"{other} says it")
+            return Change(key, "drop", value, None, why=f"{other} sets it")
     if value is None:
         return Change(key, "drop", value, None, why="it is not set")
     read = bound.read(value, f"{where}: {key}")

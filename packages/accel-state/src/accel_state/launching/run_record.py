@@ -159,7 +159,7 @@ def recorded(
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """The record in a file; ``killed`` if it says ``running`` and its launcher is gone.
+    """The record in a file; ``killed`` if its state is ``running`` and its launcher is gone.
 
     Returns:
         None if the file is none of these records.

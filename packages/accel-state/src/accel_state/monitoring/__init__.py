@@ -1,1 +1,1 @@
-"""What a rank reports to its launcher: its progress, its stack, and the collectives that it waits in."""
+"""Reports of a rank to its launcher: its progress, its stack, and the collectives that it waits in."""

@@ -35,7 +35,7 @@ _explanations: list[Callable[[], list[str]]] = []
 
 
 class _Attachment:
-    """What connects this process to its launcher; it lives as long as the process."""
+    """The connection of this process to its launcher; it lives as long as the process."""
 
     def __init__(self, pulse: Heartbeat, timed: bool, stack: IO[bytes]) -> None:
         self.pulse = pulse
@@ -114,7 +114,7 @@ def _answer(folder: Path, rank: int) -> None:
 
 
 def _collectives() -> list[str]:
-    """The collectives in progress: what this project's channels know, else torch's flight recorder."""
+    """The collectives in progress, from this project's channels, else from torch's flight recorder."""
     return [line for describe in list(_explanations) for line in _lines_of(describe)] or _flight_recorder()
 
 

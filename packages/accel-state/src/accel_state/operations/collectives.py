@@ -661,7 +661,7 @@ def _int64_rows(rows: RankPayloads, ranks: int, count: int) -> Tensor:
 
 
 def _broadcast_separately(channel: Channel, tree: _Tree, source: int, plan: Plan | None, mine: bool) -> None:
-    """Broadcast tensors in messages of their own, after the check if there is a ``plan``."""
+    """Broadcast each tensor in a separate message, after the check if there is a ``plan``."""
     if plan is not None:
         channel.meet(plan, tree.describe)
     small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]

@@ -44,7 +44,7 @@ def scatter(
 
 @dataclass(slots=True)
 class _Connection:
-    """What both ends of a connection remember of the parts sent over it."""
+    """The state that both ends of a connection keep about the parts sent over it."""
 
     description: bytes = b""
     size: int = 0
@@ -89,8 +89,8 @@ class Scatterer:
         self._channel = channel
         self._source = from_process
         self._connections = {rank: _Connection() for rank in ranks}
-        # A tag and a name of its own: a rank that leaves a loop before the others, and begins the next, is found in
-        # another stream than they, and does not take parts of the first for those of the second.
+        # A separate tag and name: a rank that leaves a loop before the others, and begins the next, is found in
+        # another stream than they, and does not mistake parts of the first stream for those of the second.
         stream = 0 if channel is None else channel.next_stream()
         self._tag = _TAG + stream % _STREAMS
         self._operation = f"scatter (stream {stream})"

@@ -144,7 +144,7 @@ def leave_at_exit(device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """End gloo's threads, or let them finish what they do, before the interpreter unloads.
+    """End gloo's threads, or let them finish their work, before the interpreter unloads.
 
     A thread that has ended a collective still has to release its tensors, for which it needs the interpreter; if that
     is gone, the process aborts ("terminate called without an active exception", torch 2.13). Where a wrapped model
@@ -189,7 +189,7 @@ def store_client(store: Store, prefix: str) -> Store:
 
 
 def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
-    """What ``connect`` returns, or None after ``seconds``; its exception is raised here.
+    """Call ``connect``; returns its result, or None after ``seconds``. Its exception is raised here.
 
     It runs in a separate thread, because a store client can wait forever, or much longer than its timeout, when
     another program listens on the port or rank 0 has ended.
@@ -213,7 +213,7 @@ def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
 
 
 def _loopback_address(topology: Topology) -> str | None:
-    """Where the ranks of one machine meet; None where ranks of other machines come too, or an agent hosts the store."""
+    """The address where ranks of one machine meet; None if other machines have ranks or an agent hosts the store."""
     alone = topology.local_world_size == topology.world_size and topology.num_nodes == 1
     hosted = environment.parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE")
     return _address(topology) if alone and is_loopback(topology.master_addr) and not hosted else None

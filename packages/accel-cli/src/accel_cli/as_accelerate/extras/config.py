@@ -32,7 +32,7 @@ default_json_config_file = str(_FILE.with_suffix(".json"))
 
 
 class BaseConfig:
-    """A configuration as its file has it: keys are attributes, and what is unset is None or an empty mapping.
+    """A configuration as its file has it: keys are attributes, and unset ones are None or an empty mapping.
 
     Args:
         **values: keys of the file, mappings of sections included.

@@ -85,7 +85,7 @@ def fsdp2_prepare_auto_wrap_policy(
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Recompute the units of a model in backward, as ``activation_checkpointing`` of the plugin says; in place."""
+    """Recompute the units of a model in backward if the plugin's ``activation_checkpointing`` is set; in place."""
     plugin = accelerator.state.fsdp_plugin
     checkpoint_blocks(
         model,

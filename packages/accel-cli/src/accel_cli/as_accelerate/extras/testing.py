@@ -48,7 +48,7 @@ __all__ = [
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The command that launches what follows it, which is answered too.
+    """The start of a command line that launches a script in which ``import accelerate`` is answered.
 
     Args:
         **kwargs: flags by name; True stands for the flag alone, False and None for none.
@@ -67,7 +67,7 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_
 
 @dataclass(frozen=True)
 class _Output:
-    """What a program printed, in lines."""
+    """The output of a program, in lines."""
 
     returncode: int
     stdout: list[str]

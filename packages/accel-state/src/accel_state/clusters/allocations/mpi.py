@@ -19,7 +19,7 @@ class MPIProcesses(Scheduler):
     hint = "start it with mpirun, with several processes"
 
     def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
-        """See the base class. The address of rank 0 on another machine is MASTER_ADDR: mpirun does not tell it."""
+        """See the base class. The address of rank 0 on another machine is MASTER_ADDR: mpirun does not set it."""
         topology = MPI().detect(environ)
         if topology is None:
             return None

@@ -1,4 +1,4 @@
-"""Jobs of a scheduler: what ``accel launch --submit`` asks for."""
+"""Jobs of a scheduler: the resources that ``accel launch --submit`` requests."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ _STATE_CLASSES = {(_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc")}
 class _StateReader(pickle.Unpickler):
     """Reads the state of the rendezvous, which torch's agents exchange as a pickle, without running code from it.
 
-    torch's own agent, which runs beside it, does unpickle what is there.
+    torch's own agent, which runs beside it, does unpickle that state.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -131,7 +131,7 @@ def read_state(raw: bytes) -> Any:
 
 
 class _Meeting:
-    """What this machine knows about the rendezvous: its address and, for c10d, its store."""
+    """The rendezvous as this machine knows it: its address and, for c10d, its store."""
 
     def __init__(self, args: Any, own: argparse.Namespace, host: str, port: int) -> None:
         self.args = args
@@ -274,8 +274,8 @@ def _log_folder(args: Any) -> Iterator[str | None]:
 def _ended_by_signals(folder: str | None) -> Iterator[None]:
     """End this process at once at a signal that comes before torch's agent listens to it, and remove the folder.
 
-    Until all machines have come, the main thread waits in torch's native code, which runs no Python handler: a thread
-    of its own learns about the signal. Once ranks run, torch's agent has set handlers, and they decide.
+    Until all machines have come, the main thread waits in torch's native code, which runs no Python handler: a separate
+    thread receives the signal. Once ranks run, torch's agent has set handlers, and they decide.
     """
     if os.name != "posix":
         yield

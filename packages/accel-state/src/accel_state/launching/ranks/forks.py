@@ -157,7 +157,7 @@ class ForkedRanks:
 
 
 class _Ranks(Protocol):
-    """What ``world_variables`` reads."""
+    """The attributes that ``world_variables`` reads."""
 
     local_size: int
     world_size: int

@@ -266,7 +266,7 @@ class Guardian:
         self._send(f"-{group}\n")
 
     def remove(self, folder: str) -> None:
-        """Remove ``folder`` and the files in it, and end what has inherited it, if the launcher dies."""
+        """Remove ``folder`` and its files, and end the processes that inherited it, if the launcher dies."""
         self._send(f"~{folder}\n")
 
     def close(self) -> None:

@@ -70,9 +70,9 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """A value as bytes for ``pickle.loads``; what is not importable is packed by value, with the names of its files.
+    """A value as bytes for ``pickle.loads``; objects without an import are packed by value, with their file names.
 
-    cloudpickle 3.1.3 replaces the file's name of a function, so that a traceback shows neither file nor source line.
+    cloudpickle 3.1.3 replaces the file name of a function, so that a traceback shows neither file nor source line.
 
     Raises:
         ImportError: cloudpickle is not installed.

@@ -193,7 +193,7 @@ def hyperparameters_of(arguments: Sequence[str]) -> dict[str, Any]:
             if at == len(words) or _is_flag(words[at]):
                 raise ConfigError(
                     f"the script's option {flag} has no value, and SageMaker passes options with one value each; let "
-                    f"the script take {flag} True (store_true does not), and pass it so"
+                    f"the script accept {flag} True (store_true does not), and pass that"
                 )
             text = words[at]
             at += 1
@@ -256,8 +256,8 @@ def _notes(config: SageMakerConfig, script: Path) -> tuple[str, ...]:
     requirements = script.parent / "requirements.txt"
     if config.image_uri is None and not requirements.is_file():
         notes.append(
-            f"{requirements} does not exist; the image installs what it names, and it does not have accel by itself: "
-            "write a line accel-train into it"
+            f"{requirements} does not exist; the image installs the packages in it, and does not include accel: "
+            "create the file with a line accel-train"
         )
     if config.distributed_type == "NO" and config.num_machines > 1:
         notes.append(f"{config.num_machines} machines start one process each, which form one world")

@@ -88,7 +88,7 @@ class Monitor:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def stalled(self, ranks: Iterable[int]) -> str | None:
-        """Why the run is considered to hang, in words; None: it goes on.
+        """Why the run is considered to hang, in words; None if it makes progress.
 
         Args:
             ranks: those that run.
@@ -189,7 +189,7 @@ class Monitor:
         return (self.folder / f"answer.{rank}").exists() and is_whole(self._written(rank, start))
 
     def _written(self, rank: int, start: int) -> str:
-        """What a rank has written of its stack since the file had `start` bytes."""
+        """The part of a rank's stack that it has written since the file had `start` bytes."""
         path = self.folder / f"stack.{rank}"
         return path.read_bytes()[start:].decode(errors="replace") if path.exists() else ""
 

@@ -225,7 +225,7 @@ class RankOutput:
                 self._log = None
 
     def caught_up(self) -> bool:
-        """Whether all that the rank has written to standard error so far is read and shown, where it can be told."""
+        """Whether the rank's standard error so far is read and shown, as far as the system can tell."""
         # In this order: whatever left the pipe before it was found empty was marked before it was read.
         return not self._is_waiting("stderr") and (not _CAN_POLL or "stderr" not in self._showing)
 
@@ -244,13 +244,13 @@ class RankOutput:
         return bool(self._showing) or any(map(self._is_waiting, self._pipes))
 
     def show_held(self) -> None:
-        """Print what is held back."""
+        """Print the text that is held back."""
         held, self._held, self._held_since = self._held, [], None
         for piece in held:
             self._console.write("stderr", self._prefixes["stderr"], piece)
 
     def drop_held(self) -> None:
-        """Forget what is held back: it is shown in another way."""
+        """Discard the text that is held back, which is shown elsewhere."""
         self._held, self._held_since = [], None
 
     def _pump(self, stream: StreamName, pipe: IO[bytes]) -> None:
