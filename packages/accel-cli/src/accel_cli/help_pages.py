@@ -35,7 +35,7 @@ def help_page(
     """One help page, ending with a line break.
 
     Args:
-        usage: what follows ``usage:``.
+        usage: the text after ``usage:``.
         description: paragraphs separated by blank lines; indented paragraphs keep their lines.
         sections: titles with their rows.
         epilog: paragraphs after the tables.

@@ -33,7 +33,7 @@ class FoundModel:
         library: transformers or timm; None: only its tensors are known.
         config: the file of its configuration, beside which its code is; None: the model is made by name.
         settings: its configuration.
-        shapes: of its tensors, from headers of files.
+        shapes: shapes of its tensors, from headers of files.
         dtypes: the dtypes in them.
     """
 

@@ -22,7 +22,7 @@ class Progress:
     """The progress line: the current activity and its seconds so far; made by ``progress``.
 
     Args:
-        bar: of rich; None: nothing is shown.
+        bar: rich's progress bar; None: nothing is shown.
     """
 
     def __init__(self, bar: Any = None) -> None:

@@ -204,7 +204,7 @@ def derive_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     Equal for equal arguments, and different for every rank. The global generators are not changed.
 
     Args:
-        state: what ``get_rng_state`` returned on another rank.
+        state: the result of ``get_rng_state`` on another rank.
         rank: the rank that gets the new state.
     """
     digest = hashlib.sha256(state["torch"].cpu().numpy().tobytes() + b"rank %d" % rank).digest()

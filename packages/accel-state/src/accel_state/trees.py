@@ -82,7 +82,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """A sequence of the type of ``obj`` with the items of ``generator``.
+    """Make a sequence of the type of ``obj`` from the items of ``generator``.
 
     Args:
         obj: a list, tuple, named tuple or a subclass; only read.
@@ -230,7 +230,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """First dimension of the first tensor, in depth-first order, that is not 0-dimensional.
+    """Size of the first dimension of the first tensor, in depth-first order, that is not 0-dimensional.
 
     Raises:
         ValueError: the tree is empty, or all of its tensors are 0-dimensional.
@@ -250,7 +250,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """As ``find_batch_size``, but None instead of an error."""
+    """Return ``find_batch_size(data)``, or None instead of an error."""
     for leaf in _leaves(data):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])

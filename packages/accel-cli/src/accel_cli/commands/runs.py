@@ -38,8 +38,8 @@ class Run:
 
     Attributes:
         name: its folder, as a path below the one that was searched.
-        folder: with the records and the logs.
-        records: of its machines, in their order.
+        folder: the folder with the records and the logs.
+        records: the records of its machines, in their order.
     """
 
     name: str

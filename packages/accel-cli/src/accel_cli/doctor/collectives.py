@@ -150,7 +150,7 @@ def check_collective(name: str, device: torch.device) -> tuple[float, str]:
 
     Args:
         name: one of ``COLLECTIVES``.
-        device: of the tensors.
+        device: device of the tensors.
 
     Returns:
         Seconds of one call with 1 MiB of float32 per rank, the fastest of three; and the problem, or empty.

@@ -71,7 +71,7 @@ def measure_link(pair: tuple[int, int], device: torch.device) -> Link:
 
     Args:
         pair: the ranks, the smaller first.
-        device: of the tensors.
+        device: device of the tensors.
     """
     first, second = pair
     other = second if dist.get_rank() == first else first

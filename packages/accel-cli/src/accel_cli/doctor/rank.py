@@ -32,7 +32,7 @@ class RankJob:
 
     Attributes:
         rank, size, local_rank: its place.
-        address, port: of the coordinator's store.
+        address, port: where the coordinator's store listens.
         timeout: seconds that it waits for others.
         cpu: use the CPU.
     """

@@ -87,7 +87,7 @@ def starts_of_refused(path: Path, text: str, refused: Collection[Path]) -> tuple
     Both stay as they are: the source needs Accelerate, and so does its launch.
 
     Args:
-        path: of the shell script.
+        path: path of the shell script.
         text: its text.
         refused: resolved paths of Python sources.
     """

@@ -87,7 +87,7 @@ class Frame:
     Attributes:
         name: the function's name; empty: the module.
         params: its parameters.
-        assignments, methods, loops: what is in it, in order.
+        assignments, methods, loops: its assignments, method calls and loops, in order.
         calls: calls of plain names, with the number of the statement.
         roles: its names to those of the frame that creates the objects.
     """

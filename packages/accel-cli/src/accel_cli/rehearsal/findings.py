@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     Attributes:
         kind: an error would fail or hang in the real world; a warning is odd; a note is about the rehearsal.
         text: one sentence or more.
-        traceback: of a failed rank.
+        traceback: the traceback of a failed rank.
     """
 
     kind: Literal["error", "warning", "note"]

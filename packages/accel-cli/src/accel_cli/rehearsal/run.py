@@ -41,7 +41,7 @@ def chosen_ranks(text: str, size: int, flag: str = "--ranks") -> list[int]:
     """Parse ``--ranks``: numbers, ``last``, and ranges such as ``0-3``, with commas between.
 
     Args:
-        text: what was typed.
+        text: the text as typed.
         size: ranks of the world.
         flag: the flag that had it, for messages.
 

@@ -191,7 +191,7 @@ def _plain_training(
 
     Args:
         model: trained in place.
-        batches: of all ranks.
+        batches: the batches of all ranks.
         skipped: which steps the other training did not take.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

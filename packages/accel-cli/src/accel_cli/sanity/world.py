@@ -43,7 +43,7 @@ def run_checks(
     Args:
         accelerator: one that has prepared nothing.
         folder: one that all ranks can write to.
-        names: of the checks to run; None: all.
+        names: names of the checks to run; None: all.
 
     Returns:
         The results, the same on all ranks.

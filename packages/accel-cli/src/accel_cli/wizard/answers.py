@@ -48,7 +48,7 @@ class Answers:
     """The answers of the questions that were asked, by name.
 
     Args:
-        situation: what is known before the first question.
+        situation: facts that are known before the first question.
         given: the answers.
     """
 

@@ -32,7 +32,7 @@ class Interview:
 
     Args:
         questions: the table, in the order in which they are asked.
-        situation: what is known before the first question.
+        situation: facts that are known before the first question.
         ask: asks a question.
     """
 

@@ -11,7 +11,9 @@ __all__ = ["Topology", "detect"]
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Ask each cluster type in turn whether it started this process.
+    """Detect rank, world size and nodes of this process from environment variables.
+
+    Each cluster type is asked in turn whether it started this process.
 
     Args:
         environ: the environment variables, as ``accel_state.environment.snapshot()`` gives them.

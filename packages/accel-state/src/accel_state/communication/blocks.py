@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     """How tensors of some dtypes and shapes travel in the blocks; made once for all calls with such tensors.
 
     Attributes:
-        fingerprint: of the calls.
+        fingerprint: the fingerprint of the calls.
         size: bytes of the tensors in a block.
         fits: whether they travel in the blocks; if not, these carry only the fingerprint.
         given: their places in this rank's block.
@@ -66,8 +66,8 @@ class Blocks:
     """The blocks of one group, and the memory that they are sent from and to.
 
     Args:
-        group: that transfers them.
-        backend: its backend for tensors in host memory.
+        group: the process group that transfers them.
+        backend: the group's backend for tensors in host memory.
 
     Attributes:
         capacity: bytes of payload that fit into a block.
@@ -103,7 +103,7 @@ class Blocks:
         """A plan for tensors of these dtypes and shapes.
 
         Args:
-            fingerprint: of the calls.
+            fingerprint: the fingerprint of the calls.
             tensors: dtypes and shapes; None: only the fingerprint travels in the blocks.
         """
         places = []
@@ -133,9 +133,9 @@ class Blocks:
         """Write this rank's header.
 
         Args:
-            fingerprint: of the call.
+            fingerprint: the fingerprint of the call.
             size: bytes of the payload.
-            flags: what else ranks must know; 0: nothing.
+            flags: further facts that ranks must know; 0: none.
         """
         _HEADER.pack_into(self._bytes, 0, fingerprint, size, flags)
 

@@ -42,11 +42,11 @@ class Participation:
     Args:
         rank: this process's rank in the world.
         store: a client of the world's store.
-        device: of this process.
-        channels: of this process. Without a watchdog every operation counts as called by all.
+        device: the device of this process.
+        channels: the channels of this process. Without a watchdog every operation counts as called by all.
 
     Attributes:
-        name: of this object among the groups that the watchdog knows.
+        name: name of this object among the groups that the watchdog knows.
         ranks: all ranks.
     """
 

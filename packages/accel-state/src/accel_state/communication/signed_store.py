@@ -31,7 +31,7 @@ class SignedStore(Store):
 
     Args:
         store: where the signed values are.
-        secret: of this job.
+        secret: the secret of this job.
         place: the prefix of the keys, as part of what is signed.
     """
 
@@ -147,7 +147,7 @@ def loopback_store(host: str, port: int, world_size: int | None, timeout: timede
         host: a loopback address.
         port: 0 takes a free one.
         world_size: number of ranks; None: any number, and this does not wait for them.
-        timeout: of its operations.
+        timeout: timeout of its operations.
 
     Returns:
         the store; None if the port is in use, as by another store of this process.

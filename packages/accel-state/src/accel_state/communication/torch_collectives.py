@@ -199,7 +199,7 @@ def not_begun(theirs: Mapping[str, Pending], begun: Mapping[str, int]) -> list[P
     """The collectives in which another rank waits and that this process, a member of the group, has not begun.
 
     Args:
-        theirs: in progress on the other rank.
+        theirs: collectives in progress on the other rank.
         begun: collectives of each group that have begun here.
     """
     return [their for group, their in theirs.items() if group in begun and their.number > begun[group]]
@@ -214,10 +214,10 @@ def cannot_meet(
     """Whether two ranks wait in collectives of which each has begun one that the other has not, or differently.
 
     Args:
-        mine: in progress here.
+        mine: collectives in progress here.
         begun: collectives of each group that have begun here.
-        theirs: in progress on the other rank.
-        begun_there: begun on the other rank.
+        theirs: collectives in progress on the other rank.
+        begun_there: collectives of each group that have begun on the other rank.
     """
     for group, their in theirs.items():
         my = mine.get(group)

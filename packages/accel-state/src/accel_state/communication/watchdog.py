@@ -170,7 +170,7 @@ def diagnose(
     """Compare the positions of a group's ranks with a rank that waits in collective ``number``.
 
     Args:
-        number: of the collective.
+        number: the collective's number.
         operation: its name.
         peers: the ranks of the group.
         begun: collectives of torch that the waiting rank has begun in each of its groups.

@@ -183,7 +183,7 @@ def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
 
     Args:
         data: keys to values, in the places that they have in a file.
-        source: what to call it in messages.
+        source: its name in messages.
     """
     return _strict(_Reader(data, {}, source))
 
@@ -196,10 +196,10 @@ def _strict(reader: _Reader) -> FileLayer:
 
 
 def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]]:
-    """Read a file and collect everything that is wrong with it, instead of raising.
+    """Read a file and collect all mistakes in it, instead of raising.
 
     Returns:
-        What could be read, None if the file is no mapping at all; and the errors in the order of the file.
+        The layer that could be read, None if the file is not a mapping; and the errors in the order of the file.
     """
     path = Path(path).expanduser()
     try:
@@ -402,7 +402,7 @@ class _Reader:
         self.problems: list[ConfigError] = []
 
     def read(self) -> tuple[FileLayer, list[ConfigError]]:
-        """The layer, and everything that is wrong with the file."""
+        """The layer, and all mistakes in the file."""
         root: type[LaunchConfig] | type[SageMakerConfig] = LaunchConfig
         try:
             root = self._root(self.data.pop("compute_environment", None))

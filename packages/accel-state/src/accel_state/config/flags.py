@@ -37,7 +37,7 @@ _REPLACED = {
     "num_gpus": "pass --num_processes, the number over all machines",
     "hostfile": "pass --deepspeed_hostfile with --use_deepspeed, or --mpirun_hostfile",
 }
-"""Flags that Accelerate had once, or that other launchers have, and what there is instead."""
+"""Flags that Accelerate had once, or that other launchers have, and their replacements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _Reader:
         """Read the flags.
 
         Raises:
-            ConfigError: what is wrong with all of them.
+            ConfigError: flags are wrong; the message names all mistakes.
         """
         self._read()
         if self.errors:

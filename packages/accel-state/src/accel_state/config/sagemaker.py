@@ -18,7 +18,7 @@ __all__ = ["SageMakerConfig"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SageMakerConfig(CommonOptions):
-    """A job that SageMaker runs."""
+    """The configuration of a job on Amazon SageMaker."""
 
     title = "SageMaker"
     compute_environment: ClassVar[str] = "AMAZON_SAGEMAKER"

@@ -39,7 +39,7 @@ class BoundOption:
         option_type: how values are read and written.
         default: value if it is not set.
         file_key: key of its mapping in a file; None: the top level.
-        prefix: of its section, in flags and keys.
+        prefix: the prefix of its section, in flags and keys.
         flags: accepted flags, with their dashes; the first is written.
         variables: its environment variables; empty: it has none.
     """

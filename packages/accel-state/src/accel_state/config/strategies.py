@@ -95,7 +95,7 @@ class LaunchableStrategy:
         name: name of the strategy in the registry of accel-train; also the name of its footprint in accel-bigmodel.
         distributed_type: value of ``distributed_type`` that selects it.
         title: its name in messages and help.
-        summary: what it does, in a few words, for the choice of a strategy and the list of help topics.
+        summary: its purpose in a few words, for the choice of a strategy and the list of help topics.
         section: class of its options.
         section_name: name of the section in Python, such as ``fsdp``, from which flag and variable follow.
         plugin: ``module:class`` of its plugin, imported by ranks alone.

@@ -217,7 +217,7 @@ def render_failure(
         outcome: how the launch ended.
         size: number of ranks.
         log: log file of the rank that failed first.
-        colors: of the destination; by default none.
+        colors: the colours of the destination; by default none.
         folded: show the frames of libraries around the user's as one line.
     """
     colors = colors or Colors(False)

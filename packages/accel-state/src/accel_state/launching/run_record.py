@@ -72,7 +72,7 @@ class Recorder:
 
     Args:
         path: the file.
-        record: of the start.
+        record: the record of the start.
 
     Raises:
         LaunchError: it cannot be written.
@@ -122,8 +122,8 @@ def recorded(
     """Record a run while the block starts and supervises it; an error of the block is recorded and raised again.
 
     Args:
-        folder: of the log files; None: nothing is recorded.
-        command: of a rank.
+        folder: the folder of the log files; None: nothing is recorded.
+        command: the command of a rank.
         ranks: on this machine.
         world_size: on all machines.
         machine_rank: this machine.

@@ -50,7 +50,7 @@ class PartialState:
     """Rank, device and process group of this process.
 
     The first instance joins the world. All instances in a process share their attributes, because PyTorch has
-    one default process group. A process that a launcher started as one of N is one of N on the CPU too.
+    one default process group. A process that a launcher started as one of N stays one of N on the CPU.
 
     Environment variables can select the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), XLA devices
     (PJRT_DEVICE), debug mode (ACCELERATE_DEBUG_MODE), and CPU affinity to the cores near the GPU

@@ -56,7 +56,7 @@ class Rehearsal:
     Attributes:
         entered: the collectives, in order.
         bytes_given: bytes that this rank passed to collectives, by operation.
-        notes: what the rehearsal leaves out or cannot know, each once.
+        notes: parts that the rehearsal leaves out or cannot know, each once.
         sections: by title, functions that return a part of the report as plain data; packages above this one add
             theirs.
     """
@@ -103,7 +103,7 @@ def rehearse(
     """Join a simulated world as one of its ranks.
 
     Args:
-        rehearsal: what observes this rank.
+        rehearsal: the observer of this rank.
         topology: ranks and nodes, as the environment describes them.
         choose: gives the device, and the backend that real ranks would choose.
     """

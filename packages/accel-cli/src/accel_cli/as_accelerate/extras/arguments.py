@@ -38,7 +38,7 @@ def parser_of(app: App, name: str, subparsers: Any = None) -> argparse.ArgumentP
     Args:
         app: the command.
         name: its name.
-        subparsers: what ``ArgumentParser.add_subparsers`` returned, to become a command of it.
+        subparsers: the result of ``ArgumentParser.add_subparsers``, to add a command to it.
     """
     command = typer.main.get_command(app)
     text = (command.help or "").partition("\n\n")[0]

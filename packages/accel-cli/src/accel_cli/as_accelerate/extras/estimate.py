@@ -42,7 +42,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     Those of training are a mapping from the parts of a step to bytes, which are -1 for integers.
 
     Args:
-        args: what the parser of ``estimate_command_parser`` returned.
+        args: the namespace from the parser of ``estimate_command_parser``.
 
     Raises:
         EstimateError: there is no such model, or its library is not known.

@@ -39,7 +39,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """A parser of argparse with the flags of ``accel launch``.
 
     Args:
-        subparsers: what ``ArgumentParser.add_subparsers`` returned, to become the command ``launch`` of it.
+        subparsers: the result of ``ArgumentParser.add_subparsers``, to add the command ``launch`` to it.
 
     Returns:
         The parser; ``launch_command`` takes the namespace that its ``parse_args`` returns. A value has the type of

@@ -49,7 +49,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     """Command line and environment of a script as one process, or under mpirun where a hostfile is given.
 
     Args:
-        args: what the parser of ``launch_command_parser`` returned.
+        args: the namespace from the parser of ``launch_command_parser``.
 
     Raises:
         ConfigError: a value is wrong.

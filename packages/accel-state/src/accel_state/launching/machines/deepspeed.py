@@ -140,7 +140,7 @@ def deepspeed_argv(
 
     Args:
         config: the resolved configuration.
-        target: what each rank runs.
+        target: the script, module or program that each rank runs.
         python: the interpreter, at the same place on every machine.
         changes: variables of the ranks. DeepSpeed passes on few of them to other machines, so ``env`` sets them there.
         port: the port of rank 0, if none is configured.

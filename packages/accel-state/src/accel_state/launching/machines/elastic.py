@@ -36,7 +36,7 @@ def elastic_argv(
     Args:
         config: the resolved configuration.
         local_size: ranks on this machine.
-        target: what each rank runs.
+        target: the script, module or program that each rank runs.
         python: the interpreter.
         cpu: the ranks compute on the CPU.
 

@@ -26,7 +26,7 @@ def mpi_argv(
         hostfile: file that lists the hosts.
         size: ranks over all hosts.
         local_size: ranks on each host.
-        command: what each rank runs.
+        command: the command that each rank runs.
         exported: names of variables that must be forwarded to ranks on other hosts.
         open_mpi: ``mpirun`` is Open MPI's, which forwards only variables named on its command line; the
             launchers of MPICH and its derivatives (Intel MPI, MVAPICH) have other flags and forward all.

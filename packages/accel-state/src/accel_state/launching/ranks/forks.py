@@ -203,7 +203,7 @@ def exit_code_of(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Call a function as a rank does: its exception is printed as a traceback.
 
     Args:
-        function: what is called.
+        function: the function to call.
         args: its arguments.
 
     Returns:

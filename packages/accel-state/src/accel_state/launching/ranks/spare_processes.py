@@ -59,7 +59,7 @@ class SparePool:
     Args:
         size: how many are kept.
         python: their interpreter.
-        target: what they will run.
+        target: the script or module that they will run.
         cpu: ranks compute on the CPU.
     """
 

@@ -45,7 +45,7 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """A call as bytes that ``main`` unpacks.
 
     Args:
-        function: what is called; if it is not importable, it is packed by value.
+        function: the function to call; if it is not importable, it is packed by value.
         args: its arguments.
 
     Raises:
@@ -177,7 +177,7 @@ def main(call: bytes) -> int:
     """Make a call in a new process; returns the exit code.
 
     Args:
-        call: what ``packed`` returned, in the process that started this one.
+        call: the result of ``packed`` in the process that started this one.
     """
     try:
         function, args = pickle.loads(call)

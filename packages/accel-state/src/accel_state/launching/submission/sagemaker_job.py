@@ -63,7 +63,7 @@ class SageMakerJob:
         instance_count: number of machines.
         distribution: ``NO``, ``DATA_PARALLEL`` or ``MODEL_PARALLEL``.
         image_uri: Docker image; None: Hugging Face's of the three versions.
-        transformers_version, pytorch_version, py_version: of that image.
+        transformers_version, pytorch_version, py_version: the versions in that image.
         base_job_name: first part of the job's name.
         inputs: channel to location of its data.
         metrics: name of a metric to the regular expression that finds it in the output.

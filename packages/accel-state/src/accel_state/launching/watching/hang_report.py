@@ -106,7 +106,7 @@ def render_hang(stacks: Sequence[RankStack], *, folded: bool = True) -> str:
     """The report: ranks with equal stacks together, then the ranks that differ from the others.
 
     Args:
-        stacks: of the ranks that run.
+        stacks: the stacks of the ranks that run.
         folded: show the frames of libraries around the user's as one line.
     """
     lines = []

@@ -36,9 +36,9 @@ class Limits:
     """Time-outs in seconds; None: none.
 
     Attributes:
-        start: until all ranks have joined their world.
-        step: without progress of any rank, outside saves.
-        checkpoint: of a save.
+        start: time until all ranks have joined their world.
+        step: time without progress of any rank, outside saves.
+        checkpoint: time of a save.
     """
 
     start: float | None = None

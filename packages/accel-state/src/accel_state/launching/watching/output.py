@@ -209,7 +209,7 @@ class RankOutput:
         as one pipe buffer holds.
 
         Args:
-            timeout: in seconds.
+            timeout: seconds.
             impatient: polled; once true, only ``timeout`` counts.
         """
         self._after_end = _LONGEST
