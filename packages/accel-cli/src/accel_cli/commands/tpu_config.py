@@ -74,10 +74,10 @@ def tpu_config(
         bool, typer.Option("--debug", "--dry_run", help="Print the command; run nothing.")
     ] = False,
 ) -> int:
-    """Run shell commands on every machine of a TPU pod, in /usr/share, by gcloud's ssh.
+    """Run shell commands on every machine of a TPU pod, in /usr/share, through gcloud's ssh.
 
     Flags take precedence over tpu_name, tpu_zone, command_file and commands of the configuration file. The first
-    command that fails on a machine ends the commands there (add || true to one that may fail), and the exit code is
+    command that fails on a machine stops the commands there (add || true to one that may fail), and the exit code is
     gcloud's.
     """
     environ = snapshot()

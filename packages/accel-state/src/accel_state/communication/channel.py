@@ -452,7 +452,7 @@ class Channel:
             self.wire.abort()
             if self.wire is self.group:
                 return failure
-            # Torch's collectives, in which other ranks may wait for this one. To reach a rank that is gone would take
+            # Torch's collectives, in which other ranks may wait for this one. Reaching a rank that is gone would take
             # minutes where gloo has not connected to it yet.
             if self._issued() and self.watchdog is not None and self.watchdog.all_live(self):
                 end_collectives(self.group)

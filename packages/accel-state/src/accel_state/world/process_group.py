@@ -115,7 +115,7 @@ def _create_group(
     store: Store, topology: Topology, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> None:
     arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
-    if device.index is not None and device.type != "xla":  # whose values gloo sends, from host memory
+    if device.index is not None and device.type != "xla":  # gloo sends XLA's values from host memory
         torch.accelerator.set_device_index(device.index)
         arguments.setdefault("device_id", device)
     dist.init_process_group(

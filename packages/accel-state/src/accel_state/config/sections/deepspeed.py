@@ -33,12 +33,12 @@ class DeepSpeedSection(Section):
         prompt="Which ZeRO stage will shard the training state?",
     )
     offload_optimizer_device: str | None = option(
-        help="Device of optimizer states (stages 2 and 3).",
+        help="Device to offload optimizer states to (stages 2 and 3).",
         choices=_DEVICES,
         prompt="Where will optimizer states be offloaded to?",
     )
     offload_param_device: str | None = option(
-        help="Device of parameters (stage 3).",
+        help="Device to offload parameters to (stage 3).",
         choices=_DEVICES,
         prompt="Where will parameters be offloaded to?",
     )
@@ -60,7 +60,7 @@ class DeepSpeedSection(Section):
         prompt="At which norm are gradients clipped (none: not at all)?",
     )
     zero3_init_flag: bool | None = option(
-        help="Create models inside deepspeed.zero.Init, so that they are sharded when they are made (stage 3).",
+        help="Create models inside deepspeed.zero.Init, so that they are sharded at creation (stage 3).",
         env=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
         prompt="Do you want to enable deepspeed.zero.Init when using ZeRO Stage-3?",
     )

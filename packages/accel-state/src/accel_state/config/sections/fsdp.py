@@ -39,7 +39,7 @@ class FsdpSection(Section):
     title = "FSDP"
 
     fsdp_version: int | None = option(
-        help="1: FullyShardedDataParallel; 2: fully_shard.",
+        help="FSDP version of the options: 2, or 1, which is translated. Training always uses 2 (fully_shard).",
         name="fsdp_version",
         env=("FSDP_VERSION",),
         low=1,
@@ -48,7 +48,7 @@ class FsdpSection(Section):
         prompt="Which FSDP version do you want to use?",
     )
     sharding_strategy: str | None = option(
-        help="Version 1: sharding strategy, which selects the training state that is sharded over the ranks.",
+        help="Sharding strategy: the part of the training state that is sharded over the ranks (version 1).",
         choices=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default="FULL_SHARD",

@@ -44,7 +44,7 @@ class RunOptions(Section):
         in_file=False,
     )
     tee: str | None = option(
-        help="Which output goes to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per rank, such as 0:3,1:1.",
+        help="Output that goes to log files: 0 none, 1 stdout, 2 stderr, 3 both; or per rank, such as 0:3,1:1.",
         flags=("-t",),
         ours=True,
     )

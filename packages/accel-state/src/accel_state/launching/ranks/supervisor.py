@@ -77,7 +77,7 @@ _MISTAKES = frozenset(
         "ZeroDivisionError",
     ]
 )
-"""Errors that a restart does not mend; what machines and networks cause is of other kinds."""
+"""Errors that a restart does not fix; failures of machines and networks have other types."""
 _REPORT = "SIGUSR2"
 """The signal that asks the launcher where its ranks are, unless it is one of those that are passed on."""
 
@@ -326,7 +326,7 @@ class _Group:
         now = time.monotonic()
         if now - self.first_exit < _CATCH_UP and not all(m.output.caught_up() for m in self.members):
             return
-        self._collect()  # a rank that has ended before this one may have been asked before it
+        self._collect()  # an earlier end of another rank may have been polled too early to be seen
         failed = [member for member in self.members if member.code]
         cause, sure = self._cause(failed)
         if not sure and self._alive() and now - self.first_exit < _SETTLE:
@@ -349,9 +349,9 @@ class _Group:
             self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
 
     def _cause(self, failed: Sequence[SupervisedProcess]) -> tuple[SupervisedProcess, bool]:
-        """The failed rank that made the others fail, and whether one that still runs can be excluded.
+        """The failed rank that caused the other failures, and whether ranks that still run cannot be the cause.
 
-        A rank that waits for one that crashes fails at once, and may be heard before the end of the other is known.
+        A rank that waits for a crashed one fails at once, and its error may arrive before the crash is known.
         """
         crashed = [member for member in failed if member.crashed()]
         causes = crashed or [member for member in failed if not member.waited()]
