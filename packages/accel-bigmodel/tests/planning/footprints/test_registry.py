@@ -114,3 +114,6 @@ def test_accumulation_keeps_gradients_in_the_forward():
     assert waiting.total > plain.total
     # FSDP2 does not reduce within a window: gradients stay whole.
     assert found(Setting("fsdp2", "fsdp2", 4), Workload(2, micro_batches=2)).peak.gradients == 9600
+    # In 16 bits too they stay in the dtype of the reduction, float32.
+    low = found(Setting("fsdp2", "fsdp2", 4), Workload(2, precision="bf16", micro_batches=2)).peak
+    assert low.gradients == 9600
