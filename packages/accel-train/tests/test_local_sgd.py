@@ -512,7 +512,7 @@ def test_one_process_has_nothing_to_average():
     plain = make()
     other = optimizer_of(plain)
     local_sgd = LocalSGD(accelerator, model, 2)
-    with pytest.raises(RuntimeError, match="outside of its context"):
+    with pytest.raises(RuntimeError, match="outside its context"):
         local_sgd.step()
     with local_sgd:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""The façade that users see: short methods, each handing its work to the module that does it."""
+"""`Accelerator`, the object that a training script creates first; its methods pass their work on to other modules."""
 
 from __future__ import annotations
 
@@ -102,43 +102,45 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 
 
 class Accelerator:
-    """Runs a PyTorch training loop on whatever it was started on.
+    """Runs a PyTorch training loop on one process or many, on any device, with any strategy and precision.
 
     Args:
-        device_placement: models, optimizer states and batches move to this process's device.
+        device_placement: move models, optimizer states and batches to this process's device.
         split_batches: deprecated; use `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no", "bf16", "fp16" or "fp8"; None: as launched, else "no".
+        mixed_precision: "no", "bf16", "fp16" or "fp8"; None: the launcher's setting, else "no".
         gradient_accumulation_steps: micro-batches per optimizer step.
-        cpu: use the CPU although there is an accelerator device.
+        cpu: use the CPU even if there is an accelerator device.
         dataloader_config: how loaders are prepared.
-        rng_types: random states that ranks share at the start of an epoch; None: "generator", the sampler's own.
-        log_with: experiment trackers, which `init_trackers` starts: a name ("tensorboard", "wandb", …), a `LoggerType`,
-            a `GeneralTracker`, or a list of these; "all": every one that is installed.
-        project_dir: folder of checkpoints and logs; for checkpoints also a URI of object storage.
-        project_config: naming and number of checkpoints.
+        rng_types: random generators that are made equal on all ranks at the start of an epoch; None: "generator", the
+            sampler's own.
+        log_with: experiment trackers, started by `init_trackers`: a name ("tensorboard", "wandb", …), a `LoggerType`, a
+            `GeneralTracker`, or a list of these; "all": every tracker that is installed.
+        project_dir: folder for checkpoints and logs; checkpoints can also go to a URI of object storage.
+        project_config: how checkpoints are named, and how many are kept.
         gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more options.
-        step_scheduler_with_optimizer: False: calls of a prepared scheduler's `step()` are passed on as they are.
+        step_scheduler_with_optimizer: a prepared scheduler steps only when its optimizer does. False: every call of its
+            `step()` is a step.
         kwargs_handlers: options of the objects created here, at most one of each kind.
         dynamo_backend: backend of `torch.compile` for prepared models.
         dynamo_plugin: instead of `dynamo_backend`, with more options.
         strategy: how ranks cooperate: the name of a registered strategy, or a `StrategyPlugin`, whose type names one;
             None: what another argument's plugin selects, else "ddp" for several processes and "single" for one.
-        scale_scheduler: for each optimizer step a prepared scheduler takes one step per rank that reads different
-            samples (unless batches are split), which suits a schedule planned on the length of the unprepared loader.
-            False: one step for each.
+        scale_scheduler: per optimizer step, a prepared scheduler takes one step for each rank that reads different
+            samples (unless batches are split). This suits a schedule planned with the length of the unprepared loader.
+            False: one step per optimizer step.
         preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
-            same step. A `PreemptionConfig` says which signals.
+            same step. A `PreemptionConfig` chooses other signals.
 
     `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin` and `megatron_lm_plugin` take a
-    `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of names to
-    `DeepSpeedPlugin`. `parallelism_config` takes a `ParallelismConfig`: the strategy follows from its degrees if no
-    other argument selects one ("fsdp2" if parameters are sharded, else "tp" if tensors are divided, else "ddp").
+    `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also takes a mapping of names to
+    `DeepSpeedPlugin`. `parallelism_config` takes a `ParallelismConfig`: if no other argument selects a strategy, it
+    follows from the degrees ("fsdp2" if parameters are sharded, else "tp" if tensors are divided, else "ddp").
 
     Raises:
-        OptionError: a value that cannot be used, or two that exclude each other.
-        NotAvailableError: an option whose feature this version does not have.
+        OptionError: a value cannot be used, or two options exclude each other.
+        NotAvailableError: this version does not have the feature of an option.
         MissingDependencyError: the package of a tracker is not installed; names the command that installs it.
-        StateError: `preemption` was asked for outside the main thread, where Python allows no signal handlers.
+        StateError: `preemption` was given outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(
@@ -283,14 +285,14 @@ class Accelerator:
 
     @property
     def strategy(self) -> Strategy:
-        """How ranks cooperate: what `Accelerator(strategy=…)`, a plugin or the number of processes selected."""
+        """The strategy in use, selected by `Accelerator(strategy=…)`, a plugin or the number of processes."""
         return self._plan.strategy
 
     # Facts about the configuration
 
     @property
     def step(self) -> int:
-        """A counter for scripts; part of the state."""
+        """A counter for the script's own use; `save_state` includes it."""
         return self._prepared.step
 
     @step.setter
@@ -299,7 +301,7 @@ class Accelerator:
 
     @property
     def preemption(self) -> Preemption | None:
-        """Listens for the signals that stop training; None unless asked to."""
+        """The listener for signals that stop training; None without `Accelerator(preemption=…)`."""
         return self._prepared.preemption
 
     @property
@@ -313,7 +315,7 @@ class Accelerator:
 
     @property
     def rng_types(self) -> list[str]:
-        """Random states that ranks share at the start of an epoch."""
+        """Random generators that are made equal on all ranks at the start of an epoch."""
         return self._options.rng_types
 
     @rng_types.setter
@@ -367,12 +369,12 @@ class Accelerator:
 
     @property
     def project_dir(self) -> str | None:
-        """Folder of the project."""
+        """Folder for checkpoints, and by default for logs."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Folder of logs."""
+        """Folder for logs."""
         return self.project_configuration.logging_dir
 
     @property
@@ -442,7 +444,7 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Prepare one loader."""
+        """Prepare one data loader."""
         placed = self.device_placement if device_placement is None else device_placement
         return prepare.prepare_loader(self._prepared, data_loader, placed, slice_fn_for_dispatch)
 
@@ -463,9 +465,9 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(self, model: T1, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> T1:
-        """The model inside a prepared one; see `extract_model_from_parallel`.
+        """Return the model inside a prepared one; see `extract_model_from_parallel`.
 
-        To type checkers it is of the class of `model`, as what `prepare` returns is.
+        For type checkers the result has the class of `model`, like the result of `prepare`.
         """
         plain = unwrap(self._plan.strategy, cast(nn.Module, model), keep_fp32_wrapper, keep_torch_compile)
         return cast(T1, plain)
@@ -480,7 +482,7 @@ class Accelerator:
         return self.free_memory(*objects)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a part of the model is spread over several devices."""
+        """Whether the model, or a module of it, is spread over several devices by a device map."""
         maps = (getattr(module, "hf_device_map", None) for module in model.modules())
         return any(device_map is not None and len(device_map) > 1 for device_map in maps)
 
@@ -488,7 +490,7 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are complete: false while a window is being filled."""
+        """Whether gradients are complete: False inside an accumulation window, True at its last micro-batch."""
         return self._accumulator.sync_gradients
 
     @sync_gradients.setter
@@ -507,12 +509,12 @@ class Accelerator:
     def accumulate(
         self, *models: nn.Module, dataloader: DataLoader[Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Context of one micro-batch; optimizers and schedulers inside act on the last one of a window.
+        """Context for one micro-batch; optimizers and schedulers inside step at the last one of a window.
 
         Args:
-            models: the models trained in this block, which share one window and hold back their reductions. Prepared
-                models and parameters of prepared optimizers that no other block names are part of it, too.
-            dataloader: the loader whose last batch ends the window; None: the one that yielded last.
+            models: the models trained in this block. They share one window and reduce their gradients at its end.
+                Prepared models and parameters of prepared optimizers that no other block names belong to it, too.
+            dataloader: the loader whose last batch ends the window; None: the loader that yielded last.
 
         Raises:
             AmbiguousLoaderError: several loaders are iterated in turn and none was named.
@@ -521,14 +523,14 @@ class Accelerator:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context in which backward passes of a model accumulate locally, without communication."""
+        """Context in which backward passes of a model accumulate gradients locally, without communication."""
         strategy = self._plan.strategy
         deferred = strategy.no_sync(model) if isinstance(strategy, DefersSync) else contextlib.nullcontext()
         with self._accumulator.hold_back(), deferred:
             yield
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context whose backward reduces gradients although its forwards ran under `no_sync`."""
+        """Context in which backward reduces gradients even though the forwards ran under `no_sync`."""
         strategy = self._plan.strategy
         if isinstance(strategy, DefersSync):
             return strategy.trigger_sync_in_backward(model)
@@ -540,12 +542,12 @@ class Accelerator:
     ) -> Iterator[None]:
         """Context for training when ranks have different numbers of batches.
 
-        A rank that runs out of data shadows the reductions of the others, and counts as a gradient of zero. Inside, a
-        window of `accumulate` also ends where another rank runs out, and `backward(num_items=…)` is refused.
+        A rank that runs out of data takes part in the reductions of the others with a gradient of zero. Inside, a
+        window of `accumulate` also ends when another rank runs out, and `backward(num_items=…)` is refused.
 
         Args:
-            joinables: prepared models and optimizers that support torch's `Join`. Of several models, the forward and
-                backward of one must be done before those of the next begin, in this order.
+            joinables: prepared models and optimizers that support torch's `Join`. With several models, finish the
+                forward and backward of one before those of the next begin, in this order.
             even_batches: overrides the setting of prepared map-style loaders inside the context.
         """
         even = self.even_batches if even_batches is None else even_batches
@@ -576,18 +578,18 @@ class Accelerator:
         """Compute gradients, scaled so that they are exact at the end of an accumulation window.
 
         Args:
-            loss: a scalar. Without `num_items` the mean loss of this micro-batch: the window's gradient is the mean
-                over its micro-batches and over ranks.
-            num_items: how many items (tokens, say) `loss` is the *sum* over: the window's gradient is then that of
-                one big batch of all items of all micro-batches and ranks. 0 is allowed. A tensor (one element, whole
-                number) on the device avoids waiting for it.
+            loss: a scalar. Without `num_items` it is the mean loss of this micro-batch: the window's gradient is the
+                mean over its micro-batches and over ranks.
+            num_items: the number of items (tokens, say) that `loss` is the *sum* over. The window's gradient is then
+                that of one big batch with the items of all micro-batches and ranks. 0 is allowed. A tensor (one
+                element, whole number) on the device avoids waiting for it.
             learning_rate: for an optimizer of lomo-optim, which updates parameters here.
             kwargs: arguments of `Tensor.backward`.
 
         Raises:
-            AccumulationError: `num_items` is given for a part of a window only.
+            AccumulationError: only a part of the window's micro-batches was given `num_items`.
             NoGradientError: the loss depends on nothing that requires a gradient.
-            OptionError: automatic checkpoints of another run are in the project's folder, and were not loaded.
+            OptionError: the project's folder has automatic checkpoints of another run, and they were not loaded.
         """
         if not self._has_begun:
             self._begin_training()
@@ -609,15 +611,15 @@ class Accelerator:
             raise
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
-        """Compute gradients, and update each parameter when its gradient is there (lomo-optim).
+        """Compute gradients, and update each parameter as soon as its gradient is computed (lomo-optim).
 
         Args:
             loss: a scalar.
             learning_rate: of this update.
 
         Raises:
-            OptionError: there is no learning rate, or not exactly one optimizer of lomo-optim is prepared.
-            AccumulationError: gradients are to be accumulated.
+            OptionError: no learning rate is given, or not exactly one optimizer of lomo-optim is prepared.
+            AccumulationError: gradient accumulation is on.
         """
         optimizers = self._prepared.inner_optimizers
         lomo.fused_backward(optimizers, loss, learning_rate, self._accumulator.num_steps)
@@ -628,7 +630,7 @@ class Accelerator:
         return any(optimizer.steps_in_backward for optimizer in self._prepared.optimizers)
 
     def _begin_training(self) -> None:
-        """Find out before the first backward what would show only hours later."""
+        """Check, before the first backward, for mistakes that would show only hours later."""
         self._has_begun = True
         if self.project_configuration.automatic_checkpoint_naming:
             checkpoint.refuse_used_folder(self._prepared)
@@ -641,9 +643,9 @@ class Accelerator:
             )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients to their true size under fp16; of one or several optimizers, or of all.
+        """Divide fp16 gradients by the loss scale; those of one or several optimizers, or of all.
 
-        Done once per step however often it is asked; clipping does it by itself.
+        Calling it again in the same step changes nothing. Clipping unscales by itself.
         """
         chosen: Any = self._prepared.optimizers if optimizer is None else optimizer
         for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
@@ -652,9 +654,9 @@ class Accelerator:
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip the norm of the gradients of `parameters`, taken together.
+        """Clip the total norm of the gradients of `parameters`.
 
-        While a window is being filled nothing is clipped, because the gradients are not complete.
+        Inside an accumulation window nothing is clipped, because the gradients are not complete.
 
         Returns:
             The norm before clipping, a 0-d tensor.
@@ -670,7 +672,7 @@ class Accelerator:
         )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Clamp the gradients of `parameters` to [-clip_value, clip_value], when they are complete."""
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value], once they are complete."""
         clipping.clip_grad_value_(
             self._plan.strategy,
             self._prepared.optimizers,
@@ -681,16 +683,16 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped: inf or NaN, or a guard refused it."""
+        """Whether any prepared optimizer skipped its last step: inf or NaN gradients, or a step guard refused it."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        """Context for computing outside a prepared model (a loss, say) in the chosen precision."""
+        """Context that computes in the chosen precision outside a prepared model (a loss, say)."""
         handler = autocast_handler or self.autocast_handler or AutocastKwargs()
         return self._plan.precision.autocast(handler.enabled, handler.cache_enabled)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context under torch's profiler; gives the profiler."""
+        """Context that runs torch's profiler and returns it."""
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         return profiling.profile(handler, self.process_index, self.wait_for_everyone)
 
@@ -711,19 +713,19 @@ class Accelerator:
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, dataloader: DataLoader[Any] | None = None
     ) -> Any:
-        """Gather results of a batch, one row per sample: rows that only pad the last round are dropped.
+        """Gather results of a batch from all ranks, one row per sample, without rows that only pad the last batch.
 
         Args:
-            input_data: nested tensors whose first dimension is the batch's (0-d tensors: one per rank), or objects: a
-                list, tuple or array of one per sample; anything else is gathered as one per rank. In mappings,
-                named tuples, lists that hold tensors, and tuples that hold tensors or lists, each value is gathered for
-                itself.
+            input_data: nested tensors whose first dimension is the batch dimension (0-d tensors: one per rank), or
+                objects: a list, tuple or array with one per sample. Anything else is gathered as one object per rank.
+                In mappings, named tuples, lists that hold tensors, and tuples that hold tensors or lists, each value is
+                gathered separately.
             use_gather_object: gather tensors as lists of their rows, whose shapes may differ between ranks.
-            dataloader: the loader the batch came from; None: the one that yielded last.
+            dataloader: the loader of the batch; None: the loader that yielded last.
 
         Returns:
-            nested tensors, lists and tuples as `input_data`, on every rank; mappings with objects as dictionaries. In
-            a world of one, `input_data` itself, without rows that repeat a value beyond the batch that came.
+            Nested tensors, lists and tuples like `input_data`, on every rank; mappings with objects as dictionaries.
+            With one process `input_data` itself, without rows that repeat a value beyond the batch that came.
 
         Raises:
             MetricsShapeError: a value does not have one row per sample.
@@ -757,18 +759,18 @@ class Accelerator:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training was told to stop and this is the time; False without `preemption`.
+        """Whether training should stop now because of a stop signal; False without `preemption`.
 
-        It becomes true at the end of an optimizer step, the same one on all ranks, and stays so; inside an accumulation
-        window it never changes. It may be read anywhere and any number of times.
+        It becomes true at the end of an optimizer step, the same one on all ranks, and stays true. It never changes
+        inside an accumulation window. It may be read anywhere and any number of times.
         """
         return self.preemption is not None and self.preemption.should_stop
 
     def exit_preempted(self) -> NoReturn:
-        """End training and the process, on all ranks, after `save_state`.
+        """End training and exit the process with code 75, on all ranks; call it after `save_state`.
 
-        The exit code is 75, which tells `accel launch` and schedulers that training is not finished. From here on the
-        signals that `preemption` listens for are ignored. May also be called for reasons of the script's own.
+        Exit code 75 tells `accel launch` and schedulers that training is not finished. From here on the signals that
+        `preemption` listens for are ignored. A script may also call it for reasons of its own.
         """
         if self.preemption is not None:
             self.preemption.finish()
@@ -779,13 +781,13 @@ class Accelerator:
         raise SystemExit(PREEMPTED)
 
     def resume(self) -> bool:
-        """Load the newest complete automatic checkpoint if `accel launch --resume` asks for it, on all ranks.
+        """Load the newest complete automatic checkpoint on all ranks, if the script runs under `accel launch --resume`.
 
         Returns:
             True if a checkpoint was loaded; False if none exists yet, after a warning, or if `--resume` was not given.
 
         Raises:
-            OptionError: checkpoints are not named automatically.
+            OptionError: automatic checkpoint naming is off.
             CheckpointNotFoundError: there are checkpoints, but none is complete for all ranks.
         """
         return resume_training(self._prepared, self.load_state)
@@ -793,13 +795,13 @@ class Accelerator:
     # Saving
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Save an object once: on the main process, or on each node's if nodes share no file system.
+        """Save an object once: on the main process, or on one process per node if nodes share no file system.
 
-        Tensors in it that are divided among ranks, such as those of `model.state_dict()` under FSDP2, are gathered; all
-        processes must call then.
+        Tensors that are divided among ranks, such as those of `model.state_dict()` under FSDP2, are gathered; all
+        processes must call it then.
 
         Raises:
-            DividedTensorError: it holds divided tensors, and the main process calls alone.
+            DividedTensorError: the object holds divided tensors, and only the main process calls.
         """
         checkpoint.save_object(self._prepared, obj, f, safe_serialization)
 
@@ -823,10 +825,10 @@ class Accelerator:
             max_shard_size: bytes per file, or a size such as ``"5GB"``.
             safe_serialization: safetensors, or else ``.bin``.
             push_to_hub: a repository ``org/name``; the main process uploads the saved weights to it. All processes
-                must call then, and all raise if it fails.
-            token: for the upload; by default the one that was logged in with.
-            private: whether a repository that is made is private.
-            commit_message: of the upload.
+                must call `save_model` then, and all raise if the upload fails.
+            token: for the upload; by default the token of the last login.
+            private: whether a newly created repository is private.
+            commit_message: message of the upload's commit.
         """
         checkpoint.save_model(
             self._prepared,
@@ -841,25 +843,25 @@ class Accelerator:
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's full state dict under its own names, whatever wraps it."""
+        """Return a model's full state dict under its own names, without wrappers; gathered if ranks hold parts."""
         return checkpoint.state_dict(self._prepared, model) if unwrap else model.state_dict()
 
     def whole_parameters(self, model: nn.Module, *, write_back: bool = False) -> AbstractContextManager[None]:
         """Context in which every rank has the whole parameters of a prepared model, under every strategy.
 
         Inside, `model` and `unwrap_model(model)` are plain modules: their parameters are tensors of full shape and of
-        the dtype that is trained, and a call, `generate` for example, needs no other rank. All ranks must enter and
-        leave it. Each needs memory for the whole model on its device, besides its part. Gradients of calls inside are
-        dropped. Where nothing is divided, parameters are the trained ones themselves.
+        the dtype that is trained, and calling them, `generate` for example, needs no other rank. All ranks must enter
+        and leave the context. Each needs memory for the whole model on its device, besides its part. Gradients of calls
+        inside are dropped. Where nothing is divided, parameters are the trained ones themselves.
 
         Args:
-            model: what `prepare` returned.
-            write_back: when it ends, give all ranks the values that the main process has then, and train on with
-                them; False: what is written to parameters that are divided is lost.
+            model: the model that `prepare` returned.
+            write_back: at the end, send the main process's values to all ranks, and continue training with them.
+                False: changes to divided parameters are lost.
 
         Raises:
-            PrepareError: on all ranks, a parameter was replaced by one of another shape; or the engine has no whole
-                parameters.
+            PrepareError: a parameter was replaced by one of another shape (raised on all ranks), or the engine cannot
+                give whole parameters.
         """
         return self._plan.strategy.states.whole_parameters(model, write_back=write_back)
 
@@ -868,9 +870,9 @@ class Accelerator:
 
         Args:
             objects: the objects; on loading they must be registered in the same order.
-            trusted: pickle what they return where it is more than plain data and tensors; without it, saving that is
-                an error. A pickle can run any code when it is loaded, so `load_state` needs `trust_custom_objects=True`
-                then.
+            trusted: allow states with more than plain data and tensors, which are pickled. Without it, saving them is
+                an error. A pickle can run any code when it is loaded, so `load_state` then needs
+                `trust_custom_objects=True`.
         """
         checkpoint.register(self._prepared.registered, objects, trusted)
 
@@ -916,29 +918,29 @@ class Accelerator:
         trainable_only: bool = False,
         **kwargs: Any,
     ) -> Path | SaveHandle:
-        """Save everything prepared and registered; the folder appears when it is complete.
+        """Save a checkpoint of everything prepared and registered; the folder appears when it is complete.
 
-        All processes call it, or the main process alone, where every process has a replica of the models; the random
-        states of the others are derived on load then.
+        All processes call it. If every process has a replica of the models, the main process may call it alone; on
+        load, the random states of the other processes are then derived.
 
         Args:
             output_dir: the folder, or a URI of object storage (`s3://bucket/run/last`); unused with automatic naming.
-            safe_serialization: weights as safetensors, or as files of `torch.save`.
-            asynchronous: return when everything is copied, and write in the background. What is saved are the values
-                of the call, whatever the script changes afterwards, and by whatever means.
-            when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
-            trainable_only: leave out parameters with `requires_grad=False`, as the base of an adapter. `load_state`
-                takes those of the script, and refuses others than were there.
-            kwargs: none is known; anything raises.
+            safe_serialization: write weights as safetensors, else as files of `torch.save`.
+            asynchronous: return as soon as everything is copied, and write in the background. The checkpoint has the
+                values at the time of the call, whatever the script changes afterwards.
+            when_busy: while an earlier asynchronous save is running, "wait" for its end or "refuse".
+            trainable_only: leave out parameters with `requires_grad=False`, such as the base model of an adapter.
+                `load_state` keeps the script's values for them, and refuses values that differ from those at the save.
+            kwargs: no other argument is known; any raises.
 
         Returns:
             The folder, or with `asynchronous` a handle with `done()`, `result()` and `wait()`.
 
         Raises:
-            CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed; or the main process
-                calls alone where others hold parts of the state.
-            CollectiveMismatchError: only some processes call, and not the main process alone.
-            SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
+            CheckpointSaveError: nothing was saved; or an earlier asynchronous save failed; or only the main process
+                calls while other processes hold parts of the state.
+            CollectiveMismatchError: some processes did not call, and it was not the main process alone that did.
+            SaveInProgressError: an earlier save is still running, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
             self._prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only, **kwargs
@@ -954,31 +956,31 @@ class Accelerator:
         only: Collection[str] | None = None,
         **kwargs: Any,
     ) -> Path:
-        """Restore what `save_state` saved; without a folder, from the newest complete automatic checkpoint.
+        """Restore a checkpoint of `save_state`; without a folder, the newest complete automatic checkpoint.
 
-        Everything is read and verified, on all ranks, before anything is changed on any. Where only models and loaders
-        are prepared, as for an evaluation, a training's weights are restored and a warning names the rest.
+        Everything is read and verified on all ranks before anything is changed on any rank. If only models and loaders
+        are prepared, as for an evaluation, the weights of a training are restored and a warning names the rest.
 
         Args:
             input_dir: the folder, or a URI of object storage.
             load_kwargs: must be empty; kept for scripts that pass it.
-            allow_missing_rng: keep the current random state when this rank's is missing in the checkpoint. (A
-                rank that is new in a larger world needs no permission: it derives a state from a saved one.)
+            allow_missing_rng: keep the current random state if the checkpoint has none for this rank. (Not needed for
+                the new ranks of a larger world: each derives a state from a saved one.)
             trust_custom_objects: unpickle objects that were registered as `trusted` and saved as pickles. Only for
                 checkpoints of people you trust: a pickle can run any code.
             only: the parts to restore, some of "models", "optimizers" (with the loss scale), "schedulers",
-                "registered", "loaders" and "random"; the rest stays as it is here, whether it fits or not, and so do
-                `step`, unfinished accumulation windows and the number of the next automatic checkpoint. By default all.
+                "registered", "loaders" and "random"; by default all. The rest stays as it is here, whether it fits or
+                not, and so do `step`, unfinished accumulation windows and the number of the next automatic checkpoint.
             kwargs: `strict=False` loads models as `load_state_dict(strict=False)` does.
 
         Returns:
             The folder that was loaded.
 
         Raises:
-            CheckpointNotFoundError: there is no such complete checkpoint, or none of this rank's state in it.
-            CorruptCheckpointError: a file is not what was written.
-            StateMismatchError: other objects are prepared or registered than were saved.
-            OptionError: `only` names no part of a state.
+            CheckpointNotFoundError: there is no such complete checkpoint, or it has no state for this rank.
+            CorruptCheckpointError: a file was damaged or changed after the save.
+            StateMismatchError: the prepared or registered objects differ from the saved ones.
+            OptionError: `only` names a part that does not exist.
         """
         return checkpoint.load_state(
             self._prepared, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, only, **kwargs
@@ -1030,12 +1032,12 @@ class Accelerator:
 
     @property
     def is_main_process(self) -> bool:
-        """True on one process of all."""
+        """True on the process with rank 0."""
         return self._process.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on one process of each node."""
+        """True on one process of each node, the one with local rank 0."""
         return self._process.is_local_main_process
 
     @property
@@ -1084,23 +1086,23 @@ class Accelerator:
         self._process.print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process got here."""
+        """Wait until every process has called this (a barrier)."""
         self._process.wait_for_everyone()
 
     # Collectives
 
     def gather(self, tensor: T) -> T:
-        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too.
+        """Gather tensors of all ranks, concatenated along the first dimension in rank order; nested structures too.
 
-        The result has no gradient; `gather_with_grad` has one.
+        The result carries no gradient; use `gather_with_grad` for that.
         """
         gathered: T = collectives.gather(tensor)
         return gathered
 
     def gather_with_grad(self, tensor: T, *, ragged: bool = False) -> T:
-        """As `gather`, and gradients flow back to every rank's tensors, for a loss over the samples of all ranks.
+        """Gather like `gather`, with gradients that flow back to every rank, for a loss over the samples of all ranks.
 
-        With gradients averaged over ranks the result is that of one big batch. All ranks must use it in their loss.
+        With gradients averaged over ranks the training is that of one big batch. All ranks must use it in their loss.
 
         Args:
             tensor: nested tensors; those that require no gradient, such as labels, are gathered as they are.
@@ -1111,23 +1113,23 @@ class Accelerator:
         return gathered
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
+        """Reduce tensors over ranks to their sum (or "mean", "max", "min"), times `scale`; nested structures too."""
         reduced: T = collectives.reduce(tensor, reduction=reduction, scale=scale)
         return reduced
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Tensors padded along `dim` to the longest of all ranks."""
+        """Pad tensors along `dim` to the longest size of all ranks."""
         padded: T = collectives.pad_across_processes(
             tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
         )
         return padded
 
     def set_trigger(self) -> None:
-        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
+        """Set this rank's flag; `check_trigger` then returns True on every rank, once."""
         self.flag_tensor = torch.tensor(1, device=self._process.device)
 
     def check_trigger(self) -> bool:
-        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
+        """Whether any rank called `set_trigger` since the last True; all ranks must call it."""
         flag = self.flag_tensor
         raised = torch.tensor(0, device=self._process.device) if flag is None else flag
         if collectives.reduce(raised, reduction="sum").item() < 1:
@@ -1149,24 +1151,24 @@ class Accelerator:
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether there is a recipe, the script's or one that was made for it."""
+        """Whether there is an fp8 recipe, given by the script or made by default."""
         return self._plan.recipe is not None
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The recipe, if torchao computes in fp8."""
+        """The fp8 recipe, if torchao computes in fp8."""
         recipe = self._plan.recipe
         return recipe if isinstance(recipe, AORecipeKwargs) else None
 
     @property
     def te_recipe_handler(self) -> TERecipeKwargs | None:
-        """The recipe, if TransformerEngine computes in fp8."""
+        """The fp8 recipe, if TransformerEngine computes in fp8."""
         recipe = self._plan.recipe
         return recipe if isinstance(recipe, TERecipeKwargs) else None
 
     @property
     def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
-        """The recipe, if the script gave it as the deprecated class."""
+        """The fp8 recipe, if the script passed the deprecated class `FP8RecipeKwargs`."""
         recipe = self._plan.recipe
         return recipe if isinstance(recipe, FP8RecipeKwargs) else None
 
@@ -1188,12 +1190,12 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch is divided among ranks."""
+        """Whether the loader's batch size is the global one, divided among ranks."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all."""
+        """Whether rank 0 reads the data and sends each rank its part; None: only for iterable datasets on a device."""
         return self.dataloader_config.dispatch_batches
 
     @property
@@ -1212,24 +1214,24 @@ class Accelerator:
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches move without waiting."""
+        """Whether batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders restore their position."""
+        """Whether loaders save and restore their position inside an epoch."""
         return self.dataloader_config.use_stateful_dataloader
 
     # Places in the mesh
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """Ranks of each kind of parallelism; None if neither the script nor the launcher gave any."""
+        """The degree of each kind of parallelism; None if neither the script nor the launcher set any."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> Any:
-        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
+        """PyTorch's `DeviceMesh` of the dimensions with more than one rank; None for data parallelism alone."""
         return self.state.device_mesh
 
     @property
@@ -1244,37 +1246,37 @@ class Accelerator:
 
     @property
     def should_save_model(self) -> bool:
-        """True where a script calls what writes models: one process of each node, or all that hold parts."""
+        """Whether this process should call `save_model`: one process of each node, or all with a parallelism config."""
         return self.parallelism_config is not None or self._process.is_local_main_process
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's place among those that tensors are divided over; 0 without tensor parallelism."""
+        """This rank's index in its tensor-parallel group; 0 without tensor parallelism."""
         return self._place("tp", "tensor_parallel_rank")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This rank's place among those of context parallelism; 0 without it."""
+        """This rank's index in its context-parallel group; 0 without context parallelism."""
         return self._place("cp", "context_parallel_rank")
 
     @property
     def sequence_parallel_rank(self) -> int:
-        """This rank's place among those of sequence parallelism; 0 without it."""
+        """This rank's index in its sequence-parallel group; 0 without sequence parallelism."""
         return self._place("sp", "sequence_parallel_rank")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's replica; 0 if there is one."""
+        """Index of the model replica that this rank belongs to; 0 if there is only one."""
         return self._place("dp_replicate", "data_parallel_rank")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's place among those that a replica is sharded over; 0 without sharding."""
+        """This rank's index among the ranks that a replica is sharded over; 0 without sharding."""
         return self._place("dp_shard", "data_parallel_shard_rank")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's stage; always 0, as a parallelism configuration has no pipelines."""
+        """This rank's pipeline stage; always 0, because `ParallelismConfig` has no pipelines."""
         return self._place("pp", "pipeline_parallel_rank")
 
     def _place(self, dimension: str, name: str) -> int:
@@ -1286,7 +1288,7 @@ class Accelerator:
         return self._plan.mesh.index(dimension)
 
     def deepspeed_ulysses_dl_adapter(self, dl: DataLoader[Any], model: Any) -> DataLoader[Any]:
-        """The loader whose batches hold this rank's positions of each sequence: a prepared loader is that itself.
+        """Return a loader whose batches hold this rank's part of each sequence; a prepared loader comes back unchanged.
 
         Args:
             dl: a loader.
@@ -1308,19 +1310,19 @@ class Accelerator:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Context in which tensors hold this rank's positions of each sequence; without divided sequences, nothing.
+        """Context in which tensors hold this rank's part of each sequence; does nothing without divided sequences.
 
         Prepared loaders divide their batches already, and those stay as they are here. So this is for tensors from
         elsewhere, and for scripts that were written with it.
 
         Args:
-            buffers: changed in place, and put back when the context ends.
-            buffer_seq_dims: the dimension of the positions, for each buffer.
-            no_restore_buffers: those that are not put back.
+            buffers: tensors that are cut in place, and restored when the context ends.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that are not restored.
 
         Raises:
-            OptionError: not as many dimensions as buffers.
-            IncompatibleOptionsError: a size that cannot be divided.
+            OptionError: the number of dimensions differs from the number of buffers.
+            IncompatibleOptionsError: the length of a sequence cannot be divided.
         """
         sequence = self._plan.sequence
         if sequence is None:
@@ -1335,12 +1337,12 @@ class Accelerator:
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
-        """Names and objects of the trackers that were asked for, each once."""
+        """The trackers given as `log_with`, names and objects, each once."""
         return self._trackers.chosen
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that run on this rank, since `init_trackers`."""
+        """The trackers that `init_trackers` started on this rank."""
         return self._trackers.running
 
     @trackers.setter
@@ -1355,16 +1357,16 @@ class Accelerator:
         *,
         on_failure: OnFailure = "warn",
     ) -> None:
-        """Start the trackers that `log_with` asked for, and store the configuration of the run in them.
+        """Start the trackers of `log_with`, and store the run's configuration in them.
 
         All are checked before the first starts. A second call ends the runs of the first.
 
         Args:
             project_name: the project, or what the tracker calls it (experiment, folder of runs).
             config: names to numbers, strings, booleans or None.
-            init_kwargs: name of a tracker to a dictionary of keyword arguments, which its engine's own function gets
+            init_kwargs: name of a tracker to a dictionary of keyword arguments for the function that starts its run
                 (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
-            on_failure: what happens when a tracker fails, here and later: "warn" says it once and goes on without,
+            on_failure: what happens when a tracker fails, here and later: "warn" warns once and goes on without it,
                 "raise" raises.
 
         Raises:
@@ -1377,10 +1379,10 @@ class Accelerator:
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Log values of a step with every tracker.
+        """Log the values of a step with every tracker.
 
         Args:
-            values: names to values. Tensors and NumPy values of one element become Python numbers, those on a device
+            values: names to values. Tensors and NumPy values of one element become Python numbers, tensors on a device
                 in one copy; anything else goes to the tracker as it is.
             step: the step; None: the tracker counts.
             log_kwargs: name of a tracker to a dictionary of keyword arguments for its `log`.
@@ -1429,18 +1431,18 @@ class Accelerator:
         self._trackers.log_table(table_name, columns, data, dataframe, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name.
+        """Return a tracker by name.
 
         Args:
-            name: of a tracker that `log_with` asked for.
-            unwrap: return the engine's own object (a SummaryWriter, a run).
+            name: the name of a tracker in `log_with`.
+            unwrap: return the object of the tracker's own library (a SummaryWriter, a run).
 
         Returns:
-            The tracker. On a rank where it does not run, if it failed to start, and if it is not installed, an
-            object that does nothing whatever is called on it.
+            The tracker. On a rank where it does not run, or if it failed to start or is not installed, an object whose
+            methods all do nothing.
 
         Raises:
-            OptionError: `log_with` did not ask for it, or `init_trackers` was not called.
+            OptionError: the tracker is not in `log_with`, or `init_trackers` was not called.
         """
         return self._trackers.get(name, unwrap)
 
@@ -1448,7 +1450,7 @@ class Accelerator:
 
     @property
     def step_guard(self) -> StepGuard | None:
-        """Skips harmful updates, and counts them; None unless `guard_steps` was called."""
+        """The guard that skips harmful updates, and counts them; None unless `guard_steps` was called."""
         observers = self._prepared.accumulator.observers
         return next((item for item in observers if isinstance(item, StepGuard)), None)
 
@@ -1462,24 +1464,24 @@ class Accelerator:
         warmup: int = 20,
         max_consecutive: int | None = 10,
     ) -> StepGuard:
-        """From now on skip updates that would harm the model, on all ranks alike; call it before the first backward.
+        """Skip harmful updates (NaN gradients, loss spikes) on all ranks alike; call it before the first backward.
 
-        Prepared schedulers wait where an update is skipped, and `optimizer.step_was_skipped` is true, as after an
-        overflow under fp16. Counts and history are part of `save_state`.
+        When an update is skipped, prepared schedulers do not step either, and `optimizer.step_was_skipped` is true, as
+        after an overflow under fp16. `save_state` includes counts and history.
 
         Args:
             nonfinite_gradients: skip an update if a gradient of the optimizer is inf or NaN. Under fp16 the gradient
                 scaler does so, and its skipped updates are counted here.
-            loss_spike: skip one whose loss, the mean over the window and over ranks, is more than this many times the
-                reference, or not finite; None: losses are not looked at.
+            loss_spike: skip an update if its loss, the mean over the window and over ranks, is not finite or more than
+                this many times the reference; None: losses are not checked.
             reference: "median" of the last losses, or their exponential moving average, "ema". Losses of skipped
                 updates do not count.
-            history: over how many updates of an optimizer.
-            warmup: how many losses are needed before any is judged.
+            history: number of an optimizer's updates that the reference covers.
+            warmup: number of losses before the first one is judged.
             max_consecutive: skipped updates in a row after which `StepGuardError` is raised; None: never.
 
         Raises:
-            OptionError: a value that cannot be used, or a second call.
+            OptionError: a value cannot be used, or this is the second call.
             IncompatibleOptionsError: the strategy's engine owns the step (DeepSpeed, Megatron-LM), or an optimizer
                 updates during backward (LOMO).
         """
@@ -1499,17 +1501,17 @@ class Accelerator:
     def collect_garbage(
         self, every: int = 1000, *, generation: int = 2
     ) -> AbstractContextManager[GarbageCollector]:
-        """Context in which Python collects garbage after every `every` optimizer steps only, on all ranks together.
+        """Context in which Python collects garbage only once per `every` optimizer steps, on all ranks together.
 
-        Otherwise each rank collects at moments of its own, and the others wait for it at the next reduction. Everything
-        is collected once at the beginning. At the end, also after an error, collection is as it was before.
+        Otherwise each rank collects at its own moments, and the others wait for it at the next reduction. Everything is
+        collected once at the beginning. The end of the context, also after an error, restores the former setting.
 
         Args:
             every: steps of prepared optimizers, skipped ones included.
             generation: as `gc.collect` takes it. Below 2 it is faster, and cycles that live longer stay until the end.
 
         Raises:
-            OptionError: a number below 1, or an unknown generation.
+            OptionError: `every` is below 1, or the generation is unknown.
         """
         return collect_garbage(self._prepared.accumulator.observers, GarbageCollector(every, generation))
 

@@ -21,12 +21,13 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class AveragedWeights:
-    """An average of a prepared model's parameters over updates, with the model's division among ranks.
+    """Averages a prepared model's parameters over updates (EMA, or SWA without `decay`), also of a sharded model.
 
-    As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, or without `decay` its plain mean, and
-    without its copy of the module, which cannot be made of a divided model. A rank averages the parts that it holds;
-    nothing is communicated. `save_state` includes the average, and `load_state` restores it, also on another number of
-    ranks and under another strategy. Parameters of 16 bits are averaged in float32. Buffers are the model's own.
+    Computes the same as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, or without `decay`
+    its plain mean, but makes no copy of the module, because a divided model cannot be copied. Each rank averages the
+    parts that it holds; nothing is communicated. `save_state` includes the average, and `load_state` restores it, also
+    on another number of ranks and under another strategy. Parameters of 16 bits are averaged in float32. Buffers are
+    the model's own.
 
         average = AveragedWeights(accelerator, model, decay=0.999)
         for batch in loader:
@@ -39,24 +40,24 @@ class AveragedWeights:
             accelerator.save_model(model, "averaged")
 
     Args:
-        accelerator: what prepared the model.
+        accelerator: the `Accelerator` that prepared the model.
         model: the prepared model.
         decay: the weight of the average in each update, from 0 to 1: `average * decay + parameter * (1 - decay)`. None:
             all updates count alike.
 
     Attributes:
-        count: updates that are averaged.
+        count: number of updates in the average.
 
     Raises:
         OptionError: `decay` is not from 0 to 1.
-        PrepareError: an engine holds the parameters in parts of its own. Later, in the first `update()`, in `applied()`
-            and when it is saved: the model has other parameters than it had here.
+        PrepareError: an engine holds the parameters in parts of its own. Raised later, in the first `update()`, in
+            `applied()` and on saving, if the model's parameters have changed since the constructor.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float | None = 0.999) -> None:
         if decay is not None and not 0 <= decay <= 1:
             raise OptionError(
-                f"AveragedWeights(decay={decay}): the weight of an average is from 0 to 1, as in 0.999."
+                f"AveragedWeights(decay={decay}): decay must be a number from 0 to 1, such as 0.999."
             )
         self._accelerator = accelerator
         self._strategy = accelerator.strategy
@@ -84,7 +85,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the parameters of an optimizer's step; does nothing inside a window, or after a skipped step.
+        """Add the parameters to the average, after an optimizer step; inside a window or after a skipped step: nothing.
 
         Raises:
             AccumulationError: the averages are applied to the model.
@@ -104,10 +105,10 @@ class AveragedWeights:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the model has the averages as its parameters; all ranks enter and leave it together.
+        """Context in which the averages are the model's parameters; all ranks enter and leave it together.
 
         A state that is saved inside would mix both, so `save_state` is refused; `save_model`, `get_state_dict`
-        and `whole_parameters` give the averages.
+        and `whole_parameters` return the averages.
         """
         self._refuse_applied("applied()")
         self._refuse_others()
@@ -147,16 +148,16 @@ class AveragedWeights:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by the parameters' names, divided as these, and how many updates they hold."""
+        """The averages by parameter name, divided like the parameters, and the number of updates in them."""
         self._refuse_applied("save_state()")
         self._refuse_others()
         return {"count": self.count, "averages": dict(self._averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; each rank takes its part of whole averages.
+        """Load what `state_dict` returned; each rank takes its part of whole averages.
 
         Raises:
-            PrepareError: it is of other parameters.
+            PrepareError: the names or shapes are not those of the model's parameters.
         """
         self._refuse_applied("load_state()")
         saved = state_dict["averages"]

@@ -6,15 +6,15 @@ AccelError
 ├── ArgumentTypeError (TypeError)       an argument is of a type that cannot be used
 ├── PrepareError (ValueError)           an object cannot be prepared as asked
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
-├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
+├── AccumulationError (RuntimeError)    gradient accumulation was used in an invalid way
 ├── NoGradientError (RuntimeError)      the loss depends on nothing that requires a gradient
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
-├── DividedTensorError (PicklingError)  one rank's part of a tensor was to be saved as the whole
+├── DividedTensorError (PicklingError)  one rank's part of a tensor would be saved as the whole tensor
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
 ├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
-├── TrackerError (RuntimeError)         a tracker failed, and was asked to stop training then
-└── TrackerContractError (NotImplementedError)  a class of trackers lacks what each must have
+├── TrackerError (RuntimeError)         a tracker failed with on_failure="raise"
+└── TrackerContractError (NotImplementedError)  a tracker class lacks a required attribute
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class AmbiguousLoaderError(AccelError, RuntimeError):
 
 
 class AccumulationError(AccelError, RuntimeError):
-    """A gradient window was used in a way that has no meaning."""
+    """Gradient accumulation was used in an invalid way; the message says which."""
 
 
 class DividedTensorError(AccelError, pickle.PicklingError):
-    """One rank's part of a tensor was to be saved as if it were the whole; the message says what to call."""
+    """One rank's part of a tensor would be saved as if it were the whole; the message says what to call."""
 
 
 class NoGradientError(AccelError, RuntimeError):
@@ -90,8 +90,8 @@ class DispatchError(AccelError, RuntimeError):
 
 
 class TrackerError(AccelError, RuntimeError):
-    """A tracker failed, and `init_trackers(on_failure="raise")` was asked for; the cause is its own exception."""
+    """A tracker failed, with `init_trackers(on_failure="raise")`; the cause is its own exception."""
 
 
 class TrackerContractError(AccelError, NotImplementedError):
-    """A class of trackers lacks an attribute that each must have; the message names it."""
+    """A tracker class lacks a required attribute; the message names it."""

@@ -15,18 +15,19 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD:
-    """Context in which every rank trains a copy of the model with its own gradients.
+    """Context for Local SGD: each rank trains its own copy of the model, and the copies are averaged now and then.
 
     The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context. Optimizer
     states are not averaged. Floating-point buffers, such as the running averages of batch normalisation, are averaged
-    with the parameters and others taken from rank 0, unless `broadcast_buffers=False` lets every rank keep its own.
+    with the parameters. Other buffers are taken from rank 0, unless `broadcast_buffers=False` lets every rank keep its
+    own.
 
-    Ranks may take different numbers of steps: those that are done wait at the end, where their copies still count in
-    the averages of the others. A context that an exception leaves averages nothing, so no rank waits for it there; the
-    model is not trained again before its copies are equal.
+    Ranks may take different numbers of steps: ranks that are done wait at the end, and their copies still count in the
+    averages of the others. If an exception leaves the context, nothing is averaged, so no rank waits there; the model
+    cannot be trained again before its copies are equal.
 
     Args:
-        accelerator: what prepared the model.
+        accelerator: the `Accelerator` that prepared the model.
         model: the prepared model.
         local_sgd_steps: optimizer updates between two averages, the same on all ranks.
         enabled: False: train as without this context.
@@ -35,9 +36,9 @@ class LocalSGD:
         num_steps: updates since the context was entered.
 
     Raises:
-        IncompatibleOptionsError: ranks cannot train copies of their own under the accelerator's strategy, or a guard of
-            steps decides on all ranks together.
-        PrepareError: the model is not a prepared one that is trained.
+        IncompatibleOptionsError: ranks cannot train their own copies under the accelerator's strategy, or a step guard
+            (`guard_steps`) decides on all ranks together.
+        PrepareError: the model was not prepared for training.
         OptionError: `local_sgd_steps` is not a positive whole number.
     """
 
@@ -51,7 +52,7 @@ class LocalSGD:
             )
         if local_sgd_steps < 1:
             raise OptionError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps}): at least 1 update is between two averages."
+                f"LocalSGD(local_sgd_steps={local_sgd_steps}): local_sgd_steps must be at least 1 update."
             )
         self.accelerator = accelerator
         self.model = model
@@ -101,15 +102,17 @@ class LocalSGD:
             self._strategy.end_local(self.model)
 
     def step(self) -> None:
-        """Count an update, and average after every `local_sgd_steps` of them; call it after `optimizer.step()`.
+        """Count an update, and average the copies every `local_sgd_steps` updates; call it after the optimizer's step.
 
         Inside an accumulation window, where the optimizer does not step, it does nothing.
 
         Raises:
-            AccumulationError: it is called outside of the context.
+            AccumulationError: called outside the context.
         """
         if not self._entered:
-            raise AccumulationError("LocalSGD.step() was called outside of its context: `with local_sgd: …`.")
+            raise AccumulationError(
+                "LocalSGD.step() was called outside its context. Call it inside `with local_sgd: …`."
+            )
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -117,10 +120,10 @@ class LocalSGD:
             self.average()
 
     def average(self) -> None:
-        """Average the copies now, on all ranks, such as before `save_state` between two averages."""
+        """Average the copies now, on all ranks, for example before `save_state` between two averages."""
         if not self._entered:
             raise AccumulationError(
-                "LocalSGD.average() was called outside of its context, where copies are equal."
+                "LocalSGD.average() was called outside its context, where all copies are equal already."
             )
         if self._strategy is not None:
             self._strategy.average_local(self.model, finished=False)

@@ -38,24 +38,24 @@ _UNIONS = {
 
 
 class Mesh:
-    """Degrees of parallelism, checked once, and the ranks that follow from them.
+    """The device mesh of a run: its degrees of parallelism, checked once, and the groups of ranks in each dimension.
 
     Args:
         degrees: ranks of each dimension that has more than one.
-        device_type: where tensors of collectives are.
+        device_type: type of the devices on which collectives run.
         world_size: number of ranks.
-        rank: this one.
+        rank: the rank of this process.
 
     Attributes:
         degrees: ranks of each dimension.
-        device_mesh: PyTorch's mesh of the dimensions with more than one rank; None if there is none.
+        device_mesh: PyTorch's `DeviceMesh` of the dimensions with more than one rank; None if there is none.
         batch: ranks that read different samples.
         loss: ranks whose losses are averaged, and whose items are summed.
         draws: ranks that may draw different random numbers while they train.
 
     Raises:
-        OptionError: an unknown dimension, or a degree below 1.
-        IncompatibleOptionsError: the degrees do not multiply to the number of ranks.
+        OptionError: a dimension is unknown, or a degree is below 1.
+        IncompatibleOptionsError: the product of the degrees is not the number of ranks.
     """
 
     def __init__(self, degrees: Mapping[str, int], device_type: str, world_size: int, rank: int) -> None:
@@ -89,7 +89,7 @@ class Mesh:
 
     @classmethod
     def of_world(cls, world_size: int, rank: int) -> Mesh:
-        """Data parallelism alone: every rank has a replica. Makes no process group."""
+        """Return the mesh of data parallelism alone: every rank has a replica. Creates no process group."""
         mesh = cls.__new__(cls)
         mesh.degrees = {**dict.fromkeys(DIMENSIONS, 1), "dp_replicate": world_size}
         mesh.device_mesh = None
@@ -98,7 +98,7 @@ class Mesh:
         return mesh
 
     def submesh(self, *names: str) -> DeviceMesh | None:
-        """The mesh of these dimensions in its own order, those with one rank left out; None if none is left."""
+        """The submesh of these dimensions in mesh order, without those of one rank; None if none is left."""
         used = tuple(name for name in sorted(names, key=DIMENSIONS.index) if self.degrees[name] > 1)
         return self.device_mesh[used] if used and self.device_mesh is not None else None
 
@@ -122,7 +122,7 @@ class Mesh:
         return self.device_mesh["dp_replicate", self._flat_name(sharded)]  # torch before 2.10
 
     def name_unions(self) -> None:
-        """Give PyTorch's mesh the names that scripts ask it for: ``dp``, ``dp_cp`` and ``dp_shard_cp``."""
+        """Flatten dimensions of PyTorch's mesh under the names that scripts use: ``dp``, ``dp_cp``, ``dp_shard_cp``."""
         for name, members in _UNIONS.items():
             used = [member for member in members if self.degrees[member] > 1]
             if not used or self.device_mesh is None:
@@ -133,7 +133,7 @@ class Mesh:
                 self.device_mesh[tuple(used)]._flatten(name)
 
     def index(self, name: str) -> int:
-        """This rank's place in one dimension."""
+        """This rank's index in one dimension."""
         part = self.submesh(name)
         return 0 if part is None else part.get_local_rank()
 
@@ -162,15 +162,15 @@ class Mesh:
 
 
 def batch_ranks(device_mesh: Any, world_size: int, rank: int) -> Ranks:
-    """The ranks that read different samples on a mesh that somebody else made; without a mesh, all.
+    """The ranks that read different samples on a mesh made elsewhere; without a mesh, all ranks.
 
     Args:
         device_mesh: a `torch.distributed.device_mesh.DeviceMesh` over the whole world, or None.
         world_size: number of ranks.
-        rank: this one.
+        rank: the rank of this process.
 
     Raises:
-        OptionError: the mesh has no names, or not every rank once.
+        OptionError: the mesh has no dimension names, or does not hold every rank exactly once.
     """
     if device_mesh is None:
         return Ranks.of_world(world_size, rank)

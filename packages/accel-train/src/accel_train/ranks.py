@@ -10,14 +10,14 @@ __all__ = ["Ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks that differ in one respect, seen from one of them.
+    """Ranks that differ in one respect (their samples, say), seen from one of them.
 
-    Data parallelism alone makes every rank differ from every other. On a mesh with tensor parallelism, ranks of one
-    tensor-parallel group read the same samples: four ranks then have two different indexes.
+    With data parallelism alone every rank differs from every other. On a mesh with tensor parallelism, ranks of one
+    tensor-parallel group read the same samples: four ranks in groups of two then have two different indexes.
 
     Attributes:
-        size: how many differ.
-        index: this rank's place among them.
+        size: how many different indexes there are.
+        index: the index of this rank.
         group: the process group in which each index occurs once; None: all ranks of the world (or, with `size` 1, this
             rank alone, which communicates with no other).
         index_of: the index of every rank of the world, by rank.
@@ -37,12 +37,12 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the world, those that do not differ included."""
+        """Number of ranks of the world, including ranks with the same index."""
         return len(self.index_of)
 
     @property
     def repeats(self) -> bool:
-        """Whether several ranks have one index: those do not differ."""
+        """Whether several ranks have the same index."""
         return len(self.index_of) > self.size
 
     @property

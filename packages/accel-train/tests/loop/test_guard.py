@@ -366,12 +366,12 @@ def test_two_optimizers_of_one_loss_share_its_verdict_and_have_histories_of_thei
 
 def test_bad_options_are_refused():
     for options, message in (
-        ({"loss_spike": 1.0}, "loss_spike=1.0. is a factor above 1"),
-        ({"loss_spike": math.inf}, "is a factor above 1"),
+        ({"loss_spike": 1.0}, "loss_spike=1.0.: loss_spike must be a factor above 1"),
+        ({"loss_spike": math.inf}, "must be a factor above 1"),
         ({"reference": "mean"}, "reference='mean'"),
         ({"history": 0}, "history=0"),
         ({"max_consecutive": 0}, "max_consecutive=0"),
-        ({"warmup": 20, "history": 10}, "at most as long"),
+        ({"warmup": 20, "history": 10}, "must not be larger than history"),
         ({"nonfinite_gradients": False}, "would skip nothing"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -136,10 +136,10 @@ def test_a_known_device_gives_its_peak(monkeypatch):
 
 def test_bad_arguments_are_refused():
     for options, message in (
-        ({"window": 0}, "window is at least 1"),
+        ({"window": 0}, "window must be at least 1"),
         ({"warmup": -1}, "warmup at least 0"),
-        ({"flops_per_item": 0}, "flops_per_item=0. must be positive"),
-        ({"peak": float("nan")}, "peak=nan. must be positive"),
+        ({"flops_per_item": 0}, "flops_per_item=0.: flops_per_item must be positive"),
+        ({"peak": float("nan")}, "peak=nan.: peak must be positive"),
         ({"precision": "bf8"}, "precision='bf8'"),
     ):
         with pytest.raises(OptionError, match=message):

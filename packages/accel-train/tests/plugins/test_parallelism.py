@@ -149,7 +149,7 @@ def test_a_mesh_needs_its_ranks_and_a_type_of_device():
     config = ParallelismConfig(tp_size=2)
     with pytest.raises(IncompatibleOptionsError, match="tp 2 multiply to 2, and there are 1 processes"):
         config.build_device_mesh("cpu")
-    with pytest.raises(OptionError, match="pass the type of devices"):
+    with pytest.raises(OptionError, match="Pass the device type"):
         config.get_device_mesh()
 
 

@@ -1,7 +1,7 @@
-"""Peak arithmetic of accelerators, as data: what model FLOPs utilisation is measured against.
+"""Peak FLOPs per second of accelerators, against which model FLOPs utilisation (MFU) is measured.
 
-All figures are dense (without structured sparsity) matrix products, in 10^12 floating-point operations per second, of
-one device as `torch` counts devices, at boost clock, as the manufacturer states them. Where a data sheet only states
+All figures are for dense matrix products (without structured sparsity), in 10^12 floating-point operations per second,
+of one device as `torch` counts devices, at boost clock, as the manufacturer states them. Where a data sheet only states
 the figure with 2:4 sparsity, half of it is taken. 16-bit figures of GeForce cards are those with accumulation in
 float32, which `torch` uses.
 """
@@ -21,8 +21,8 @@ class DevicePeak:
     """The peaks of one kind of device, in 10^12 FLOPs per second; None: it has no such units, or no figure is stated.
 
     Attributes:
-        name: what the manufacturer calls it.
-        pattern: regular expression that the device's name, as torch gives it, contains; case does not matter.
+        name: the manufacturer's name of the device.
+        pattern: regular expression that is searched in torch's name of the device; case does not matter.
         bf16: bfloat16.
         fp16: float16.
         fp32: float32.
@@ -111,9 +111,10 @@ DEVICE_PEAKS: tuple[DevicePeak, ...] = (
 
 
 def device_peak(name: str) -> DevicePeak | None:
-    """The entry of a device by the name that torch gives it; None if there is none.
+    """Look up a device by torch's name of it; None if the table has no entry.
 
-    A slice of a device (MIG) has no entry, since it has a part of the units only; nor do versions for notebooks.
+    A slice of a device (MIG) has no entry, because it has only a part of the units. Versions for notebooks have none
+    either.
     """
     if re.search(r"\bMIG\b|laptop|max-q", name, re.IGNORECASE):
         return None
@@ -121,10 +122,10 @@ def device_peak(name: str) -> DevicePeak | None:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """FLOPs per second that a device can compute at most; None if it is not known.
+    """Peak FLOPs per second of a device; None if not known.
 
     Args:
-        name: of the device, as `torch.cuda.get_device_name` gives it.
+        name: name of the device, as `torch.cuda.get_device_name` returns it.
         precision: "no" (float32, in TF32 where torch may use that), "bf16", "fp16" or "fp8".
     """
     peak = device_peak(name)

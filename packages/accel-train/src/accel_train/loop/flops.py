@@ -27,8 +27,8 @@ def flops_per_token(
     """FLOPs of forward and backward for one token of a transformer: 6 N + 12 L H Q T.
 
     As in appendix B of Chowdhery et al., "PaLM" (2022): N parameters that multiply each token, L layers with H heads of
-    size Q, sequences of T tokens. What is computed again in the backward pass (activation checkpointing) does not
-    count, as model FLOPs utilisation does not count it.
+    size Q, sequences of T tokens. Recomputation in the backward pass (activation checkpointing) does not count, because
+    model FLOPs utilisation does not count it.
 
     Args:
         model: the model, prepared or not; divided parameters count whole.
@@ -37,11 +37,11 @@ def flops_per_token(
         heads: H; None: `num_attention_heads` there.
         head_size: Q; None: `head_dim` there, or `hidden_size` divided by the heads.
         causal: count half of the attention, for kernels that leave the masked half out.
-        parameters: N; None: all parameters without embeddings, which are looked up, unless they are the output
-            layer's, too. Give the number for models in which a token uses some of the parameters only (experts).
+        parameters: N; None: all parameters except embeddings, which are only looked up, unless the output layer shares
+            them. Pass the number for models in which a token uses only some of the parameters (experts).
 
     Raises:
-        OptionError: a number that is not given and not in `model.config`, or not positive.
+        OptionError: a number is neither given nor in `model.config`, or is not positive.
     """
     count = _multiplying(model) if parameters is None else parameters
     layers = _size(model, "layers", layers, "num_hidden_layers")
@@ -83,13 +83,13 @@ def _multiplying(model: nn.Module) -> int:
 
 
 def measured_flops(step: Callable[[], Any]) -> int:
-    """FLOPs of what `step` computes, counted by torch's `FlopCounterMode`; runs it once.
+    """Count the FLOPs that `step` computes, with torch's `FlopCounterMode`; runs it once.
 
-    Matrix products, convolutions and attention count. `step` is what one micro-batch does (forward, loss, backward), so
-    what activation checkpointing computes again counts, too.
+    Matrix products, convolutions and attention count. `step` does the work of one micro-batch (forward, loss,
+    backward), so the recomputation of activation checkpointing counts, too.
 
     Raises:
-        OptionError: nothing that was computed has a known number of FLOPs.
+        OptionError: no operation has a known number of FLOPs.
     """
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
         step()
@@ -97,6 +97,6 @@ def measured_flops(step: Callable[[], Any]) -> int:
     if total == 0:
         raise OptionError(
             "measured_flops(step) found no operation whose FLOPs torch knows. Call the model in `step`, not before; "
-            "of custom kernels give the number yourself."
+            "for custom kernels pass the number yourself."
         )
     return total

@@ -1,7 +1,7 @@
-"""Skipping updates that would harm a model: gradients that are not finite, losses far above those before.
+"""Skipping updates that would harm a model: gradients that are inf or NaN, and loss spikes.
 
-All ranks decide alike: what each of them has found is summed by one small reduction per update, of three numbers on the
-device, and read on the host once, as a gradient scaler reads its flag.
+All ranks decide alike: one small reduction per update sums three numbers of each rank on the device. The host reads the
+result once, as a gradient scaler reads its flag.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StepGuardOptions:
 
     Attributes:
         nonfinite_gradients: skip an update if a gradient is inf or NaN. Under a gradient scaler the scaler does that.
-        loss_spike: skip one whose loss is more than this many times the reference, or not finite; None: losses are not
-            looked at.
+        loss_spike: skip an update if its loss is not finite or more than this many times the reference; None: losses
+            are not checked.
         reference: "median" of the last losses, or their exponential moving average, "ema".
-        history: over how many updates: the length of the median, or of the average (its weight is 2 / (history + 1)).
-        warmup: how many losses an optimizer's reference needs before any is judged.
+        history: number of updates that the median, or the average (its weight is 2 / (history + 1)), covers.
+        warmup: number of losses of an optimizer before the first one is judged.
         max_consecutive: skipped updates in a row, of one optimizer, after which an error is raised; None: never.
 
     Raises:
@@ -59,19 +59,23 @@ class StepGuardOptions:
     def __post_init__(self) -> None:
         if self.loss_spike is not None and not (self.loss_spike > 1 and math.isfinite(self.loss_spike)):
             raise OptionError(
-                f"guard_steps(loss_spike={self.loss_spike!r}) is a factor above 1: an update is skipped if its loss is "
-                "more than that many times the reference."
+                f"guard_steps(loss_spike={self.loss_spike!r}): loss_spike must be a factor above 1; an update is "
+                "skipped if its loss is more than that many times the reference."
             )
         if self.reference not in ("median", "ema"):
-            raise OptionError(f'guard_steps(reference={self.reference!r}) is "median" or "ema".')
+            raise OptionError(
+                f'guard_steps(reference={self.reference!r}): reference must be "median" or "ema".'
+            )
         for name in ("history", "warmup", "max_consecutive"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise OptionError(f"guard_steps({name}={value!r}) is a whole number of updates, at least 1.")
+                raise OptionError(
+                    f"guard_steps({name}={value!r}): {name} must be a whole number of at least 1 update."
+                )
         if self.warmup > self.history:
             raise OptionError(
-                f"guard_steps(warmup={self.warmup}, history={self.history}): the warm-up is part of the history, so it "
-                "is at most as long."
+                f"guard_steps(warmup={self.warmup}, history={self.history}): warmup must not be larger than history, "
+                "because the warm-up is part of it."
             )
         if not self.nonfinite_gradients and self.loss_spike is None:
             raise OptionError(
@@ -119,7 +123,7 @@ class _Watched:
 
 
 class StepGuard(StepObserver):
-    """Decides about the updates of one `Accelerator`; `accelerator.step_guard`.
+    """Decides which updates of one `Accelerator` are skipped; see `accelerator.step_guard`.
 
     Args:
         options: what is skipped.
@@ -141,7 +145,7 @@ class StepGuard(StepObserver):
     ) -> None:
         if not strategy.capabilities.skips_steps:
             raise IncompatibleOptionsError(
-                f"guard_steps() leaves out updates, which the strategy {strategy.name!r} cannot: its engine counts "
+                f"guard_steps() skips updates, which the strategy {strategy.name!r} cannot: its engine counts "
                 "micro-batches and steps itself. Use the engine's own checks, or another strategy."
             )
         self.options = options
@@ -165,11 +169,11 @@ class StepGuard(StepObserver):
     # What the loop reports
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse one that updates during backward."""
+        """Refuse an optimizer that updates during backward."""
         check_guarded(optimizer)
 
     def before_backward(self, loss: Any, num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
-        """Note the loss, where losses are judged."""
+        """Record the loss, if losses are judged."""
         self._norm = None
         if self.options.loss_spike is None:
             return
@@ -181,7 +185,7 @@ class StepGuard(StepObserver):
             self._items += 1 if num_items is None else num_items
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        """Note the norm, which is finite only if the gradients are."""
+        """Record the norm, which is finite only if the gradients are."""
         if self._finite:
             self._norm = (set(map(id, parameters)), norm)
 
@@ -190,11 +194,11 @@ class StepGuard(StepObserver):
     def decide(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, *, together: bool
     ) -> bool | None:
-        """False where the update is left out; collective.
+        """Decide on an update: False if it is skipped. Collective.
 
         Raises:
             OptionError: there is a closure.
-            AccumulationError: ranks may have run out of data, and could not take part.
+            AccumulationError: ranks may have run out of data, so that they could not take part.
         """
         if closure is not None:
             raise OptionError(
@@ -271,10 +275,10 @@ class StepGuard(StepObserver):
         return False
 
     def after_step(self, optimizer: Any) -> None:
-        """Count, and raise if too many updates in a row were skipped; on all ranks alike.
+        """Count skipped updates, and raise if there were too many in a row; on all ranks alike.
 
         Raises:
-            StepGuardError: they were.
+            StepGuardError: too many updates in a row were skipped.
         """
         if not self._refused:
             self._saw_step(self._watch(optimizer), skipped=optimizer.step_was_skipped)
@@ -324,7 +328,7 @@ class StepGuard(StepObserver):
         return watched
 
     def forget(self) -> None:
-        """Forget optimizers and what waits for their next step; counts stay."""
+        """Forget optimizers and records that wait for their next step; counts stay."""
         self._watched.clear()
         self._drop_waiting()
 
@@ -334,7 +338,7 @@ class StepGuard(StepObserver):
         self._verdict = self._norm = None
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """What all ranks know alike: counts, and the history of each optimizer, in this order."""
+        """The state that is the same on all ranks: counts, and the history of each optimizer, in this order."""
         return {
             "skipped": dict(self.skipped),
             "last_reason": self.last_reason,
@@ -343,7 +347,7 @@ class StepGuard(StepObserver):
         }
 
     def waiting(self) -> dict[str, Any]:
-        """What this rank has noted of an open window."""
+        """This rank's record of an open accumulation window."""
         _, loss, weight = self._signal.tolist()
         return {"loss": loss, "weight": weight + self._items, "backwards": self._backwards}
 
@@ -353,7 +357,7 @@ class StepGuard(StepObserver):
         waiting: Mapping[str, Any],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Go back to what `state_dict` and `waiting` returned."""
+        """Restore what `state_dict` and `waiting` returned."""
         self.forget()
         self.skipped = Counter(state["skipped"])
         self.last_reason, self._verdict = state["last_reason"], state["verdict"]

@@ -48,14 +48,14 @@ class _AlwaysSync:
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps only when gradients are complete, and through the gradient scaler when there is one.
+    """A prepared optimizer: it steps only when gradients are complete, through the gradient scaler if there is one.
 
     Everything else is the wrapped optimizer's: `state`, `param_groups`, `defaults`, hooks, state dicts.
 
     Args:
         optimizer: the optimizer to wrap.
         device_placement: whether its state moves to the device of its parameters.
-        scaler: accepted for scripts that build the wrapper by hand; must be None, a prepared optimizer gets its
+        scaler: must be None; accepted for scripts that build the wrapper by hand. A prepared optimizer gets its
             precision from the `Accelerator`.
     """
 
@@ -156,9 +156,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # What differs
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, unless they are still being accumulated; False: fill them with zeros instead.
+        """Drop the gradients, unless they are still being accumulated; `set_to_none=False` fills them with zeros.
 
-        In a loop, `zero_grad()` may come first or last: gradients that were stepped with are dropped, those of an
+        In a loop, `zero_grad()` may come first or last: gradients that a step has used are dropped, those of an
         unfinished window are kept.
         """
         if self._accumulator.may_drop_gradients() or (self._spent and self._mark == _mark_of(self.optimizer)):
@@ -166,7 +166,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
+        """Step, unless gradients are still being accumulated; fp16 skips a step with inf or NaN gradients."""
         if not self._accumulator.sync_gradients:
             if closure is not None or self._steps < _FIRST_STEPS:
                 self._check_waiting(closure is not None)
@@ -213,7 +213,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether it is an optimizer of lomo-optim, whose `step()` has nothing left to do."""
+        """Whether this is an optimizer of lomo-optim, which updates in backward, so that `step()` does nothing."""
         return lomo.is_lomo(self.optimizer)
 
     @property
@@ -232,20 +232,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def gradients_spent(self) -> bool:
-        """Whether the gradients were stepped with and wait for `zero_grad()` to drop them."""
+        """Whether a step has used the gradients, so that the next `zero_grad()` drops them."""
         return self._spent
 
     def restore_flags(self, skipped: bool, spent: bool) -> None:
-        """Be where a saved run was between its steps."""
+        """Restore the flags of a saved run: where it was between two steps."""
         self._skipped, self._spent = skipped, spent
         self._mark = _mark_of(self.optimizer)
 
     def train(self) -> None:
-        """Tell a schedule-free optimizer that training begins; others have no such mode."""
+        """Put a schedule-free optimizer into training mode; other optimizers have no such mode."""
         self._switch_mode("train")
 
     def eval(self) -> None:
-        """Tell a schedule-free optimizer that evaluation begins; others have no such mode."""
+        """Put a schedule-free optimizer into evaluation mode; other optimizers have no such mode."""
         self._switch_mode("eval")
 
     def _switch_mode(self, mode: str) -> None:
@@ -316,15 +316,15 @@ for _name in (
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """Nested lists, tuples, mappings and tensors on `device`."""
+    """Move nested lists, tuples, mappings and tensors to `device`."""
     return send_to_device(state, device)
 
 
 def move_state_to_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Put each parameter's state on the device of the parameter.
+    """Move each parameter's optimizer state to the device of the parameter.
 
-    An optimizer that already has state (loaded from a checkpoint before `prepare`) follows the model this way. Steps
-    counted in 0-d CPU tensors stay on the CPU, where torch's optimizers want them unless they are capturable.
+    An optimizer that already has state (loaded from a checkpoint before `prepare`) follows the model this way. Step
+    counters in 0-d CPU tensors stay on the CPU, where torch's optimizers want them unless they are capturable.
     """
     entries: dict[Any, Any] = optimizer.state  # torch allows keys that are no parameters
     for parameter, state in entries.items():

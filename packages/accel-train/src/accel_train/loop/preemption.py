@@ -34,14 +34,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreemptionConfig:
-    """What tells training to stop.
+    """The signals that tell training to stop.
 
     Attributes:
         signals: names of signals, such as `("SIGTERM", "SIGUSR2")`; None: SIGTERM, and under Slurm SIGUSR1 too, which
-            is what `sbatch --signal=USR1@120` sends before the time is up.
+            `sbatch --signal=USR1@120` sends before the time is up.
 
     Raises:
-        OptionError: a name that this system does not know, or a signal that no program can receive.
+        OptionError: this system does not know a name, or no program can receive the signal.
     """
 
     signals: tuple[str, ...] | None = None
@@ -68,7 +68,7 @@ class PreemptionConfig:
 
 
 class Preemption:
-    """Listens for the signals of one `Accelerator`; `accelerator.preemption`.
+    """Listens for the stop signals of one `Accelerator`; see `accelerator.preemption`.
 
     Args:
         process: this process and its world.
@@ -109,29 +109,29 @@ class Preemption:
         return verdict.reason if verdict is not None and verdict.stop_after is not None else None
 
     def boundary(self) -> None:
-        """Pass a boundary: a place of the script where training may stop.
+        """Mark a point at which training may stop; all ranks must call it equally often.
 
-        Each step of a prepared optimizer is one, so training loops need no call. A loop without an optimizer
-        (generation, a long evaluation) calls it at the end of each round, as often on each rank.
+        Each step of a prepared optimizer is such a point, so training loops need no call. A loop without an optimizer
+        (generation, a long evaluation) calls it at the end of each round.
         """
         self.boundaries.passed += 1
 
     def level(self) -> None:
-        """Bring the count of all ranks to the highest, where some have taken fewer steps; a collective."""
+        """Raise the count of all ranks to the highest one, after some took fewer steps; a collective."""
         passed = torch.tensor(self.boundaries.passed)
         self.boundaries.passed = int(collectives.reduce(passed, reduction="max").item())
 
     def protect_workers(self, loader: DataLoader[Any]) -> None:
         """Keep a loader's workers running when Slurm sends the signal to every process of the job.
 
-        Their death would make the loader fail before the ranks have saved. They obey their rank alone.
+        If they died, the loader would fail before the ranks have saved. Only their rank ends them.
         """
         loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
 
     def finish(self) -> None:
-        """Note that the script ends because of the signal; from now on the signals are ignored.
+        """Record that the script ends because of the signal; from now on the signals are ignored.
 
-        A repeated one must not change the exit code while the process ends.
+        A repeated signal must not change the exit code while the process ends.
         """
         self._heeded = True
         for number in self.signals:
@@ -194,13 +194,13 @@ class _Protected:
 def start(
     wanted: bool | PreemptionConfig, process: PartialState, accumulator: Accumulator, owner: object
 ) -> Preemption | None:
-    """What `Accelerator(preemption=…)` asks for.
+    """Start listening for signals as `Accelerator(preemption=…)` asks; None if it does not.
 
     Args:
-        wanted: whether to listen, and for what.
+        wanted: whether to listen, and for which signals.
         process: this process and its world.
         accumulator: its optimizer steps are counted.
-        owner: when it is collected, nobody listens any more.
+        owner: listening ends when this object is garbage-collected.
 
     Raises:
         ArgumentTypeError: `wanted` is neither a truth value nor a configuration.

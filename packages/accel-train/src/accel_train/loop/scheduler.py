@@ -23,11 +23,11 @@ class AcceleratedScheduler(LRScheduler):
 
     Args:
         scheduler: the scheduler to wrap; any object with `step()` and `state_dict()`.
-        optimizers: its prepared optimizers; when one of them skipped its step, the scheduler waits.
+        optimizers: its prepared optimizers; if one of them skips its step, the scheduler does not advance.
         step_with_optimizer: False: every call of `step()` is passed on.
-        split_batches: whether loaders split one batch over ranks; then one optimizer step is one step.
-        steps_per_call: steps for one optimizer step; by default the number of processes (or 1 with `split_batches`),
-            because a schedule planned for one process sees that many batches go by.
+        split_batches: whether loaders split one batch over ranks; then one optimizer step is one scheduler step.
+        steps_per_call: scheduler steps per optimizer step; by default the number of processes (or 1 with
+            `split_batches`), because all processes together read that many batches of a schedule planned for one.
         advance_while_accumulating: also advance on micro-batches that do not end a window.
     """
 
@@ -58,12 +58,12 @@ class AcceleratedScheduler(LRScheduler):
         self.scheduler = scheduler  # from here on its attributes are set there
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance as the optimizer did.
+        """Advance the schedule if the optimizer has stepped.
 
         With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
         are: a metric passed twice would count as two evaluations. `ReduceLROnPlateau` gets the mean of the metrics of
-        all ranks, so that their rates stay equal: call it on all of them. Past the end of a schedule of fixed length
-        (`OneCycleLR`) nothing happens.
+        all ranks, so that their learning rates stay equal: call it on all ranks. Past the end of a schedule of fixed
+        length (`OneCycleLR`) nothing happens.
         """
         if not self.step_with_optimizer:
             self._pass_on(args, kwargs)
@@ -129,7 +129,7 @@ class AcceleratedScheduler(LRScheduler):
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the wrapped scheduler has is set there, such as `base_lrs`, which it computes with."""
+        """Set attributes of the wrapped scheduler there, such as `base_lrs`, which it computes with."""
         inner = self.__dict__.get("scheduler")
         if inner is None or name in self.__dict__ or name not in getattr(inner, "__dict__", ()):
             super().__setattr__(name, value)
@@ -144,14 +144,14 @@ class AcceleratedScheduler(LRScheduler):
 
 
 def follow(scheduler: Any, given: torch.optim.Optimizer, returned: torch.optim.Optimizer) -> None:
-    """Make a scheduler of one optimizer change another one, which a strategy has put in its place.
+    """Point a scheduler to the optimizer by which a strategy has replaced the original one.
 
-    The new optimizer takes over the rates that the scheduler has set so far, and what it noted in groups.
+    The new optimizer takes over the learning rates that the scheduler has set so far, and its entries in the groups.
 
     Args:
         scheduler: without wrapper; schedulers that it consists of are changed as well. Others stay as they are.
-        given: what it was built with.
-        returned: what steps from now on.
+        given: the optimizer that it was built with.
+        returned: the optimizer that steps from now on.
     """
     found = [item for item in _with_inner(scheduler) if getattr(item, "optimizer", None) is given]
     for item in found:

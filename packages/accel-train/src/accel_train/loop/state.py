@@ -1,8 +1,8 @@
-"""State of one `Accelerator`: what it decided, and where its gradient windows stand.
+"""State of one `Accelerator`: its settings, and where its accumulation windows stand.
 
-Both classes belong to an `Accelerator`. Called without arguments, as scripts written for other libraries do, they give
-the state of the newest `Accelerator`: what it decided is known as long as the process runs, as clients of Accelerate
-expect, and where its windows stand as long as it is alive.
+Both classes belong to an `Accelerator`. Called without arguments, as scripts written for other libraries do, they
+return the state of the newest `Accelerator`: its settings for as long as the process runs, as clients of Accelerate
+expect, and the state of its windows for as long as it is alive.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class _SharedState:
 
 
 class AcceleratorState:
-    """What an `Accelerator` decided; the process's own facts are passed through from `PartialState`.
+    """The settings of an `Accelerator`, such as strategy and precision, and the attributes of `PartialState`.
 
     Raises:
-        StateError: called without arguments before there is an `Accelerator`, or with options of one.
+        StateError: called without arguments before there is an `Accelerator`, or with options of an `Accelerator`.
     """
 
     dynamo_plugin: TorchDynamoPlugin
@@ -88,7 +88,7 @@ class AcceleratorState:
         if process_state is None and not decided:
             if _newest_state is None:
                 raise StateError(
-                    "AcceleratorState() gives the state of the newest Accelerator, and there is none. Create "
+                    "AcceleratorState() returns the state of the newest Accelerator, and there is none. Create "
                     "`Accelerator()` first; for ranks and devices alone use `PartialState()`."
                 )
             return _newest_state
@@ -136,7 +136,7 @@ class AcceleratorState:
 
     @property
     def mixed_precision(self) -> str:
-        """The numbers that models compute with: "no", "fp16", "bf16" or "fp8"."""
+        """The precision that models compute in: "no", "fp16", "bf16" or "fp8"."""
         return self._mixed_precision
 
     @property
@@ -179,7 +179,7 @@ class AcceleratorState:
 
     @property
     def process_state(self) -> PartialState:
-        """The process's own facts."""
+        """The `PartialState` of this process."""
         state: PartialState = self._process_state
         return state
 
@@ -197,7 +197,7 @@ class AcceleratorState:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes cooperate. A client may write another answer, which changes nothing else."""
+        """How processes cooperate. A client may assign another value, which changes nothing else."""
         return self._kind
 
     @distributed_type.setter
@@ -206,10 +206,10 @@ class AcceleratorState:
 
     @property
     def device_mesh(self) -> Any:
-        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone.
+        """PyTorch's `DeviceMesh` of the dimensions with more than one rank; None for data parallelism alone.
 
-        Replicas and shards that no `ParallelismConfig` asked for count as that, as clients expect. A client may write
-        another answer, which changes nothing else.
+        Replicas and shards without a `ParallelismConfig` count as data parallelism alone, as clients expect. A client
+        may assign another value, which changes nothing else.
         """
         return self._mesh
 
@@ -229,7 +229,7 @@ class AcceleratorState:
         return getattr(self._plugin("deepspeed_plugin"), "plugins", None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The plugin of DeepSpeed that has a name in `deepspeed_plugins`."""
+        """Return the DeepSpeed plugin that has this name in `deepspeed_plugins`."""
         return self._named_plugins().get(name)
 
     def select_deepspeed_plugin(self, name: str) -> None:
@@ -240,7 +240,7 @@ class AcceleratorState:
         plugins = self._plugin("deepspeed_plugin")
         if not hasattr(plugins, "plugins"):
             raise StateError(
-                "Accelerator was given no DeepSpeed plugins with names. Pass Accelerator(deepspeed_plugins={name: "
+                "This Accelerator has no named DeepSpeed plugins. Pass Accelerator(deepspeed_plugins={name: "
                 "DeepSpeedPlugin(…)})."
             )
         return plugins
@@ -321,7 +321,7 @@ class _PluginKwargs(dict[str, Any]):
 
 
 class GradientState:
-    """Where the gradient windows of an `Accelerator` stand."""
+    """Where the gradient accumulation of an `Accelerator` stands."""
 
     def __init__(
         self,
@@ -334,7 +334,7 @@ class GradientState:
             newest = _newest_alive()
             if newest is None:
                 raise StateError(
-                    "GradientState() gives the gradient state of the newest Accelerator, and there is none. Create "
+                    "GradientState() returns the gradient state of the newest Accelerator, and there is none. Create "
                     "`Accelerator()` first."
                 )
             self.__dict__.update(newest.gradient_state.__dict__)
@@ -365,7 +365,7 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Planned number of micro-batches in a window."""
+        """Micro-batches per optimizer step, as planned."""
         return self._accumulator.num_steps
 
     @num_steps.setter
@@ -384,7 +384,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are complete: false while a window is being filled."""
+        """Whether gradients are complete: False inside an accumulation window, True at its last micro-batch."""
         return self._accumulator.sync_gradients
 
     @sync_gradients.setter

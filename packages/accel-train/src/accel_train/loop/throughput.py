@@ -46,16 +46,16 @@ class _Training(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a meter reads; of one rank, or of all.
+    """The readings of a `ThroughputMeter`, of one rank or of all.
 
     Attributes:
-        items: since the meter was made.
+        items: items processed since the meter was created.
         steps: optimizer steps since then.
         items_per_second: over the last steps; None before the first interval between two steps.
         items_per_second_overall: over all steps but those of the warm-up; None before the first of them.
-        step_seconds: mean time of a step over the last steps.
-        peak_memory: bytes that torch's allocator held at most on the device; of several ranks the largest. None where
-            the device does not count.
+        step_seconds: mean seconds per step over the last steps.
+        peak_memory: the most bytes that torch's allocator held on the device; of several ranks the largest. None if
+            the device does not count them.
         mfu: model FLOPs utilisation over the last steps, 0 to 1; None if the FLOPs per item or the device's peak are
             not known.
     """
@@ -70,16 +70,16 @@ class Throughput:
 
 
 class ThroughputMeter:
-    """Measures the throughput of a training loop.
+    """Measures items per second, step time, memory and model FLOPs utilisation (MFU) of a training loop.
 
-    `update` is called after each micro-batch. It stores two numbers in a ring of fixed size: it allocates nothing that
-    stays, and waits neither for the device nor for other ranks. Times are those of the host, which runs ahead of a
-    device by a few steps at most, so they are right over a window and not for one step.
+    Call `update` after each micro-batch. It stores two numbers in a ring buffer: it allocates nothing that stays, and
+    waits neither for the device nor for other ranks. Times are those of the host, which runs ahead of a device by a few
+    steps at most, so they are right over a window and not for one step.
 
     Args:
-        accelerator: its `sync_gradients` tells which micro-batch ends a step; device and precision select the peak.
-        unit: what items are; part of the names in `values()`.
-        window: over how many steps the current figures are taken.
+        accelerator: its `sync_gradients` shows which micro-batch ends a step; device and precision select the peak.
+        unit: name of an item, such as "tokens"; part of the names in `values()`.
+        window: number of steps that the current figures cover.
         warmup: steps at the beginning that the overall figure leaves out, since they compile and allocate.
         flops_per_item: FLOPs of forward and backward for one item, as `flops_per_token` or `measured_flops` count them.
         peak: FLOPs per second of one device; None: from `DEVICE_PEAKS`, by name of the device and precision.
@@ -88,7 +88,8 @@ class ThroughputMeter:
         clock: seconds, for tests.
 
     Raises:
-        OptionError: a window below 1, a negative warm-up, FLOPs or a peak that are not positive, an unknown precision.
+        OptionError: the window is below 1, the warm-up is negative, FLOPs or peak are not positive, or the precision is
+            unknown.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class ThroughputMeter:
     ) -> None:
         if window < 1 or warmup < 0:
             raise OptionError(
-                f"ThroughputMeter(window={window}, warmup={warmup}): window is at least 1 step and warmup at least 0."
+                f"ThroughputMeter(window={window}, warmup={warmup}): window must be at least 1 and warmup at least 0."
             )
         for name, value in (("flops_per_item", flops_per_item), ("peak", peak)):
             if value is not None and not value > 0:
-                raise OptionError(f"ThroughputMeter({name}={value!r}) must be positive; None: not known.")
+                raise OptionError(
+                    f"ThroughputMeter({name}={value!r}): {name} must be positive, or None if not known."
+                )
         if precision is not None and precision not in PRECISIONS.names():
             raise OptionError(
                 f"ThroughputMeter(precision={precision!r}) is none of {', '.join(PRECISIONS.names())}."
@@ -135,16 +138,17 @@ class ThroughputMeter:
         self._times[0] = self._since
 
     def update(self, items: int | Tensor) -> None:
-        """A micro-batch is done; call it after `optimizer.step()`, inside or after `accumulate()`.
+        """Record a finished micro-batch; call it after `optimizer.step()`, inside or after `accumulate()`.
 
         Args:
             items: how many this rank processed: a number, or a tensor of one whole number, which stays on its device
-                until `values` is asked. Items are counted as `backward(num_items=…)` counts them: ranks that share
-                samples by tensor parallelism all give the same number, ranks that share a sequence their part.
+                until `values` is called. Items are counted as `backward(num_items=…)` counts them: ranks that share
+                samples by tensor parallelism all pass the same number, ranks that share a sequence the number of their
+                part.
 
         Raises:
-            ArgumentTypeError: not a whole number.
-            OptionError: a negative number.
+            ArgumentTypeError: `items` is not a whole number.
+            OptionError: `items` is negative.
         """
         if isinstance(items, Tensor):
             if self._on_device is None:
@@ -153,7 +157,7 @@ class ThroughputMeter:
         elif isinstance(items, int):
             if items < 0:
                 raise OptionError(
-                    f"ThroughputMeter.update(items={items}): the number of items is not negative."
+                    f"ThroughputMeter.update(items={items}): the number of items must not be negative."
                 )
             self._items += items
         else:
@@ -181,7 +185,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context whose time does not count: evaluation, saving. On a device, end it with what waits for the device."""
+        """Context whose time does not count: evaluation, saving. On a device, wait for the device before it ends."""
         if not self._pauses:
             self._pause_began = self._clock()
         self._pauses += 1
@@ -195,11 +199,11 @@ class ThroughputMeter:
     # Reading
 
     def read(self, *, all_ranks: bool = False) -> Throughput:
-        """The figures now. Waits for the device if items were given as tensors.
+        """Return the current readings. Waits for the device if items were passed as tensors.
 
         Args:
-            all_ranks: of all ranks together, by one collective; all ranks call then. Items are summed over ranks that
-                have different ones, and divided by the time of the slowest rank.
+            all_ranks: read all ranks together, by one collective that all ranks must call. Items are summed over ranks
+                that have different items, and divided by the time of the slowest rank.
         """
         own = self._own()
         ranks = self._accelerator.strategy.loss
@@ -223,7 +227,7 @@ class ThroughputMeter:
         return self._figures(together, devices=1, peaks=sum(peaks) if all(peaks) else 0.0)
 
     def values(self, *, all_ranks: bool = False) -> dict[str, float]:
-        """The figures that are known, by name, as `accelerator.log` takes them; see `read`.
+        """Return the readings that are known, by name, as `accelerator.log` takes them; see `read`.
 
         Names are ``tokens``, ``tokens_per_second``, ``tokens_per_second_overall``, ``step_seconds``,
         ``peak_memory_bytes`` and ``mfu``, with the meter's unit in place of ``tokens``.

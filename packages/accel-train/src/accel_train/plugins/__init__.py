@@ -1,7 +1,7 @@
 """Options that users pass to `Accelerator` as objects: plugins, configurations and keyword-argument handlers.
 
 A *plugin* is a frozen subclass of a section of the launch configuration. A *configuration* may be changed between two
-calls of `prepare`. A *handler* carries keyword arguments to one PyTorch object, which the `Accelerator` creates when it
+calls of `prepare`. A *handler* holds keyword arguments for one PyTorch object, which the `Accelerator` creates when it
 is constructed.
 """
 

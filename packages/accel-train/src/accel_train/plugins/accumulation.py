@@ -16,18 +16,18 @@ __all__ = ["GradientAccumulationPlugin"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GradientAccumulationPlugin(SectionPlugin, GradientAccumulationSection):
-    """How gradients are accumulated.
+    """Options of gradient accumulation.
 
     Attributes:
-        num_steps: micro-batches between two optimizer steps; None: as launched, else 1.
-        adjust_scheduler: the scheduler's length was given in micro-batches, so it also advances while gradients
+        num_steps: micro-batches per optimizer step; None: the launcher's setting, else 1.
+        adjust_scheduler: the scheduler's length is counted in micro-batches, so it also advances while gradients
             accumulate. Off by default: a prepared scheduler advances when the optimizer does.
-        sync_with_dataloader: the last batch of a loader ends a window.
+        sync_with_dataloader: the last batch of a loader ends the accumulation window.
         sync_each_batch: reduce gradients at every micro-batch; less memory when sharded, more communication.
 
     Raises:
         OptionError: `num_steps` is not a whole number of at least 1.
-        ConfigError: `num_steps` is None and the launcher's variable holds something else than that.
+        ConfigError: `num_steps` is None, and the launcher's variable does not hold a whole number of at least 1.
     """
 
     section: ClassVar[str] = "gradient_accumulation"

@@ -15,7 +15,7 @@ class AutocastKwargs(KwargsHandler):
 
     Attributes:
         enabled: whether prepared models run under autocast.
-        cache_enabled: whether autocast keeps cast weights within one forward; None is torch's default.
+        cache_enabled: whether autocast reuses cast weights within one forward; None: torch's default.
     """
 
     enabled: bool = True

@@ -1,4 +1,4 @@
-"""What plugins share: where their values come from, and how they select a strategy."""
+"""Base classes of plugins: where their values come from, and how they select a strategy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 class SectionPlugin(KwargsHandler):
     """Base of a frozen dataclass that extends a section of the launch configuration.
 
-    The section declares what can travel in files, flags and variables; the plugin adds what cannot. A field of the
-    section that the constructor leaves unset (None) gets the value in the process's environment, decoded once, or else
-    the plugin's own default. `from_section` builds the plugin from a configuration that is decoded already.
+    The section declares the options that files, flags and environment variables can hold; the plugin adds the others. A
+    field of the section that the constructor leaves unset (None) gets the value in the process's environment, decoded
+    once, or else the plugin's own default. `from_section` builds the plugin from a decoded configuration.
     """
 
     section: ClassVar[str]
     """Attribute of `LaunchConfig` that holds the section."""
 
     when_unset: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Values of the section's fields that neither the caller nor the environment sets; None where not listed."""
+    """Default values of the section's fields, for those that neither the caller nor the environment sets; else None."""
 
     def __post_init__(self) -> None:
         names = [field.name for field in fields(self._section_type()) if getattr(self, field.name) is None]
@@ -42,13 +42,13 @@ class SectionPlugin(KwargsHandler):
 
     @classmethod
     def from_section(cls, section: Section) -> Self:
-        """The plugin that a decoded section describes; reads no environment.
+        """Build the plugin from a decoded section, without reading the environment.
 
         Args:
             section: the section that the plugin extends; fields that only the plugin has keep their defaults.
 
         Raises:
-            OptionError: a value that the plugin cannot use.
+            OptionError: the plugin cannot use a value.
         """
         plugin = cls.__new__(cls)
         plugin._assign(cls._declared() | cls.values_of(section))
@@ -62,15 +62,15 @@ class SectionPlugin(KwargsHandler):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """What each field is when neither the caller nor the environment sets it."""
+        """The value of each field that neither the caller nor the environment sets."""
         return super().defaults() | dict(cls.when_unset)
 
     def check(self) -> Mapping[str, Any]:
-        """Check the values of a complete plugin; returns those that are to be replaced by a normalised form."""
+        """Check the values of a complete plugin; return the fields to replace, with their normalised values."""
         return {}
 
     _used: ClassVar[bool] = False
-    """Whether a model was prepared with it, so that what is written would come too late."""
+    """Whether a model was prepared with the plugin, so that changes would come too late."""
 
     def rewrite(self, values: Mapping[str, Any]) -> None:
         """Change fields after construction.
@@ -79,7 +79,7 @@ class SectionPlugin(KwargsHandler):
             values: by field name, as the constructor takes them.
 
         Raises:
-            OptionError: there is no such field, or a model is prepared with the plugin; nothing is changed.
+            OptionError: there is no such field, or a model was prepared with the plugin already; nothing is changed.
         """
         known = {field.name for field in fields(self)}  # type: ignore[arg-type]
         for name in values.keys() - known:
@@ -88,8 +88,8 @@ class SectionPlugin(KwargsHandler):
             )
         if self._used and any(getattr(self, name) != value for name, value in values.items()):
             raise OptionError(
-                f"{', '.join(values)} of a {type(self).__name__} was written after a model was prepared with it, which "
-                "would change nothing. Write it before prepare()."
+                f"{', '.join(values)} of a {type(self).__name__} was set after a model was prepared with it, which "
+                "would change nothing. Set it before prepare()."
             )
         before = {name: getattr(self, name) for name in known}
         self._assign({**before, **self._given, **values})
@@ -101,7 +101,7 @@ class SectionPlugin(KwargsHandler):
         self._given.update(values)
 
     def mark_used(self) -> None:
-        """A model is prepared with the plugin."""
+        """Record that a model was prepared with the plugin."""
         object.__setattr__(self, "_used", True)
 
     @functools.cached_property
@@ -134,9 +134,9 @@ class SectionPlugin(KwargsHandler):
 
 
 def writable(cls: type[T]) -> type[T]:
-    """Class decorator for a `SectionPlugin`: its fields can be written until a model is prepared with it.
+    """Class decorator for a `SectionPlugin`: its fields can be assigned until a model is prepared with it.
 
-    Clients of Accelerate finish a plugin after it was made. Each value is checked as the constructor checks it.
+    Clients of Accelerate set fields after constructing a plugin. Each value is checked as the constructor checks it.
     """
 
     def write(self: Any, name: str, value: Any) -> None:
@@ -147,9 +147,9 @@ def writable(cls: type[T]) -> type[T]:
 
 
 class StrategyPlugin:
-    """Base of plugins whose type selects the strategy: passing one to `Accelerator` is the choice.
+    """Base of plugins whose type selects the strategy: passing one to `Accelerator` is enough.
 
-    A built-in or an outside package's plugin is a frozen dataclass that has this base, and a section or options of its
+    A plugin, built-in or of another package, is a frozen dataclass with this base and with a section or options of its
     own. The strategy receives the plugin.
     """
 
@@ -158,12 +158,12 @@ class StrategyPlugin:
 
     @property
     def launched_precision(self) -> str | None:
-        """The precision that the plugin's own configuration asks for; None: it leaves the choice to the script."""
+        """The precision that the plugin's own configuration sets; None: the script chooses."""
         return None
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Micro-batches per step that its own configuration asks for; None: it leaves the choice to the script."""
+        """Micro-batches per step that the plugin's own configuration sets; None: the script chooses."""
         return None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -178,8 +178,8 @@ class StrategyPlugin:
 def positional(*names: str) -> Callable[[type[T]], type[T]]:
     """Class decorator for a dataclass: its constructor takes the fields in this order.
 
-    The fields of a section come before those that the plugin adds, and this need not be the order in which scripts pass
-    them by position.
+    The fields of a section come before those that the plugin adds, and scripts may pass them by position in another
+    order.
 
     Args:
         names: every parameter of the constructor.

@@ -12,12 +12,12 @@ __all__ = ["DataLoaderConfiguration"]
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are prepared; `accelerator.dataloader_config` may be changed between two calls of `prepare`.
+    """Options of prepared data loaders; `accelerator.dataloader_config` may change between two calls of `prepare`.
 
     Attributes:
         split_batches: the loader's batch size is the global one, divided among ranks; else each rank's own.
-        dispatch_batches: rank 0 reads and sends; None: only for iterable datasets on a device.
-        even_batches: fill up the last round so that every rank gets the same number of batches.
+        dispatch_batches: rank 0 reads and sends each rank its part; None: only for iterable datasets on a device.
+        even_batches: repeat samples at the end, so that every rank gets the same number of batches.
         use_seedable_sampler: the order depends on `data_seed` and the epoch alone.
         data_seed: seed of the seedable sampler; None: torch's initial seed.
         non_blocking: copy batches to the device asynchronously; requires pinned memory.
@@ -25,8 +25,8 @@ class DataLoaderConfiguration:
         pre_sharded: the dataset already gives each rank its own part; None: detect it.
 
     Raises:
-        ArgumentTypeError: a value is not of the type of its option, also when it is assigned later.
-        AttributeError: an option that does not exist is assigned.
+        ArgumentTypeError: a value, passed or assigned later, has another type than its option.
+        AttributeError: an assigned option does not exist.
     """
 
     split_batches: bool = False

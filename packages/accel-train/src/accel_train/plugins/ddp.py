@@ -1,4 +1,4 @@
-"""Options of distributed data parallelism (DDP) and of the compression of its gradients."""
+"""Options of distributed data parallelism (DDP) and of gradient compression."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """Gradient compression of ddp."""
+    """Gradient compression in DDP: which communication hook reduces the gradients."""
 
     NO = "no"
     FP16 = "fp16"
@@ -31,8 +31,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     `gradient_as_bucket_view` is on: gradients are views of the communication buckets, which saves one copy of them.
 
     Attributes:
-        comm_hook: compression of the gradients in flight.
-        comm_wrapper: cast around a PowerSGD hook: no, fp16 or bf16.
+        comm_hook: how gradients are compressed for the all-reduce.
+        comm_wrapper: cast gradients around a PowerSGD hook: no, fp16 or bf16.
         comm_state_option: options of `PowerSGDState`.
     """
 
@@ -77,14 +77,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Register the chosen hook on a DDP model; does nothing without one."""
+        """Register the chosen communication hook on a DDP model; does nothing if none is chosen."""
         found = self.communication_hook()
         if found is not None:
             state, hook = found
             model.register_comm_hook(state, hook)
 
     def communication_hook(self) -> tuple[Any, Callable[..., Any]] | None:
-        """State and function of the chosen hook, as DDP's `register_comm_hook` takes them; None without one."""
+        """State and function of the chosen hook, as DDP's `register_comm_hook` takes them; None if none is chosen."""
         if self.comm_hook is DDPCommunicationHookType.NO:
             return None
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

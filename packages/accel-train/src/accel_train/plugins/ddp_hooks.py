@@ -52,7 +52,7 @@ class _SquareBucket:
 
 
 def on_any_backend(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A bf16 hook, which DDP refuses by its name in a build without CUDA or XPU, although gloo reduces bfloat16."""
+    """Wrap a bf16 hook, which DDP refuses by name in builds without CUDA or XPU, although gloo reduces bfloat16."""
 
     def communicate(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)

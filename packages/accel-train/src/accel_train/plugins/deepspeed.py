@@ -53,17 +53,17 @@ _DEFAULT_STAGE = 2
 class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
     """Train with DeepSpeed's engine: ZeRO stages 0 to 3, and offload to host memory or NVMe.
 
-    Passing one selects the strategy "deepspeed"; unset fields come from the launcher's environment. A configuration
-    of DeepSpeed's own has all its options; what it says as "auto" is filled in from the script, and a field that says
-    something else than the configuration is an error that names both.
+    Passing one selects the strategy "deepspeed"; unset fields come from the launcher's environment. DeepSpeed's own
+    configuration can set all its options. Its "auto" values are filled in from the script. A field that contradicts the
+    configuration is an error that names both.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration, as `HfDeepSpeedConfig` takes it, or such an object; None: made
             from the other fields.
-        gradient_accumulation_steps: micro-batches per step; None or "auto": as the `Accelerator` says.
-        gradient_clipping: norm to which the engine clips gradients in every step; 0 or None: it does not.
-            `clip_grad_norm_` of the script clips as well.
-        zero_stage: what is divided among ranks: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as
+        gradient_accumulation_steps: micro-batches per step; None or "auto": the setting of the `Accelerator`.
+        gradient_clipping: norm to which the engine clips gradients in every step; 0 or None: no clipping. The script's
+            `clip_grad_norm_` clips as well.
+        zero_stage: what ZeRO divides among ranks: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as
             well.
         is_train_batch_min: the micro-batch size that the engine reports is the smallest of the prepared loaders, else
             the largest.
@@ -75,14 +75,14 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             and by `from_pretrained`; with stage 3.
         zero3_save_16bit_model: whole models are saved in the 16-bit dtype that they compute in, not in float32; with
             stage 3.
-        transformer_moe_cls_names: names, with commas between them, of the mixture-of-experts classes whose experts
-            are gathered together; with stage 3.
-        enable_msamp, msamp_opt_level: of MS-AMP, which is no longer maintained; not taken.
+        transformer_moe_cls_names: comma-separated names of the mixture-of-experts classes whose experts are gathered
+            together; with stage 3.
+        enable_msamp, msamp_opt_level: refused: MS-AMP is no longer maintained.
 
     Raises:
-        OptionError: a value that cannot be used.
+        OptionError: a value cannot be used.
         IncompatibleOptionsError: a field contradicts the configuration, or another field.
-        ConfigError: an option is unset and its variable holds a value that cannot be used.
+        ConfigError: an option is unset, and its environment variable holds a value that cannot be used.
     """
 
     strategy: ClassVar[str] = "deepspeed"
@@ -101,7 +101,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
     msamp_opt_level: str | None = None
 
     def check(self) -> Mapping[str, Any]:
-        """Refuse contradictions, and put fields and configuration together."""
+        """Refuse contradictions, and merge fields and configuration."""
         if self.enable_msamp or self.msamp_opt_level:
             raise OptionError(
                 "enable_msamp and msamp_opt_level are options of MS-AMP, which is no longer maintained. Leave them "
@@ -212,7 +212,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     @property
     def launched_precision(self) -> str | None:
-        """The precision that the configuration asks for; None: it leaves the choice to the `Accelerator`."""
+        """The precision that the configuration sets; None: the `Accelerator` chooses."""
         for name in ("bf16", "fp16"):
             if self.hf_ds_config.get_value(f"{name}.enabled") is True:
                 return name
@@ -220,7 +220,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Micro-batches per step that the configuration asks for; None: it leaves the choice to the `Accelerator`."""
+        """Micro-batches per step that the configuration sets; None: the `Accelerator` chooses."""
         steps = self.hf_ds_config.get_value("gradient_accumulation_steps")
         return None if steps in (None, "auto") else int(steps)
 
@@ -235,7 +235,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill in a value that is "auto", or collect that another one is there.
+        """Fill in a value that is "auto"; if the configuration has another value, record the mismatch.
 
         Args:
             ds_key_long: dotted key.
@@ -249,8 +249,8 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         if node[key] == "auto":
             if ds_key_long not in kwargs:
                 raise OptionError(
-                    f'{ds_key_long} is "auto" in {_origin(self.hf_ds_config)} and nothing in the script tells its '
-                    "value. Give the number."
+                    f'{ds_key_long} is "auto" in {_origin(self.hf_ds_config)}, and the script does not set its '
+                    "value. Set the number in the configuration."
                 )
             node[key] = kwargs[ds_key_long]
         elif must_match and mismatches is not None:
@@ -269,7 +269,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         """Fill in every value that is "auto".
 
         Raises:
-            IncompatibleOptionsError: values of the configuration are others than those given.
+            IncompatibleOptionsError: values of the configuration differ from the given ones.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for key, value in list((self.deepspeed_config if config is None else config).items()):
@@ -287,7 +287,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         """Enable the precision in the configuration, where it is "auto" or absent.
 
         Raises:
-            IncompatibleOptionsError: the configuration enables another one.
+            IncompatibleOptionsError: the configuration enables another precision.
         """
         config = self.deepspeed_config
         other = {"fp16": "bf16", "bf16": "fp16"}.get(mixed_precision)
@@ -308,19 +308,19 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             section["enabled"] = True
 
     def set_deepspeed_weakref(self) -> None:
-        """Let transformers build models divided (stage 3 with `zero3_init_flag`); without transformers: nothing."""
+        """Make transformers build models divided (stage 3 with `zero3_init_flag`); nothing without transformers."""
         if self.zero3_init_flag:
             self._tell_transformers()
 
     def unset_deepspeed_weakref(self) -> None:
-        """Let transformers build models whole again."""
+        """Make transformers build models whole again."""
         object.__setattr__(self, "dschf", None)
 
     def tell_of_divided_models(self) -> None:
-        """Tell transformers that there are models which stage 3 divides, on which its functions depend.
+        """Tell transformers that ZeRO stage 3 divides models, because some of its functions depend on that.
 
-        `generate()` lets all ranks compute until the last one has its last token, and `resize_token_embeddings()`
-        gathers parameters. Models that are built while it knows are divided as well.
+        `generate()` then lets all ranks compute until the last one has its last token, and `resize_token_embeddings()`
+        gathers parameters. Models that are built while transformers knows are divided as well.
         """
         if self.zero_stage != 3 or "transformers" not in sys.modules:
             return  # a model of transformers would have imported it
@@ -350,7 +350,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Build models divided (`enable`), or whole, inside; with stage 3."""
+        """Context in which models are built divided (`enable`) or whole; with stage 3."""
         if self.zero_stage != 3:
             yield
             return
@@ -370,7 +370,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         """Gather all parameters of each mixture-of-experts module together, because not every rank uses every expert.
 
         Raises:
-            OptionError: no module of the model is of a class in `transformer_moe_cls_names`.
+            OptionError: the model has no module of a class in `transformer_moe_cls_names`.
         """
         names = self.transformer_moe_cls_names
         if not names or self.zero_stage != 3:
@@ -382,20 +382,20 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         unknown = [name for name in wanted if name not in classes]
         if unknown:
             raise OptionError(
-                f"transformer_moe_cls_names names {unknown[0]!r}, and no module of {type(model).__name__} is of that "
-                f"class; its classes: {', '.join(sorted(classes))}."
+                f"transformer_moe_cls_names names {unknown[0]!r}, and {type(model).__name__} has no module of that "
+                f"class. It has: {', '.join(sorted(classes))}."
             )
         set_z3_leaf_modules(model, [classes[name] for name in wanted])
 
 
 class DeepSpeedPlugins(StrategyPlugin):
-    """Several configurations by name, of which one is used for the models that are prepared next.
+    """Several `DeepSpeedPlugin`s by name; the selected one is used for the models that are prepared next.
 
     Args:
-        plugins: by name; the first is selected.
+        plugins: the plugins by name; the first is selected.
 
     Raises:
-        OptionError: there is none, or one is no `DeepSpeedPlugin`.
+        OptionError: there are none, or a value is not a `DeepSpeedPlugin`.
     """
 
     strategy: ClassVar[str] = "deepspeed"
@@ -418,19 +418,19 @@ class DeepSpeedPlugins(StrategyPlugin):
 
     @property
     def launched_precision(self) -> str | None:
-        """The precision that the selected configuration asks for."""
+        """The precision that the selected configuration sets."""
         return self.active.launched_precision
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Micro-batches per step that the selected configuration asks for."""
+        """Micro-batches per step that the selected configuration sets."""
         return self.active.accumulation_steps
 
     def get(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of a name.
+        """Return the plugin of a name.
 
         Raises:
-            OptionError: there is none.
+            OptionError: there is no plugin of this name.
         """
         if name not in self.plugins:
             raise OptionError(
@@ -439,7 +439,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         return self.plugins[name]
 
     def select(self, name: str) -> None:
-        """Use the plugin of a name for what is prepared next."""
+        """Select the plugin for the models that are prepared next."""
         chosen = self.get(name)
         self.active.unset_deepspeed_weakref()
         self.selected = name

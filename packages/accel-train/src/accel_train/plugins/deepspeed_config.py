@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed: where it comes from, and reading it by dotted keys."""
+"""DeepSpeed's configuration: loading it, and reading it by dotted keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HfDeepSpeedConfig"]
 
 
 class HfDeepSpeedConfig:
-    """A configuration of DeepSpeed; values may be "auto" until they are filled in.
+    """DeepSpeed's configuration, whose values may be "auto" until they are filled in.
 
     Args:
         config_file_or_dict: a mapping, which is copied; the path of a JSON file; JSON text; or JSON in base64.
@@ -25,8 +25,8 @@ class HfDeepSpeedConfig:
         config: the configuration as a dictionary.
 
     Raises:
-        OptionError: there is no such file, or it is not a JSON object.
-        ArgumentTypeError: it is neither a mapping nor text.
+        OptionError: the file does not exist, or does not hold a JSON object.
+        ArgumentTypeError: the argument is neither a mapping nor text.
     """
 
     def __init__(self, config_file_or_dict: Mapping[str, Any] | str | Path) -> None:
@@ -70,7 +70,7 @@ class HfDeepSpeedConfig:
         return found
 
     def set_stage_and_offload(self) -> None:
-        """Note the ZeRO stage, and whether anything is offloaded, for the questions below."""
+        """Store the ZeRO stage, and whether anything is offloaded, for the `is_…` methods below."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = {
             self.get_value(f"zero_optimization.{part}.device")
@@ -79,7 +79,7 @@ class HfDeepSpeedConfig:
         self._offload = bool(devices & {"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """The mapping that holds a dotted key, and the last part of the key; (None, …) if there is no such mapping."""
+        """Find the mapping that holds a dotted key; returns it (None if missing) and the last part of the key."""
         *nodes, key = ds_key_long.split(".")
         config: Any = self.config
         for node in nodes:
@@ -89,7 +89,7 @@ class HfDeepSpeedConfig:
         return config, key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key, or `default` where there is none."""
+        """The value of a dotted key, or `default` if it is missing."""
         config, key = self.find_config_node(ds_key_long)
         return default if config is None else config.get(key, default)
 
@@ -97,7 +97,7 @@ class HfDeepSpeedConfig:
         """Remove a dotted key and all below it.
 
         Raises:
-            OptionError: it is not there, and `must_exist`.
+            OptionError: the key is missing, with `must_exist`.
         """
         config, key = self.find_config_node(ds_key_long)
         if config is not None and key in config:
@@ -106,11 +106,11 @@ class HfDeepSpeedConfig:
             raise OptionError(f"{self.origin} has no {ds_key_long!r}.")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a value is there and true."""
+        """Whether a key exists and its value is true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a value is there and false."""
+        """Whether a key exists and its value is false."""
         value = self.get_value(ds_key_long)
         return value is not None and not value
 
@@ -119,11 +119,11 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long) == "auto")
 
     def is_zero2(self) -> bool:
-        """Whether optimizer states and gradients are divided, and parameters are not."""
+        """Whether the ZeRO stage is 2: optimizer states and gradients are divided, and parameters are not."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are divided."""
+        """Whether the ZeRO stage is 3: parameters are divided as well."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:

@@ -32,7 +32,7 @@ class TorchDynamoPlugin(SectionPlugin, DynamoSection):
 
     Raises:
         OptionError: torch has no backend of that name.
-        ConfigError: an option is unset and its variable holds a value that cannot be used.
+        ConfigError: an option is unset, and its environment variable holds a value that cannot be used.
     """
 
     section: ClassVar[str] = "dynamo"
@@ -45,7 +45,7 @@ class TorchDynamoPlugin(SectionPlugin, DynamoSection):
 
     @classmethod
     def values_of(cls, section: Section) -> dict[str, Any]:
-        """As the section says, except that `dynamic` is true or unset."""
+        """The section's values, except that `dynamic` is true or unset."""
         values = super().values_of(section)
         # Accelerate's launcher writes "False" where nobody asked for dynamic shapes; torch would specialise each shape.
         return values | {"dynamic": values["dynamic"] or None}

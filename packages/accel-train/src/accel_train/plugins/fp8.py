@@ -66,21 +66,22 @@ class _Recipe(KwargsHandler):
 
 @dataclass
 class AORecipeKwargs(_Recipe):
-    """How torchao computes in fp8: the backend "AO" of `mixed_precision="fp8"`.
+    """fp8 recipe for torchao, the backend "AO" of `mixed_precision="fp8"`.
 
     Attributes:
-        config: torchao's `Float8LinearConfig`, which says how operands are scaled. By default each tensor is scaled
-            as a whole by its largest value, with the two options below.
-        module_filter_func: called with a linear layer and its name; whether the layer computes in fp8. By default all
-            do but the model's first and last, whose errors matter most, and those whose sizes are not divisible by 16.
-        pad_inner_dim: pad the inner dimension of products to a multiple of 16, which the hardware needs; None: as
-            `config` says, else as launched, else yes.
+        config: torchao's `Float8LinearConfig`, which sets how operands are scaled. By default each tensor is scaled as
+            a whole by its largest value, with the two options below.
+        module_filter_func: called with a linear layer and its name; returns whether the layer computes in fp8. By
+            default all layers do, except the model's first and last, whose errors matter most, and those whose sizes
+            are not divisible by 16.
+        pad_inner_dim: pad the inner dimension of products to a multiple of 16, which the hardware needs; None: the
+            value in `config`, else the launcher's setting, else yes.
         enable_fsdp_float8_all_gather: fsdp2 gathers weights in fp8, in a quarter of float32's bytes; without fsdp2 it
-            has no effect. None: as `config` says, else as launched, else yes.
+            has no effect. None: the value in `config`, else the launcher's setting, else yes.
 
     Raises:
         MissingDependencyError: torchao is not installed.
-        ArgumentTypeError: `config` or `module_filter_func` is something else.
+        ArgumentTypeError: `config` or `module_filter_func` has another type.
     """
 
     config: Any = None
@@ -118,27 +119,28 @@ class AORecipeKwargs(_Recipe):
 
 @dataclass
 class TERecipeKwargs(_Recipe):
-    """How TransformerEngine computes in fp8: the backend "TE" of `mixed_precision="fp8"`.
+    """fp8 recipe for TransformerEngine, the backend "TE" of `mixed_precision="fp8"`.
 
-    A field that is None is as launched (`--fp8_…`), or else has the default given here.
+    A field that is None has the launcher's setting (`--fp8_…`), or else the default given here.
 
     Attributes:
         use_autocast_during_eval: compute in fp8 in evaluation mode too; by default no.
         margin: scaling factors leave this many powers of two unused; by default 0.
         interval: steps between two computations of the scaling factors; by default 1, the only value that newer
             versions of TransformerEngine know.
-        fp8_format: "E4M3", "E5M2", or "HYBRID", which is E4M3 in forward and E5M2 in backward; by default the last.
-        amax_history_len: steps whose largest magnitudes are remembered; by default 1024.
-        amax_compute_algo: how a scaling factor follows from them: "max" or "most_recent"; by default the latter.
-        override_linear_precision: whether the forward product, and those of the input's and the weight's gradient,
-            are computed in higher precision; by default none.
-        use_mxfp8_block_scaling: one scaling factor per block of 32 values (MXFP8), which needs a Blackwell GPU; then
-            `interval`, `amax_history_len`, `amax_compute_algo` and `override_linear_precision` have no meaning. By
+        fp8_format: "E4M3", "E5M2", or "HYBRID", which is E4M3 in forward and E5M2 in backward; by default "HYBRID".
+        amax_history_len: number of steps in the history of largest magnitudes (amax); by default 1024.
+        amax_compute_algo: how a scaling factor is computed from the history: "max" or "most_recent"; by default
+            "most_recent".
+        override_linear_precision: three booleans: compute the forward product, the input's gradient and the weight's
+            gradient in higher precision; by default none.
+        use_mxfp8_block_scaling: one scaling factor per block of 32 values (MXFP8), which needs a Blackwell GPU. Then
+            `interval`, `amax_history_len`, `amax_compute_algo` and `override_linear_precision` have no effect. By
             default no.
 
     Raises:
         MissingDependencyError: TransformerEngine is not installed.
-        OptionError: a value that TransformerEngine does not know.
+        OptionError: TransformerEngine does not know a value.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -180,7 +182,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     """Refused: MS-AMP is no longer maintained; `AORecipeKwargs` and `TERecipeKwargs` replace it.
 
     Attributes:
-        opt_level: of MS-AMP.
+        opt_level: an option of MS-AMP.
 
     Raises:
         NotAvailableError: always.
@@ -197,12 +199,12 @@ class FP8RecipeKwargs(TERecipeKwargs):
     """Deprecated: `TERecipeKwargs` under its former name.
 
     Attributes:
-        opt_level: of MS-AMP; not used.
+        opt_level: an option of MS-AMP; not used.
         backend: "TE".
 
     Raises:
         NotAvailableError: `backend` is "MSAMP".
-        OptionError: it is another one.
+        OptionError: `backend` is any other value.
     """
 
     opt_level: str | None = None
@@ -226,13 +228,13 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 
 def refuse_msamp(origin: str) -> NoReturn:
-    """Refuse what asks for MS-AMP.
+    """Refuse MS-AMP with an error that names its replacements.
 
     Args:
-        origin: what asks for it, at the beginning of the message.
+        origin: the option or variable that asks for it, at the beginning of the message.
 
     Raises:
-        NotAvailableError: always; names what replaces it.
+        NotAvailableError: always; names the replacements.
     """
     raise NotAvailableError(
         f"{origin} asks for MS-AMP, which is no longer maintained and not supported. Use torchao instead "

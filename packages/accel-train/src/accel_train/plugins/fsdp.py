@@ -77,19 +77,21 @@ _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_i
 class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection):
     """Shard parameters, gradients and optimizer states over ranks with `torch.distributed.fsdp.fully_shard` (FSDP2).
 
-    Passing one selects the strategy "fsdp2"; unset fields come from the launcher's environment. Configurations of
-    version 1 (`FullyShardedDataParallel`) are translated; `translations` says how.
+    Passing one selects the strategy "fsdp2"; unset fields come from the launcher's environment. Options of FSDP
+    version 1 (`FullyShardedDataParallel`) are translated; `translations` says how. "Version 1 only" below marks options
+    that only that version needs.
 
     Attributes:
         fsdp_version: 2; 1 is accepted, and trains with version 2.
-        sharding_strategy: of version 1. FULL_SHARD and HYBRID_SHARD free gathered parameters after forward,
+        sharding_strategy: version 1 only. FULL_SHARD and HYBRID_SHARD free gathered parameters after forward,
             SHARD_GRAD_OP and HYBRID_SHARD_ZERO2 keep them until backward; the hybrid ones keep a replica of the model
             on each machine.
         reshard_after_forward: free gathered parameters after forward; a number of at least 2 reshards them over groups
-            of so many ranks. A name of version 1 is read as `sharding_strategy`.
-        backward_prefetch: of version 1; version 2 gathers the next parameters before they are needed (BACKWARD_PRE).
+            of that many ranks. A version 1 name is read as `sharding_strategy`.
+        backward_prefetch: version 1 only; version 2 always gathers the next parameters before they are needed
+            (BACKWARD_PRE).
         mixed_precision_policy: `MixedPrecisionPolicy`, a mapping with its fields, a dtype or its name for all of them,
-            or version 1's `MixedPrecision`; None: as `mixed_precision` of the `Accelerator` says.
+            or version 1's `MixedPrecision`; None: follows `mixed_precision` of the `Accelerator`.
         auto_wrap_policy: which modules are sharded as one unit: "transformer_based_wrap" (classes by name),
             "size_based_wrap", "no_wrap" (the model is one unit), a function from a module to whether it is a unit, or a
             policy of `torch.distributed.fsdp.wrap`. None: the classes of `transformer_cls_names_to_wrap`, else the
@@ -100,29 +102,29 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             matches their whole name.
         state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT; checkpoints are the same for both, and any number of
             ranks loads them.
-        state_dict_config, optim_state_dict_config: of version 1; not taken, because state dicts are always on the CPU.
-        limit_all_gathers: of version 1; version 2 always does.
-        use_orig_params: of version 1; version 2 always has the original parameters.
-        param_init_fn: called with each module that has parameters on the meta device, after they have memory; None:
-            the module's `reset_parameters`.
+        state_dict_config, optim_state_dict_config: version 1 only; refused, because state dicts are always on the CPU.
+        limit_all_gathers: version 1 only; version 2 always limits them.
+        use_orig_params: version 1 only; version 2 always has the original parameters.
+        param_init_fn: called with each module that has parameters on the meta device, after memory is allocated for
+            them; None: the module's `reset_parameters`.
         sync_module_states: ranks start with rank 0's weights; False: the script makes them equal.
-        forward_prefetch: gather the parameters of the next unit while one computes in forward.
+        forward_prefetch: in forward, gather the next unit's parameters while the current unit computes.
         activation_checkpointing: recompute the activations of every unit in backward instead of storing them. True: all
-            of them; "selective": all but what products, convolutions and attention return; a function: all but what
-            it says, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
-        cpu_ram_efficient_loading: rank 0 has the weights and sends each rank its part; the others may have their
-            model on the meta device.
+            of them; "selective": all except the outputs of matrix products, convolutions and attention; a function: it
+            chooses, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
+        cpu_ram_efficient_loading: only rank 0 needs the weights, and sends each rank its part; the other ranks may have
+            their model on the meta device.
         transformer_cls_names_to_wrap: names of the classes whose instances are units.
-        min_num_params: parameters from which on "size_based_wrap" makes a unit.
+        min_num_params: smallest number of parameters of a unit under "size_based_wrap".
         activation_checkpointing_offload: keep the inputs of checkpointed units in host memory.
         dp_replicate_size: number of replicas of the model, each sharded over a part of the ranks (HSDP).
         checkpoint: weights of a model that is on the meta device, as `load_checkpoint_in_model` takes them; each rank
             reads the parts that it keeps.
 
     Raises:
-        OptionError: a value that cannot be used.
+        OptionError: a value cannot be used.
         IncompatibleOptionsError: two options exclude each other.
-        ConfigError: an option is unset and its variable holds a value that cannot be used.
+        ConfigError: an option is unset, and its environment variable holds a value that cannot be used.
     """
 
     strategy: ClassVar[str] = "fsdp2"
@@ -160,7 +162,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     checkpoint: str | Path | None = None
 
     def check(self) -> Mapping[str, Any]:
-        """Refuse what cannot be used; give names, sharding and policies their normal form."""
+        """Refuse values that cannot be used; normalise names, sharding and policies."""
         if str(self.fsdp_version) not in ("1", "2"):
             raise OptionError(
                 f"fsdp_version is {self.fsdp_version!r}; expected 2, or 1, which is translated."
@@ -204,28 +206,28 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     # Methods by which clients of Accelerate finish a plugin
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose `state_dict_type`; at any time, since checkpoints are the same for all of them."""
+        """Set `state_dict_type`, at any time, because checkpoints are the same for all types."""
         if state_dict_type is not None:
             object.__setattr__(self, "state_dict_type", _state_dict_type(state_dict_type))
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Choose `mixed_precision_policy` if there is none.
+        """Set `mixed_precision_policy` unless it is set already.
 
         Args:
             mixed_precision: a dtype, or its name.
-            buffer_autocast: of version 1; buffers keep their dtype.
-            override: also where there is one.
+            buffer_autocast: version 1 only; buffers keep their dtype.
+            override: set it even if it is set already.
         """
         if self.mixed_precision_policy is None or override:
             self.rewrite({"mixed_precision_policy": mixed_precision})
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Check that the classes of `transformer_cls_names_to_wrap` occur in a model; units are found in `prepare`.
+        """Check that the model has the classes of `transformer_cls_names_to_wrap`; `prepare` finds the units.
 
         Raises:
-            OptionError: one does not.
+            OptionError: the model has no module of one of these classes.
         """
         present = {type(module).__name__ for module in model.modules()}
         for name in self.transformer_cls_names_to_wrap or ():
@@ -236,11 +238,11 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
                 )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check `mixed_precision_policy`, as construction does."""
+        """Check `mixed_precision_policy`, as the constructor does."""
         _read_precision(self.mixed_precision_policy)
 
     def validate_cpu_offload(self) -> None:
-        """Check `cpu_offload`, as construction does."""
+        """Check `cpu_offload`, as the constructor does."""
         _read_offload(self.cpu_offload)
 
     @property
@@ -250,7 +252,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
 
     @property
     def translations(self) -> list[str]:
-        """What options of version 1 mean here, a sentence each; none of those that change nothing."""
+        """How FSDP version 1 options were translated, one sentence each, without those that change nothing."""
         found = []
         if self.sharding_strategy not in (None, "FULL_SHARD"):
             where = ", with a replica of the model on each machine" if self.is_hybrid else ""
@@ -258,17 +260,17 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             found.append(f"sharding_strategy={self.sharding_strategy} is {now}")
         if self.backward_prefetch in ("BACKWARD_POST", "NO_PREFETCH"):
             found.append(
-                f"backward_prefetch={self.backward_prefetch} is not there; the next parameters are prefetched"
+                f"backward_prefetch={self.backward_prefetch} has no effect; the next parameters are prefetched"
             )
         if self.use_orig_params is False:
-            found.append("use_orig_params=False is not there; parameters are always the original ones")
+            found.append("use_orig_params=False has no effect; parameters are always the original ones")
         if not self.limit_all_gathers:
-            found.append("limit_all_gathers=False is not there; all-gathers are always limited")
+            found.append("limit_all_gathers=False has no effect; all-gathers are always limited")
         return found
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """What `fully_shard` takes as `offload_policy`."""
+        """The value of `fully_shard`'s argument `offload_policy`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
         if self.cpu_offload is True:

@@ -1,4 +1,4 @@
-"""Which ranks read the weights when transformers loads a model that will be divided."""
+"""RAM-efficient loading: which ranks read weights when transformers loads a model that will be sharded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_load
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers that `from_pretrained` needs to read weights on rank 0 only, which sends them in `prepare`.
+    """Make transformers' `from_pretrained` read weights on rank 0 only; `prepare` sends them to the other ranks.
 
-    Call it before `from_pretrained`, after the process group is made. transformers 4 then leaves the weights of other
-    ranks on the meta device or empty; 5.24 still reads them on every rank, with the same result.
+    Call it before `from_pretrained`, after the process group is created. transformers 4 then leaves the weights of
+    other ranks on the meta device or empty; 5.24 still reads them on every rank, with the same result.
 
-    It sets the variables of ``--use_fsdp``, unless they are set, so an `Accelerator` that is constructed later divides
-    models, and that of ``--fsdp_cpu_ram_efficient_loading``, which is the default of
+    It sets the environment variables of ``--use_fsdp``, unless they are set, so that an `Accelerator` created later
+    shards models. It also sets the variable of ``--fsdp_cpu_ram_efficient_loading``, which is the default of
     `FullyShardedDataParallelPlugin.cpu_ram_efficient_loading`.
     """
     environment.provide(**encode(LaunchConfig(distributed_type="FSDP")))
@@ -25,7 +25,7 @@ def enable_fsdp_ram_efficient_loading() -> None:
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Tell transformers that `from_pretrained` reads weights on every rank, as for a model that is not divided."""
+    """Make transformers' `from_pretrained` read weights on every rank, as for a model that is not sharded."""
     _say(False)
 
 

@@ -14,7 +14,7 @@ __all__ = ["launched_parallelism", "launched_plugin", "launched_plugin_type"]
 
 
 def launched_plugin_type(launched: LaunchConfig) -> Any:
-    """The class of the plugin of the strategy that the launcher asks for; None: it leaves the choice open."""
+    """The plugin class of the strategy that the launcher selects; None if it selects none."""
     if launched.use_deepspeed:
         return DeepSpeedPlugin
     if launched.use_fsdp:
@@ -23,20 +23,20 @@ def launched_plugin_type(launched: LaunchConfig) -> Any:
 
 
 def launched_plugin(launched: LaunchConfig) -> Any:
-    """The plugin of the strategy that the launcher asks for, with its options; None: it leaves the choice open.
+    """The plugin of the strategy that the launcher selects, with its options; None if it selects none.
 
     Raises:
-        OptionError: a value of its section that the plugin cannot use.
+        OptionError: the plugin cannot use a value of its section.
     """
     plugin = launched_plugin_type(launched)
     return None if plugin is None else plugin.from_section(getattr(launched, plugin.section))
 
 
 def launched_parallelism(launched: LaunchConfig) -> ParallelismConfig | None:
-    """The degrees that the launcher asks for; None: it asks for none.
+    """The degrees of parallelism that the launcher sets; None if it sets none.
 
     Raises:
-        OptionError: a value of its section that cannot be used.
+        OptionError: a value of its section cannot be used.
     """
     if not launched.use_parallelism_config:
         return None

@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism has, as a script says it."""
+"""`ParallelismConfig`: how many ranks each kind of parallelism has, and their options."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ class TorchContextParallelConfig:
 
     Attributes:
         cp_comm_strategy: "allgather": each rank gathers all keys and values of a layer; "alltoall": keys and values
-            pass from rank to rank, and a rank holds those of one other at a time. None: as launched, else "allgather".
+            pass from rank to rank, and a rank holds those of one other rank at a time. None: the launcher's setting,
+            else "allgather".
 
     Raises:
-        OptionError: another word.
+        OptionError: any other value.
     """
 
     cp_comm_strategy: str | None = None
@@ -81,12 +82,12 @@ class DeepSpeedSequenceParallelConfig:
 
     Attributes:
         sp_seq_length: length of every sequence, before it is divided; needed if it does not vary.
-        sp_seq_length_is_variable: sequences may differ in length from batch to batch. False: one of another length
-            than `sp_seq_length` is an error.
-        sp_attn_implementation: the attention that is computed on each rank, by its name in transformers; "sdpa".
+        sp_seq_length_is_variable: sequences may differ in length from batch to batch. False: a sequence of another
+            length than `sp_seq_length` is an error.
+        sp_attn_implementation: attention implementation on each rank, by its name in transformers; "sdpa".
 
     Raises:
-        OptionError: a value that cannot be used.
+        OptionError: a value cannot be used.
     """
 
     sp_seq_length: int | None = None
@@ -119,27 +120,27 @@ class DeepSpeedSequenceParallelConfig:
 
 @dataclass(eq=False)
 class ParallelismConfig:
-    """Ranks of each kind of parallelism; together they are all ranks.
+    """The degree of each kind of parallelism, which is its number of ranks; their product is the number of all ranks.
 
-    Ranks that differ in `dp_replicate` and `dp_shard` read different samples; those of `cp` and `sp` hold different
-    parts of the same sequences, and those of `tp` compute different parts of the same numbers. All degrees can be
+    Ranks that differ in `dp_replicate` and `dp_shard` read different samples. Ranks of `cp` and `sp` hold different
+    parts of the same sequences, and ranks of `tp` compute different parts of the same tensors. All degrees can be
     combined.
 
     Attributes:
-        dp_replicate_size: replicas of the model.
-        dp_shard_size: ranks that parameters, gradients and optimizer states are sharded over.
-        tp_size: ranks that tensors are divided among, by the script or a `tp_plan`.
-        cp_size: ranks that sequences are divided among, which exchange keys and values.
-        cp_backend: "torch", the name that configuration files have.
-        sp_size: ranks that sequences are divided among, which exchange heads (Ulysses).
-        sp_backend: "deepspeed", the name that configuration files have; DeepSpeed need not be installed.
-        tp_handler, cp_handler, sp_handler: options of these; None: as launched.
+        dp_replicate_size: number of replicas of the model (data parallelism).
+        dp_shard_size: ranks over which parameters, gradients and optimizer states are sharded (FSDP).
+        tp_size: ranks among which the script or a `tp_plan` divides tensors (tensor parallelism).
+        cp_size: ranks among which sequences are divided, which exchange keys and values (context parallelism).
+        cp_backend: "torch", as in configuration files.
+        sp_size: ranks among which sequences are divided, which exchange heads (sequence parallelism, Ulysses).
+        sp_backend: "deepspeed", as in configuration files; DeepSpeed need not be installed.
+        tp_handler, cp_handler, sp_handler: options of `tp`, `cp` and `sp`; None: the launcher's settings.
 
     Unset degrees come from the launcher's environment, and are 1 otherwise.
 
     Raises:
-        OptionError: a degree below 1, or an unknown backend.
-        ArgumentTypeError: a handler of another class.
+        OptionError: a degree is below 1, or a backend is unknown.
+        ArgumentTypeError: a handler has another class.
     """
 
     argument: ClassVar[str] = "parallelism_config"
@@ -173,7 +174,7 @@ class ParallelismConfig:
 
     @classmethod
     def from_section(cls, section: ParallelismSection) -> Self:
-        """What a decoded section of the launch configuration describes."""
+        """Build the configuration from a decoded section of the launch configuration."""
         given: dict[str, Any] = {f"{name}_size": size for name, size in degrees_of(section).items()}
         given |= {
             "cp_backend": section.cp_backend or "torch",
@@ -238,27 +239,27 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Dimensions with several ranks over which samples differ."""
+        """Dimensions with several ranks along which samples differ."""
         return self._enabled("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Dimensions with several ranks over which samples are the same."""
+        """Dimensions with several ranks along which samples are the same."""
         return self._enabled("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions with several ranks that ``dp_shard_cp`` of the mesh is made of."""
+        """Dimensions with several ranks that are flattened into ``dp_shard_cp`` of the mesh."""
         return self._enabled("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Dimensions with several ranks that ``dp_cp`` of the mesh is made of."""
+        """Dimensions with several ranks that are flattened into ``dp_cp`` of the mesh."""
         return self._enabled("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Dimensions that `fully_shard` is given: replicas if there are several, and those it shards over."""
+        """Dimensions of the mesh for `fully_shard`: replicas if there are several, and those it shards over."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp_sp" if self.sp_enabled else "dp_shard_cp"]
 
     @property
@@ -269,15 +270,15 @@ class ParallelismConfig:
     # Mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """PyTorch's mesh of the dimensions with several ranks; None if there is none. All ranks must call this.
+        """Build PyTorch's mesh of the dimensions with several ranks; None if there is none. All ranks must call this.
 
-        Where no process group runs yet, PyTorch starts the one that the environment variables describe.
+        If no process group exists yet, PyTorch starts one from the environment variables.
 
         Args:
             device_type: such as "cpu" or "cuda".
 
         Raises:
-            IncompatibleOptionsError: the degrees do not multiply to the number of ranks.
+            IncompatibleOptionsError: the product of the degrees is not the number of ranks.
         """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -315,14 +316,14 @@ class ParallelismConfig:
         return (tuple(used), tuple(self.degrees[name] for name in used)) if used else ()
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh of the `Accelerator` that got this configuration, or else one that is built at the first call.
+        """Return the mesh of the `Accelerator` with this configuration, or else one that is built at the first call.
 
         Raises:
-            OptionError: there is none yet and no device type is given, or the mesh is on another type of device.
+            OptionError: there is no mesh yet and no device type is given, or the mesh is on another type of device.
         """
         if self._device_mesh is None:
             if device_type is None:
-                raise OptionError("There is no mesh yet; pass the type of devices: get_device_mesh('cuda').")
+                raise OptionError("There is no mesh yet. Pass the device type: get_device_mesh('cuda').")
             self._device_mesh = self.build_device_mesh(device_type)
         elif device_type is not None and self._device_mesh.device_type != device_type:
             raise OptionError(
@@ -332,9 +333,9 @@ class ParallelismConfig:
         return self._device_mesh
 
     def on(self, degrees: Mapping[str, int], device_mesh: DeviceMesh | None) -> ParallelismConfig:
-        """The same configuration with the degrees and the mesh of a run; where all degrees are 1, others follow.
+        """Return the configuration with the degrees and the mesh of a run; if all degrees are 1, others follow.
 
-        This object answers `get_device_mesh()` with that mesh too.
+        `get_device_mesh()` of this object returns that mesh too.
         """
         self._device_mesh = device_mesh
         sizes = {f"{name}_size": degrees[name] for name in DIMENSIONS}
@@ -347,7 +348,7 @@ class ParallelismConfig:
 
     @property
     def sequences(self) -> tuple[str, int | None]:
-        """How keys and values are exchanged, and the length that every sequence must have (None: any)."""
+        """How keys and values are exchanged, and the required length of every sequence (None: any)."""
         cp, sp = self.cp_handler, self.sp_handler
         communication = (cp and cp.cp_comm_strategy) or "allgather"
         fixed = sp is not None and not sp.sp_seq_length_is_variable

@@ -17,16 +17,16 @@ __all__ = ["ProfileKwargs"]
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
 
-    Options that cannot be used are refused when the object is made.
+    Options that cannot be used are refused by the constructor.
 
     Attributes:
-        activities: of "cpu", "cuda", "xpu", "mtia", "hpu"; None lets torch choose.
+        activities: some of "cpu", "cuda", "xpu", "mtia", "hpu"; None: torch chooses.
         schedule_option: arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first).
         on_trace_ready: called with the profiler when a cycle of the schedule is done.
-        output_trace_dir: folder for one Chrome trace per rank, `profile_<rank>.json`, of the last cycle that is done.
+        output_trace_dir: folder for one Chrome trace per rank, `profile_<rank>.json`, of the last finished cycle.
 
     Raises:
-        OptionError: an activity that torch does not know, or a schedule that it does not take.
+        OptionError: torch does not know an activity, or refuses the schedule.
     """
 
     activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
@@ -44,7 +44,7 @@ class ProfileKwargs(KwargsHandler):
         self._schedule()
 
     def build(self) -> Any:
-        """The profiler, not started."""
+        """Create the profiler, without starting it."""
         import torch
 
         return torch.profiler.profile(

@@ -1,4 +1,4 @@
-"""Where a project's checkpoints and logs are written."""
+"""`ProjectConfiguration`: where a project's checkpoints and logs are written."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ProjectConfiguration:
 
     Attributes:
         project_dir: folder of the project, or a URI of object storage.
-        logging_dir: folder of logs; the project's by default.
+        logging_dir: folder for logs; by default `project_dir`.
         automatic_checkpoint_naming: write checkpoints to `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many automatic checkpoints are kept; older ones are deleted after a new one is complete.
         iteration: number of the next checkpoint.
-        save_on_each_node: every node writes (no shared file system).
+        save_on_each_node: one process on every node writes; for nodes without a shared file system.
 
     Raises:
         OptionError: `total_limit` is below 1.

@@ -13,16 +13,16 @@ __all__ = ["TorchTensorParallelPlugin"]
 
 @dataclass(frozen=True)
 class TorchTensorParallelPlugin(StrategyPlugin):
-    """Train models whose tensors are divided among groups of ranks that read the same samples.
+    """Tensor parallelism: train models whose tensors are divided among groups of ranks that read the same samples.
 
-    The script, or transformers by a `tp_plan`, divides the model; this says in advance among how many ranks. Passing
-    one selects the strategy "tp".
+    The script, or transformers by a `tp_plan`, divides the model; this plugin sets the size of the groups in advance.
+    Passing one selects the strategy "tp".
 
     Attributes:
         tp_size: ranks of one group, neighbours by number; None: all ranks.
 
     Raises:
-        OptionError: a size that is not a whole number of at least 1.
+        OptionError: `tp_size` is not a whole number of at least 1.
     """
 
     strategy: ClassVar[str] = "tp"

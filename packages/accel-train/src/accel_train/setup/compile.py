@@ -17,7 +17,7 @@ __all__ = ["compile_model", "compile_regions"]
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
-    """Compile a model as the plugin says; one that is compiled already stays as it is.
+    """Compile a model with the plugin's options; a compiled model stays as it is.
 
     Args:
         model: the model.
@@ -25,7 +25,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool
         in_place: put no wrapper around it.
 
     Returns:
-        The compiled module, or `model` itself when nothing is to be done or its blocks were compiled in place.
+        The compiled module, or `model` itself if compilation is off or its blocks were compiled in place.
     """
     if not plugin.enabled or is_compiled_module(model) or has_compiled_regions(model):
         return model
@@ -42,8 +42,8 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile the repeated blocks of a model in place.
 
-    The blocks of a `ModuleList` of one class share their code, so the compiler translates each kind once however often
-    it is repeated; the modules around them stay eager. Names in the state dict do not change. A model without
+    The blocks of a `ModuleList` of one class share their code, so the compiler compiles each kind only once, however
+    often it is repeated; the modules around them stay eager. Names in the state dict do not change. A model without
     repeated blocks is compiled whole, in place.
 
     Args:

@@ -1,4 +1,4 @@
-"""Getting back the model that the user built."""
+"""Unwrapping: getting back the model that the user built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether `model`, inside wrappers of strategies and of `torch.compile`, is one of PEFT's."""
+    """Whether `model` is a PEFT model, inside any wrappers of strategies and of `torch.compile`."""
     peft = sys.modules.get("peft")  # a process with such a model has imported it
     if peft is None:
         return False
@@ -45,7 +45,7 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """Take the wrappers off a prepared model: those of the newest `Accelerator`'s strategy, and those of ddp.
+    """Unwrap a prepared model: remove the wrappers of the newest `Accelerator`'s strategy, and those of ddp.
 
     Args:
         model: a prepared model, or any module.
@@ -66,7 +66,7 @@ def unwrap(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """`extract_model_from_parallel` for the models of a given strategy; None: for those that ddp wraps."""
+    """Unwrap a model of a given strategy, like `extract_model_from_parallel`; None: a model that ddp wraps."""
     compiled = is_compiled_module(model)
     outer = inside_compiled(model)
     inner = _inside(strategy, outer)

@@ -1,4 +1,4 @@
-"""Modules that wrap or divide a model: how they are recognised, and what is inside of wrappers."""
+"""Modules that wrap or divide a model: recognising them, and finding the module inside."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_compiled_module(module: Any) -> bool:
 
 
 def inside_compiled(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper of `torch.compile`; `model` itself if it is none."""
+    """The module inside the wrapper of `torch.compile`; `model` itself if it has no such wrapper."""
     dynamo: Any = sys.modules.get("torch._dynamo")  # see above
     compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
     return cast(nn.Module, model._orig_mod) if compiled else model
@@ -58,13 +58,13 @@ def is_sharded_by_script(model: nn.Module, batch: Ranks) -> bool:
     """Whether the script has divided a model with `fully_shard`, which reduces its gradients by itself.
 
     Raises:
-        PrepareError: as `check_division`.
+        PrepareError: see `check_division`.
     """
     return bool(check_division(model, batch))
 
 
 def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
-    """Check that ranks which share a tensor read the same samples, but for those that FSDP divides it among.
+    """Check that ranks which share a tensor read the same samples, except the ranks among which FSDP divides it.
 
     Args:
         model: without wrappers.
@@ -74,7 +74,7 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
         The modules that FSDP divides.
 
     Raises:
-        PrepareError: they do not; it says how many ranks must.
+        PrepareError: they do not; the message says how many ranks must.
     """
     units = [*fsdp_modules(model)]
     for unit in units:
@@ -96,20 +96,21 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
             raise PrepareError(
                 f"{type(model).__name__} is divided among ranks already ({name!r} is a DTensor), and not by "
                 "fully_shard alone: ranks that share a tensor must read the same samples, and here each reads its own. "
-                f"Say so before there is a model: Accelerator(torch_tp_plugin=TorchTensorParallelPlugin("
+                f"Set the group size before the model is built: Accelerator(torch_tp_plugin=TorchTensorParallelPlugin("
                 f"tp_size={wrong[-1]}))."
             )
     for name, averaged in partly.items():
         raise PrepareError(
             f"fully_shard has divided {name!r} of {type(model).__name__} among {averaged} ranks that read different "
-            f"samples, and there are {batch.size}: its gradients would be averaged over the former only. Pass it the "
-            "mesh of all of them, accelerator.torch_device_mesh['dp_replicate'] under tensor parallelism."
+            f"samples, and there are {batch.size}: gradients would be averaged over only a part of them. Pass "
+            "fully_shard the mesh of all of them; with tensor parallelism it is "
+            "accelerator.torch_device_mesh['dp_replicate']."
         )
     return units
 
 
 def reduced_by_fsdp(model: nn.Module) -> set[int]:
-    """The divided parameters below `fully_shard`, which reduces their gradients, by `id`."""
+    """The parameters that `fully_shard` divides and whose gradients it reduces, by `id`."""
     return {
         id(parameter)
         for unit in fsdp_modules(model)

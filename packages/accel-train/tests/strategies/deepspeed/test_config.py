@@ -116,7 +116,7 @@ def test_other_sections_pass_through():
         ),
         (
             {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}}, {}, OptionError,
-            r"zero_optimization.sub_group_size is \"auto\" .* nothing in the script tells",
+            r"zero_optimization.sub_group_size is \"auto\" .* the script does not set",
         ),
         ({"fp16": {"enabled": True}}, {"precision": "bf16"}, IncompatibleOptionsError, "contradicts fp16.enabled"),
     ],
