@@ -522,7 +522,7 @@ def test_a_multiplied_loss_of_a_schedule():
     optimizer.step()
     for state, message in worlds.run(multiplied, 2, case, timeout=120):
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=CLOSE, atol=CLOSE)
-        assert "multiplied with" in message
+        assert "multiplied by" in message
 
 
 # Schedules of the learning rate

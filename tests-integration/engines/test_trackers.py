@@ -602,7 +602,7 @@ def test_all_are_installed_here():
     }
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; hatch run engines:trackers installs them")
-    with pytest.raises(OptionError, match="writes to a folder"):
+    with pytest.raises(OptionError, match="needs a folder"):
         Accelerator(log_with="all")
     assert len(Accelerator(log_with="all", project_dir="x").log_with) == len(LOGGER_TYPE_TO_CLASS)
 

@@ -85,14 +85,14 @@ def test_captions():
 @pytest.mark.parametrize(
     ("image", "error", "message"),
     [
-        ("file.png", ArgumentTypeError, "got str for 'image', which is no image"),
+        ("file.png", ArgumentTypeError, "got str for 'image', which is not an image"),
         (np.zeros((8, 6, 2)), OptionError, r"shape \[8, 6, 2\]"),
         (np.zeros((5, 8, 6)), OptionError, r"shape \[5, 8, 6\]"),  # five grey ones, or one of five channels
         (np.zeros(5), OptionError, r"image of shape \[5\] for 'image'"),
         (
             torch.full((3, 8, 6), 1.5),
             OptionError,
-            "values from 1.5 to 1.5 for 'image', as float32; floating images",
+            "values from 1.5 to 1.5 for 'image', as float32; expected 0 to 1 for floating",
         ),
         (torch.full((3, 8, 6), -0.5), OptionError, "values from -0.5"),
         (torch.full((3, 8, 6), float("nan")), OptionError, "values from nan"),

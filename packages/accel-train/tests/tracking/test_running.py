@@ -147,7 +147,7 @@ def test_images_and_tables_go_to_those_that_store_them(said):
 def test_a_mistake_of_the_script_is_no_failure_of_a_tracker():
     accelerator = Accelerator(log_with=WithMedia())
     accelerator.init_trackers("proj")
-    with pytest.raises(ArgumentTypeError, match="no image"):
+    with pytest.raises(ArgumentTypeError, match="not an image"):
         accelerator.log_images({"image": "file.png"})
     with pytest.raises(OptionError, match="no rows"):
         accelerator.log_table("table")
@@ -332,7 +332,7 @@ def test_by_name():
     accelerator.init_trackers("proj")
     assert accelerator.get_tracker("recorder") is mine
     assert accelerator.get_tracker("recorder", unwrap=True) is mine.calls
-    with pytest.raises(ValueError, match="log_with did not ask for it; it asked for recorder"):
+    with pytest.raises(ValueError, match="this tracker is not in log_with; it asked for recorder"):
         accelerator.get_tracker("wandb")
     with pytest.raises(OptionError, match="it asked for none"):
         Accelerator().get_tracker("wandb")

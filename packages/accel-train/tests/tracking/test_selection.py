@@ -80,7 +80,7 @@ def test_all_and_none_is_installed(known, caplog):
         (
             ["trackio", "tensorboard"],
             OptionError,
-            r"'tensorboard' writes to a folder.*Accelerator\(project_dir=…\)",
+            r"'tensorboard' needs a folder for its logs.*Accelerator\(project_dir=…\)",
         ),
         (
             7,
@@ -118,7 +118,7 @@ def test_what_is_not_installed_is_left_out_with_one_warning(caplog):
     accelerator.log({"loss": 1.0}, log_kwargs={"wandb": {"commit": False}})
     accelerator.get_tracker("wandb").log_images({"image": []}, step=1)
     accelerator.end_training()
-    with pytest.raises(OptionError, match="log_with did not ask for it"):
+    with pytest.raises(OptionError, match="this tracker is not in log_with"):
         accelerator.get_tracker("tensorboard")
 
 

@@ -1,9 +1,9 @@
-"""Files that Accelerate and transformers' ``Trainer`` write of a model under FSDP, written and read with PyTorch.
+"""FSDP checkpoint files as Accelerate and transformers' ``Trainer`` write them, written and read with PyTorch.
 
 With FULL_STATE_DICT rank 0 writes ``pytorch_model_fsdp.bin`` and ``optimizer.bin`` (from the second model on
 ``pytorch_model_fsdp_1.bin`` and so on). With SHARDED_STATE_DICT every rank writes its parts into folders of PyTorch's
 distributed checkpoint, ``pytorch_model_fsdp_0`` with all names under ``model``, and ``optimizer_0`` with all names
-under ``optimizer``. ``Accelerator.save_state`` is not this: its checkpoints are verified, and fit any strategy.
+under ``optimizer``. ``Accelerator.save_state`` uses another format: its checkpoints are verified, and fit any strategy.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a model's weights, in the files that ``fsdp_plugin.state_dict_type`` names; all ranks call it.
+    """Save a model's weights in the files for ``fsdp_plugin.state_dict_type``; all ranks call it.
 
     Args:
-        fsdp_plugin: FULL_STATE_DICT or SHARDED_STATE_DICT.
-        accelerator: prepared the model.
+        fsdp_plugin: its ``state_dict_type`` is FULL_STATE_DICT or SHARDED_STATE_DICT.
+        accelerator: the ``Accelerator`` that prepared the model.
         model: the prepared model.
         output_dir: an existing or a new folder.
         model_index: number of the model, for the names of files.
-        adapter_only: of a PEFT model, only the adapter's weights, under PEFT's names.
-        use_dcp: must stay True: files of single ranks, which only the same number of ranks could read, are not written.
+        adapter_only: save only the adapter's weights of a PEFT model, under PEFT's names.
+        use_dcp: must stay True: files per rank, which only the same number of ranks could read, are not written.
 
     Raises:
         OptionError: ``use_dcp`` is False.
@@ -79,15 +79,15 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what ``save_fsdp_model`` or Accelerate has written into a prepared model; all ranks call it.
+    """Load weights that ``save_fsdp_model`` or Accelerate wrote into a prepared model; all ranks call it.
 
     ``input_dir`` may also be the folder ``pytorch_model_fsdp_0`` itself. Files are read without running code from them.
 
     Returns:
-        Missing and unexpected names, as ``Module.load_state_dict`` does.
+        Missing and unexpected names, as ``Module.load_state_dict`` returns them.
 
     Raises:
-        CheckpointNotFoundError: the files are not there.
+        CheckpointNotFoundError: the files do not exist.
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
@@ -115,12 +115,12 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write an optimizer's state by parameter names, as ``save_fsdp_model`` writes weights; all ranks call it.
+    """Save an optimizer's state by parameter name, as ``save_fsdp_model`` saves weights; all ranks call it.
 
     Args:
-        fsdp_plugin: FULL_STATE_DICT or SHARDED_STATE_DICT.
-        accelerator: prepared both.
-        optimizer: the prepared optimizer, of parameters of ``model``.
+        fsdp_plugin: its ``state_dict_type`` is FULL_STATE_DICT or SHARDED_STATE_DICT.
+        accelerator: the ``Accelerator`` that prepared both.
+        optimizer: the prepared optimizer of ``model``'s parameters.
         model: the prepared model.
         output_dir: an existing or a new folder.
         optimizer_index: number of the optimizer, for the names of files.
@@ -151,20 +151,20 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what ``save_fsdp_optimizer`` or Accelerate has written into a prepared optimizer; all ranks call it.
+    """Load a state that ``save_fsdp_optimizer`` or Accelerate wrote into a prepared optimizer; all ranks call it.
 
     Args:
-        fsdp_plugin: FULL_STATE_DICT or SHARDED_STATE_DICT.
-        accelerator: prepared both.
-        optimizer: the prepared optimizer, of parameters of ``model``.
+        fsdp_plugin: its ``state_dict_type`` is FULL_STATE_DICT or SHARDED_STATE_DICT.
+        accelerator: the ``Accelerator`` that prepared both.
+        optimizer: the prepared optimizer of ``model``'s parameters.
         model: the prepared model.
         input_dir: the folder, or the folder ``optimizer_0`` inside it.
         optimizer_index: number of the optimizer, for the names of files.
-        adapter_only: without effect; an optimizer of an adapter's parameters has only their states.
+        adapter_only: has no effect: an optimizer of an adapter's parameters has only their states.
         use_dcp: must stay True.
 
     Raises:
-        CheckpointNotFoundError: the files are not there.
+        CheckpointNotFoundError: the files do not exist.
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
@@ -206,8 +206,8 @@ def _prepared_folder(folder: str | Path, use_dcp: bool) -> Path:
 def _existing_folder(folder: str | Path, use_dcp: bool) -> Path:
     if not use_dcp:
         raise OptionError(
-            "use_dcp=False asks for files of single ranks, which only the same number of ranks reads; leave it True: "
-            "PyTorch's distributed checkpoints are read by any number"
+            "use_dcp=False asks for one file per rank, which only the same number of ranks can read; leave it True: "
+            "any number of ranks can read PyTorch's distributed checkpoints"
         )
     return Path(folder)
 

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class ConvertOutputsToFp32:
-    """A function whose float16 and bfloat16 outputs are converted to float32; an object, so that it can be pickled."""
+    """Wraps a function and converts its float16 and bfloat16 outputs to float32; a class, so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -41,15 +41,15 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that float16 and bfloat16 tensors in its nested outputs are converted to float32."""
+    """Wrap a function so that float16 and bfloat16 tensors in its outputs, also nested ones, become float32."""
     return ConvertOutputsToFp32(model_forward)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A `torch.amp.GradScaler` for this process's device.
+    """Create a `torch.amp.GradScaler` for this process's device.
 
     Args:
-        distributed_type: how processes cooperate; all types that this version supports use the same scaler.
+        distributed_type: how processes cooperate; all supported types use the same scaler.
         kwargs: arguments of the scaler.
     """
     return Scaler(PartialState().device.type, **kwargs)
@@ -58,7 +58,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Autocast in the precision of the newest `Accelerator`; see `Accelerator.autocast` for that of a given one.
+    """Return an autocast context in the precision of the newest `Accelerator`; see also `Accelerator.autocast`.
 
     Args:
         native_amp: False returns a context that does nothing.

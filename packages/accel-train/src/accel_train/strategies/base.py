@@ -1,8 +1,7 @@
-"""The strategy axis: how ranks cooperate.
+"""Strategies: how ranks cooperate.
 
-`Strategy` is the null object of the axis: one process, nothing wrapped, nothing reduced. Its methods do what plain
-PyTorch does. A subclass overrides those in which its engine differs. How its state is saved and loaded is the matter of
-its `StateAdapter`.
+`Strategy` is the null object: one process, nothing wrapped, nothing reduced. Its methods do what plain PyTorch does. A
+subclass overrides the methods in which its engine differs. Its `StateAdapter` saves and loads its state.
 """
 
 from __future__ import annotations
@@ -48,28 +47,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can be combined with, as data; checked before anything is built or changed.
+    """What a strategy supports, as data; checked before anything is built or changed.
 
     Attributes:
-        precisions: names of the precisions it can run, or None for all of them.
-        device_types: device types it can run on, or None for all that run operations when they are called; those that
-            record them, such as "xla", must be named.
+        precisions: names of the supported precisions, or None for all.
+        device_types: supported device types, or None for all that run operations eagerly; device types with lazy
+            operations, such as "xla", must be named.
         needs_process_group: it needs more than one process.
-        num_items: it can weigh micro-batches by items, as `backward(loss_sum, num_items=n)` asks.
+        num_items: it can weight micro-batches by items, as `backward(loss_sum, num_items=n)` asks.
         window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if
             gradients can still be scaled when it ends.
         hides_gradients: gradients of an unfinished window are not in `parameter.grad`, so that they can neither be
             rescaled nor saved unless `window_state` holds them.
         saves_windows: a state can be saved while a window is unfinished.
         max_models: how many models it can train at a time, or None for any number.
-        prepares_together: an optimizer must be given to one `prepare()` call with its model; a model that is given
-            alone is only evaluated.
-        requires: what `pip install` must be given before it can run.
-        precisions_on: by device type, the precisions that it can run there, where these are fewer.
-        computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
+        prepares_together: a model and its optimizer must be passed to the same `prepare()` call; a model passed alone
+            is only evaluated.
+        requires: the package, as `pip install` takes it, that it needs.
+        precisions_on: by device type, the supported precisions there, where these are fewer.
+        computes_precision: its engine casts models and scales losses itself, so `Precision` does neither.
         communication_hooks: it runs the `comm_hook` of `DistributedDataParallelKwargs`.
-        skips_steps: an update can be left out by not calling `step` and dropping the gradients.
-        dimensions: of a mesh that can have several ranks, when a script or a launcher gives degrees of parallelism.
+        skips_steps: an update can be skipped by not calling `step` and dropping the gradients.
+        dimensions: mesh dimensions that can have several ranks, when a script or a launcher sets degrees of
+            parallelism.
     """
 
     precisions: frozenset[str] | None = None
@@ -89,31 +89,31 @@ class Capabilities:
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
-        """Names of the precisions that it can run on a type of device; None: all."""
+        """Names of the supported precisions on a type of device; None: all."""
         return self.precisions_on.get(device_type, self.precisions)
 
 
 class DTypes(Protocol):
-    """The dtypes of a precision; None: as they are. See `accel_train.precision.base.DTypePolicy`."""
+    """The dtypes of a precision; None: unchanged. See `accel_train.precision.base.DTypePolicy`."""
 
     @property
     def param(self) -> torch.dtype | None:
-        """What parameters are stored in."""
+        """The dtype that parameters are stored in."""
         ...
 
     @property
     def compute(self) -> torch.dtype | None:
-        """What forward and backward compute in."""
+        """The dtype that forward and backward compute in."""
         ...
 
     @property
     def reduce(self) -> torch.dtype | None:
-        """What gradients are reduced in."""
+        """The dtype that gradients are reduced in."""
         ...
 
 
 class PrecisionVerbs(Protocol):
-    """What a strategy asks of the precision axis; see `accel_train.precision.base.Precision`."""
+    """The methods of a precision that strategies call; see `accel_train.precision.base.Precision`."""
 
     @property
     def name(self) -> str:
@@ -131,24 +131,24 @@ class PrecisionVerbs(Protocol):
         ...
 
     def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Use another scaler, of a precision that has one."""
+        """Use another gradient scaler, if the precision has one."""
         ...
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with."""
+        """The factor that losses are multiplied by."""
         ...
 
     def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Parameters of a module, but for `whole`, are about to be divided among ranks and gathered for each use."""
+        """Called before parameters of a module, except `whole`, are divided among ranks and gathered for each use."""
         ...
 
     def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
-        """A model, which the script calls as `prepared`, is divided."""
+        """Called after a model, which the script calls as `prepared`, is divided."""
         ...
 
     def values_changed(self, model: nn.Module) -> None:
-        """A divided model was given other values than an optimizer's step gives it."""
+        """Called after the values of a divided model changed by other means than an optimizer's step."""
         ...
 
     def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
@@ -162,11 +162,11 @@ class PrecisionVerbs(Protocol):
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> tuple[bool, Any]:
-        """Step unless gradients are not finite; whether it stepped, and what the optimizer returned."""
+        """Step if gradients are finite; return whether it stepped, and the optimizer's return value."""
         ...
 
     def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer's gradients are dropped."""
+        """Record that an optimizer's gradients are dropped."""
         ...
 
     def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
@@ -176,16 +176,16 @@ class PrecisionVerbs(Protocol):
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """What the resolver hands to a strategy.
+    """The options that a strategy is created with.
 
     Attributes:
         device: device of this rank.
-        mesh: degrees of parallelism, and the ranks that follow from them.
+        mesh: degrees of parallelism, and the groups of ranks in each dimension.
         precision: scales, unscales and steps.
         config: the plugin whose type selected the strategy; for "ddp" `DistributedDataParallelKwargs`.
         ddp: the script's `DistributedDataParallelKwargs`, or its defaults, for strategies that average as "ddp" does.
         sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
-        by_degrees: the mesh is what a script or a launcher gave degrees of.
+        by_degrees: a script or a launcher set the degrees of the mesh.
     """
 
     device: torch.device
@@ -201,7 +201,7 @@ class ModelSteps(Protocol):
     """Steps of preparing a model; a strategy calls them in the order that its engine needs."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put the precision on: a wrapper around `forward`, or other layers."""
+        """Apply the precision: wrap `forward`, or replace layers."""
         ...
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -209,19 +209,19 @@ class ModelSteps(Protocol):
         ...
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """`torch.compile`, as the dynamo plugin says; without one `model` itself."""
+        """Compile with the options of the dynamo plugin; without one return `model` itself."""
         ...
 
     def compile_in_place(self, model: nn.Module) -> None:
-        """As `compile`, without a wrapper, for engines that must find the module itself."""
+        """Compile like `compile`, but without a wrapper, for engines that need the module itself."""
         ...
 
 
 @dataclass
 class Parts:
-    """The objects that one `prepare()` call was given, by kind; models and optimizers without our wrappers.
+    """The objects of one `prepare()` call, by kind; models and optimizers without our wrappers.
 
-    `schedule_steps` are the steps of a schedule that one step of the optimizer stands for.
+    `schedule_steps` is the number of scheduler steps per optimizer step.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -233,14 +233,14 @@ class Parts:
 
 @runtime_checkable
 class DefersSync(Protocol):
-    """A strategy whose backward passes can hold back their reduction by hand."""
+    """A strategy that can skip the reduction of gradients in backward, as `no_sync` asks."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which backward passes of `model` accumulate locally."""
         ...
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context whose backward reduces, although the forwards before it ran under `no_sync`."""
+        """Context in which backward reduces gradients even though the forwards ran under `no_sync`."""
         ...
 
 
@@ -259,15 +259,15 @@ class TrainsLocally(Protocol):
 
     @property
     def trained_alone(self) -> Sequence[nn.Module]:
-        """The prepared models of which this rank trains a copy at this time; always the same list."""
+        """The prepared models of which this rank trains its own copy now; always the same list object."""
         ...
 
     def check_local(self, model: nn.Module) -> None:
-        """Refuse a model that ranks cannot train for themselves; changes nothing."""
+        """Refuse a model of which ranks cannot train their own copies; changes nothing."""
         ...
 
     def begin_local(self, model: nn.Module) -> None:
-        """From here on backward passes of a prepared model reduce no gradients, and optimizers step with their own."""
+        """From now on, backward passes of a prepared model reduce no gradients; each rank steps with its own."""
         ...
 
     def average_local(self, model: nn.Module, *, finished: bool) -> bool:
@@ -275,12 +275,12 @@ class TrainsLocally(Protocol):
         ...
 
     def end_local(self, model: nn.Module) -> None:
-        """Backward passes reduce gradients again."""
+        """From now on, backward passes reduce gradients again."""
         ...
 
 
 class Strategy:
-    """One process, or what all strategies have in common.
+    """Base class of all strategies, and itself the strategy of one process.
 
     Attributes:
         batch: ranks that read different samples.
@@ -306,7 +306,7 @@ class Strategy:
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
-        """The mesh of a run, from the strategy's plugin; here all ranks read different samples."""
+        """Make the mesh of a run from the strategy's plugin; here all ranks read different samples."""
         return Mesh.of_world(world_size, rank)
 
     @classmethod
@@ -314,7 +314,8 @@ class Strategy:
         """Refuse degrees of parallelism that contradict the strategy's plugin; called instead of `make_mesh`.
 
         Raises:
-            IncompatibleOptionsError: both say how many ranks a dimension has, and differ; or the strategy needs more.
+            IncompatibleOptionsError: both set the number of ranks of a dimension, and differ; or the strategy needs
+                more ranks.
         """
 
     # Preparing
@@ -322,8 +323,8 @@ class Strategy:
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Prepare the objects of one call together.
 
-        Loaders are prepared already. Optimizers that hold replaced parameters are relinked afterwards by name, and
-        schedulers of an optimizer in whose place another one is returned are made to change that.
+        Loaders are prepared already. Afterwards, optimizers that hold replaced parameters are relinked by name, and
+        schedulers of a replaced optimizer are relinked to the one that was returned in its place.
 
         Returns:
             As many objects of each kind as were given, in the same order.
@@ -332,11 +333,11 @@ class Strategy:
         return Parts(models, parts.optimizers, parts.schedulers, parts.loaders)
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
-        """Return what the script calls and trains: `model` itself, or a wrapper."""
+        """Return the module that the script calls and trains: `model` itself, or a wrapper."""
         return steps.compile(steps.place(steps.convert(model)))
 
     def check_plan(self, model: nn.Module) -> None:
-        """Check that tensor parallelism that the script or the launcher asks for divides something of a model.
+        """Check that requested tensor parallelism divides parameters of the model.
 
         Raises:
             PrepareError: no parameter is divided among the ranks of "tp".
@@ -353,15 +354,15 @@ class Strategy:
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module inside this strategy's wrapper; `model` itself if it is none."""
+        """The module inside this strategy's wrapper; `model` itself if it is not wrapped."""
         return model
 
     def needs_all_ranks(self, model: nn.Module) -> bool:
-        """Whether to prepare a `model` is a collective, so that all ranks must call."""
+        """Whether preparing `model` is a collective, so that all ranks must call it."""
         return self.capabilities.needs_process_group
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether a prepared `model` has changed so that it must be prepared again: what was added is elsewhere."""
+        """Whether a prepared `model` must be prepared again, because parameters that were added to it are elsewhere."""
         plain = self.plain(model)
         if getattr(plain, "hf_device_map", None) is not None:
             return False
@@ -373,20 +374,20 @@ class Strategy:
     # One micro-batch
 
     def shard_batch(self, batch: Any) -> Any:
-        """This rank's part of a batch that several ranks read, on its way from the loader to the script."""
+        """Cut this rank's part out of a batch that several ranks read, between the loader and the script."""
         return batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
-        """A micro-batch of a window begins.
+        """Called when a micro-batch of a window begins.
 
         Args:
             models: the prepared models that are trained in it.
             last: the window ends with it, so its backward reduces gradients.
-            loss_factor: what its loss is multiplied with, before what can be corrected only when the window ends.
+            loss_factor: the factor of its loss, before corrections that are only possible when the window ends.
         """
 
     def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
-        """The micro-batch ended; backward passes outside of windows reduce gradients."""
+        """Called when the micro-batch ends; backward passes outside of windows reduce gradients."""
 
     def backward(
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
@@ -394,9 +395,9 @@ class Strategy:
         """Compute gradients. After the last backward of a window they are averaged over `self.loss`.
 
         Args:
-            models: the models that `accumulate()` names, or else all prepared ones. Scripts may train more than they
-                name, so an engine that reduces gradients by itself reduces those of all models that it prepared.
-            loss: already multiplied by the factor of its micro-batch.
+            models: the models that `accumulate()` names, or else all prepared ones. Scripts may train more models than
+                they name, so an engine that reduces gradients itself reduces those of all models that it prepared.
+            loss: the loss, already multiplied by the factor of its micro-batch.
             pending: gradients of an open window, computed before this call, wait for a step.
             kwargs: arguments of `Tensor.backward`.
         """
@@ -405,11 +406,11 @@ class Strategy:
     def not_averaged(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
     ) -> list[tuple[int, Tensor]]:
-        """Parameters of an optimizer with gradients that no rank averages, and the numbers of their groups.
+        """Find parameters whose gradients are not averaged over ranks, and the numbers of their groups.
 
         Args:
-            optimizer: about to step for the first time.
-            models: all prepared ones; gradients of other parameters are of this rank's samples alone.
+            optimizer: the optimizer, about to step for the first time.
+            models: all prepared models; gradients of other parameters come from this rank's samples alone.
         """
         if self.loss.size == 1 or self.capabilities.prepares_together:
             return []
@@ -422,23 +423,23 @@ class Strategy:
         ]
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-        """Check that ranks are about to take the same step; a collective of strategies whose ranks hold replicas.
+        """Check that all ranks are about to take the same step; a collective if ranks hold replicas.
 
         Called at the first steps of an optimizer, and then ever more rarely.
 
         Args:
-            optimizer: about to step.
-            models: all prepared ones.
+            optimizer: the optimizer that is about to step.
+            models: all prepared models.
 
         Raises:
             AccumulationError: replicas would drift apart.
-            PrepareError: likewise, because a model has changed since it was prepared.
+            PrepareError: replicas would drift apart because a model has changed since it was prepared.
         """
 
     def averages(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the gradients of backward passes with these arguments are averaged over a window's micro-batches.
+        """Whether a backward pass with these arguments has its gradients averaged over a window's micro-batches.
 
-        An engine's backward may have an argument by which scripts say that they have scaled the loss themselves.
+        An engine's backward may have an argument which says that the script has scaled the loss itself.
         """
         return True
 
@@ -448,33 +449,33 @@ class Strategy:
         """Multiply gradients in place.
 
         Args:
-            parameters: whose gradients; one that comes twice is scaled once.
+            parameters: the parameters whose gradients are scaled; a duplicate is scaled once.
             factor: a number, or a 0-d tensor on any device.
         """
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
         multiply([local_part(gradient) for gradient in gradients.values()], factor)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the loss scale of fp16 in an optimizer's gradients, once per step however often it is asked."""
+        """Undo the loss scale of fp16 in an optimizer's gradients; further calls in the same step change nothing."""
         self.precision.unscale_(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the norm of all gradients together; returns the norm before clipping, a plain 0-d tensor."""
+        """Clip the total norm of all gradients; returns the norm before clipping, a plain 0-d tensor."""
         if any_divided(parameters):
             return clip_by_norm(parameters, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of all gradients together, a plain 0-d tensor; changes nothing."""
+        """Total norm of all gradients, a plain 0-d tensor; changes nothing."""
         if any_divided(parameters):
             return total_norm(parameters, norm_type)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type=norm_type)
 
     def has_nonfinite_gradients(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Whether any gradient that this rank holds, or its part of one, is inf or NaN: a 0-d boolean tensor.
+        """Whether any gradient, or part of one, on this rank is inf or NaN: a 0-d boolean tensor.
 
         Not collective: a step guard combines the answers of ranks.
         """
@@ -496,7 +497,7 @@ class Strategy:
         """Step an optimizer.
 
         Returns:
-            Whether it really stepped (False: gradients were not finite), and what its `step` returned.
+            Whether it stepped (False: gradients were not finite), and the return value of its `step`.
         """
         return self.precision.step(optimizer, closure)
 

@@ -1,7 +1,7 @@
-"""What the state of a strategy is, and how it is saved and loaded.
+"""How the state of a strategy's models and optimizers is saved and loaded.
 
-`StateAdapter` is for models and optimizers of plain PyTorch, with `DTensor`s among them. A strategy whose engine
-keeps them otherwise names a subclass of it as `Strategy.adapter`.
+`StateAdapter` is for models and optimizers of plain PyTorch, also with `DTensor`s. A strategy whose engine keeps them
+in another form names a subclass of it as `Strategy.adapter`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SavedModel(Protocol):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What is known without reading values: of tensors shape and dtype; other entries as they are."""
+        """The state dict without values: shape and dtype of tensors; other entries as they are."""
         ...
 
     def whole(self) -> dict[str, Any]:
@@ -40,11 +40,11 @@ class SavedModel(Protocol):
         ...
 
     def check(self, targets: Mapping[str, Any]) -> None:
-        """Check that `fill` can fill these, and the files that this rank reads for it; changes nothing."""
+        """Check that `fill` can fill these tensors, and the files that this rank reads for it; changes nothing."""
         ...
 
     def fill(self, targets: Mapping[str, Any]) -> None:
-        """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with what this rank holds of each."""
+        """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with this rank's part of the saved values."""
         ...
 
 
@@ -58,7 +58,7 @@ class _Precision(Protocol):
 
 
 class Adapted(Protocol):
-    """What an adapter asks of its strategy."""
+    """The attributes of a strategy that its adapter uses."""
 
     name: ClassVar[str]
 
@@ -69,7 +69,7 @@ class Adapted(Protocol):
 
     @property
     def precision(self) -> _Precision:
-        """Receives the models whose values an optimizer's step did not give."""
+        """The precision, which is told of models whose values changed by other means than an optimizer's step."""
         ...
 
     def plain(self, model: nn.Module) -> nn.Module:
@@ -78,12 +78,12 @@ class Adapted(Protocol):
 
 
 class StateAdapter:
-    """What this rank holds of prepared models and optimizers, named as in the script's own model.
+    """Saves and loads the states of prepared models and optimizers, under the names of the script's own model.
 
     The leaves of a state are whole tensors, `DTensor`s, `accel_ckpt.Part`s, or lists of the parts of one tensor. Each
-    rank gives what it holds. The state of the leading rank (0, or the first of each node) says which tensors there are,
-    so it lists also those that it does not hold, as `Part.nothing(shape, dtype)`; what only another rank lists is an
-    error of the save.
+    rank returns the parts that it holds. The state of the leading rank (0, or the first of each node) must list all
+    tensors; those that it does not hold, as `Part.nothing(shape, dtype)`. A tensor that only another rank lists makes
+    the save fail.
 
     Attributes:
         strategy: whose models and optimizers these are.
@@ -100,30 +100,30 @@ class StateAdapter:
     def keeps_replicas(self, model: nn.Module) -> bool:
         """Whether all ranks hold the same values of all parameters of a prepared model.
 
-        Ranks then share out the writing, are compared for drift, and the main process may save alone. It is also taken
-        for the states of optimizers that step such models, unless `replicated_optimizers` says otherwise.
+        Ranks then share the writing, are compared for drift, and the main process may save alone. The same is assumed
+        for the states of optimizers that step such models, unless `replicated_optimizers` is overridden.
         """
         return False
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
+        """This rank's part of a prepared model's state, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
 
         Args:
             model: the prepared model.
-            named: its module, whose canonical names are worked out already.
+            named: its module with its canonical names.
         """
         return (named or NamedModel(self.strategy.plain(model))).state_dict()
 
     def is_divided(self, model: nn.Module) -> bool:
-        """Whether this rank holds less than all of a prepared model."""
+        """Whether this rank holds only a part of a prepared model."""
         return any(is_divided(leaf) for leaf in self.model_state(model).values())
 
     def exported_state(self, model: nn.Module) -> dict[str, Any]:
-        """What files of the model alone hold: as `model_state`, in the dtype that others are to read."""
+        """The state for files of weights alone, like `model_state`, in the dtype for other programs."""
         return self.model_state(model)
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a prepared model; reads and checks what loading will read.
+        """The reasons why saved weights cannot be loaded into a prepared model; reads and checks the files.
 
         Raises:
             CorruptCheckpointError: a file is not what was written.
@@ -134,7 +134,7 @@ class StateAdapter:
         return leaf_misfits(own, weights, strict)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights for which `misfits` found nothing; each rank reads what it holds."""
+        """Load weights for which `misfits` found nothing; each rank reads its part."""
         plain, own = self.strategy.plain(model), self.model_state(model)
         if not any(is_divided(leaf) for leaf in own.values()):
             _load_whole(plain, weights.whole(), strict)
@@ -150,14 +150,14 @@ class StateAdapter:
 
     @contextmanager
     def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
-        """Context in which every rank has the whole parameters of a prepared model, and calls it alone. Collective.
+        """Context in which every rank has the whole parameters of a prepared model, and can call it alone. Collective.
 
         Args:
             model: the prepared model.
-            write_back: keep rank 0's values, on all ranks; False: drop what is written to what was divided.
+            write_back: at the end, keep rank 0's values on all ranks; False: drop changes to divided parameters.
 
         Raises:
-            PrepareError: an engine holds parts that are no `DTensor`s.
+            PrepareError: an engine holds parts that are not `DTensor`s.
         """
         plain = self.strategy.plain(model)
         held = self.model_state(model).values()
@@ -177,13 +177,13 @@ class StateAdapter:
     def replicated_optimizers(
         self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
     ) -> list[int]:
-        """Which optimizers, by their places, have the same states on all ranks.
+        """Indices of the optimizers that have the same states on all ranks.
 
-        Here those that step nothing but models of which `keeps_replicas` is true. A strategy that divides the states of
+        Here, optimizers that step only models for which `keeps_replicas` is true. A strategy that divides the states of
         replicas among ranks, as ZeRO does in stage 1, returns none.
 
         Args:
-            optimizers: the prepared ones, without wrappers.
+            optimizers: the prepared optimizers, without wrappers.
             models: the prepared models.
         """
         alike = [model for model in models if self.keeps_replicas(model)]
@@ -198,7 +198,7 @@ class StateAdapter:
     ) -> Any:
         """An optimizer's state by parameter name; leaves as in `model_state`.
 
-        Calls `optimizer.state_dict()`. An optimizer that refuses that, or gives something else, needs an override.
+        Calls `optimizer.state_dict()`. An optimizer that refuses this, or returns something else, needs an override.
         """
         return accel_ckpt.optimizer_state_by_name(optimizer, models)
 
@@ -208,7 +208,7 @@ class StateAdapter:
         """Check that `load_optimizer_state` can load a state; changes nothing.
 
         Raises:
-            StateMismatchError: it is of other parameters, groups or classes.
+            StateMismatchError: the state is of other parameters, groups or classes.
             CorruptCheckpointError: a file that this rank reads is not what was written.
         """
         accel_ckpt.check_optimizer_state(optimizer, tree, models)
@@ -216,13 +216,13 @@ class StateAdapter:
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
-        """Go back to what `optimizer_state` returned; whole tensors are divided as the live ones are."""
+        """Load what `optimizer_state` returned; whole tensors are divided like the current ones."""
         accel_ckpt.load_optimizer_state(optimizer, tree, models)
 
     # What a rank has of its own
 
     def parts(self, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> list[StatePart]:
-        """Further kinds of state that the strategy brings, restored before optimizers.
+        """Further kinds of state of the strategy, restored before optimizers.
 
         Args:
             optimizers: the prepared optimizers, with their wrappers.
@@ -233,9 +233,9 @@ class StateAdapter:
     def needs_all_ranks(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> str | None:
-        """Why the main process cannot save alone; None: it may. Asked before anything is collected.
+        """Why the main process cannot save alone; None: it can. Called before anything is collected.
 
-        It continues "save_state() was called on the main process only, ", and says what to do.
+        The text continues "save_state() was called on the main process only, ", and says what to do.
         """
         divided = next((model for model in models if self.is_divided(model)), None)
         if divided is None:
@@ -252,21 +252,21 @@ class StateAdapter:
         return False
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
+        """The state with which this rank's model continues between two micro-batches: plain data and tensors."""
         return {}
 
     def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
-        """Why what `window_state` returned in another run cannot be loaded; None: it can."""
+        """Why a `window_state` of another run cannot be loaded; None: it can."""
         return None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
+        """Load what `window_state` returned."""
 
 
 def full_state_dict(states: StateAdapter, model: nn.Module) -> dict[str, Any]:
-    """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts.
+    """A model's whole weights under canonical names, as plain tensors; a collective if ranks hold parts.
 
-    What ranks hold parts of is gathered to host memory, one tensor after the other.
+    Tensors of which ranks hold parts are gathered to host memory, one after the other.
     """
     state = states.exported_state(model)
     whole = {
@@ -341,11 +341,11 @@ def _parameter_of(model: nn.Module, name: str) -> Any:
 def leaf_misfits(
     own: Mapping[str, Any], weights: SavedModel, strict: bool, aliases: Collection[str] = ()
 ) -> list[str]:
-    """Why saved weights do not fit what a rank holds; if they fit, reads and checks what loading will read.
+    """The reasons why saved weights do not fit a rank's state; if they fit, reads and checks the files.
 
     Args:
-        own: what `StateAdapter.model_state` returns.
-        weights: the saved ones.
+        own: the state that `StateAdapter.model_state` returns.
+        weights: the saved weights.
         strict: whether both must have the same names.
         aliases: names in `own` of tensors that `weights` has under another name.
 

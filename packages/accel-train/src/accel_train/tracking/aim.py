@@ -35,7 +35,7 @@ class AimTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs aim, older than 4; None if it is there."""
+        """The command that installs aim, older than 4; None if it is installed."""
         return install_line("aim", available=is_aim_available)
 
     def check_ready(self) -> None:

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_process(function: F) -> F:
-    """Decorator for methods of a tracker: return None on every rank but the main process's.
+    """Decorator for methods of a tracker: run on the main process only, return None on other ranks.
 
     A tracker whose `main_process_only` is False runs the method on every rank.
     """
@@ -37,20 +37,20 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """A tracker that does nothing: the base of all.
+    """Base class of all trackers, built-in or your own; by itself it does nothing.
 
     A subclass has the class attributes `name` and `requires_logging_directory` and the property `tracker`, and
-    overrides what it can do. One that also has `log_images` or `log_table` (see `LogsImages` and `LogsTables`) is
-    called by the methods of `Accelerator` with these names.
+    overrides the methods that its library supports. If it also has `log_images` or `log_table` (see `LogsImages` and
+    `LogsTables`), the methods of `Accelerator` with these names call them.
 
     Given by name, it is constructed by `init_trackers` as `cls(project_name, **init_kwargs[name])`, or as
-    `cls(project_name, logging_dir, **init_kwargs[name])` if it requires a logging directory. The constructor remembers
-    its arguments; `start` makes files and connections.
+    `cls(project_name, logging_dir, **init_kwargs[name])` if it requires a logging directory. The constructor only
+    stores its arguments; `start` creates files and connections.
 
     Attributes:
-        name: the word for it in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`.
+        name: its name in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`.
         requires_logging_directory: whether it needs the project's `logging_dir`.
-        main_process_only: run on the main process alone; else every rank has a run of its own.
+        main_process_only: run on the main process alone; else every rank has its own run.
 
     Raises:
         TrackerContractError: the subclass lacks one of `name`, `requires_logging_directory` and `tracker`.
@@ -66,37 +66,37 @@ class GeneralTracker:
 
     @property
     def tracker(self) -> Any:
-        """The engine's own object of the run; every subclass has its own."""
+        """The run, as an object of the tracker's own library; every subclass defines it."""
         return None
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs the engine; None if it is there, or if no package is needed."""
+        """The command that installs the tracker's library; None if it is installed, or if no package is needed."""
         return None
 
     def check_ready(self) -> None:
-        """Raise an `AccelError` if `start` is bound to fail for a reason that the user can remove.
+        """Raise an `AccelError` if `start` would certainly fail for a reason that the user can fix.
 
-        Called for every tracker before the first one starts. It neither writes a file nor asks a server.
+        Called for every tracker before the first one starts. It neither writes a file nor contacts a server.
         """
 
     def start(self) -> None:
-        """Begin the run: make files, connect. Called once, after the constructor."""
+        """Begin the run: create files, connect. Called once, after the constructor."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.
 
         Args:
-            values: names to numbers, strings, booleans or None; nested where the engine allows.
+            values: names to numbers, strings, booleans or None; nested if the tracker's library allows it.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values of one step.
+        """Log the values of one step.
 
         Args:
-            values: names to numbers, strings, or what else the engine takes.
-            step: the step they belong to; None: the engine counts.
-            kwargs: for the engine's own function.
+            values: names to numbers, strings, or other values that the tracker's library takes.
+            step: the step they belong to; None: the library counts.
+            kwargs: for the library's own function.
         """
 
     def finish(self) -> None:
@@ -113,7 +113,7 @@ class LogsImages(Protocol):
         Args:
             values: names to images; see `accel_train.tracking.images.read_images`.
             step: the step they belong to.
-            kwargs: for the engine's own function.
+            kwargs: for the library's own function.
         """
 
 
@@ -134,9 +134,9 @@ class LogsTables(Protocol):
 
 
 class InertTracker(GeneralTracker):
-    """Stands for a tracker that does not run here: every attribute is itself, and calling it does nothing.
+    """Stands for a tracker that does not run on this rank: every attribute is itself, and calling it does nothing.
 
-    What a script calls on a tracker or on the engine's object then runs on every rank, without a test of the rank.
+    So scripts can call a tracker, or the object of its library, on every rank without checking the rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -164,10 +164,10 @@ class InertTracker(GeneralTracker):
 
 
 def check_contract(tracker: object) -> None:
-    """Refuse a tracker, or a class of trackers, without one of the attributes that each must have.
+    """Refuse a tracker, or a tracker class, that lacks a required attribute.
 
     Raises:
-        TrackerContractError: names all that are missing.
+        TrackerContractError: names all missing attributes.
     """
     kind = tracker if isinstance(tracker, type) else type(tracker)
     missing = [name for name in ("name", "requires_logging_directory") if not hasattr(tracker, name)]
@@ -177,5 +177,5 @@ def check_contract(tracker: object) -> None:
         raise TrackerContractError(
             f"{kind.__qualname__} is no complete tracker: it lacks {', '.join(missing)}. A tracker has the class "
             "attributes `name` (a string) and `requires_logging_directory` (True or False), and the property `tracker` "
-            "that returns the engine's object."
+            "that returns the run, an object of its library."
         )

@@ -18,10 +18,10 @@ _SERIES = ("eval", "test", "train")
 
 
 class ClearMLTracker(GeneralTracker):
-    """Logs to a task of ClearML: to the current one if there is one, which is then not closed at the end.
+    """Logs to a ClearML task. If a task is running already, logs to that one, and does not close it at the end.
 
     Args:
-        run_name: names of project and task; `CLEARML_PROJECT` and `CLEARML_TASK` have precedence.
+        run_name: name of project and task; `CLEARML_PROJECT` and `CLEARML_TASK` have precedence.
         kwargs: for `Task.init`.
     """
 
@@ -37,7 +37,7 @@ class ClearMLTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs clearml; None if it is there."""
+        """The command that installs clearml; None if it is installed."""
         return install_line("clearml", available=is_clearml_available)
 
     def check_ready(self) -> None:
@@ -89,9 +89,9 @@ class ClearMLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Report numbers: as scalars of the step, or without a step as single values.
 
-        A name that begins with `eval_`, `test_` or `train_` belongs to the series of that name in the plot of the rest;
-        other names are plots with the series "train". Strings go to the task's log; others are left out, with one
-        warning.
+        A name such as `eval_loss` is drawn as series "eval" of the plot "loss"; the prefixes are `eval_`, `test_` and
+        `train_`. Other names are plots with the series "train". Strings go to the task's log; other values are left
+        out, with one warning.
 
         Args:
             values: names to values; those of mappings get the names joined by a slash.
@@ -114,7 +114,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Report images; the place in the list of one name is the series.
+        """Report images; several images of one name are series, numbered by their place in the list.
 
         Args:
             values: names to images; see `read_images`.

@@ -34,7 +34,7 @@ class CometMLTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs comet_ml; None if it is there."""
+        """The command that installs comet_ml; None if it is installed."""
         return install_line("comet-ml", available=is_comet_ml_available)
 
     def check_ready(self) -> None:
@@ -73,7 +73,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, strings as other values, and mappings as metrics under the mapping's name.
+        """Log numbers as metrics, strings with `log_other`, and mappings as metrics under the mapping's name.
 
         Args:
             values: names to values.
@@ -92,7 +92,7 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; the several ones of one name as `name/0`, `name/1`, ….
+        """Log images; several images of one name as `name/0`, `name/1`, ….
 
         Args:
             values: names to images; see `read_images`.
@@ -118,7 +118,7 @@ class CometMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, as a file of comma-separated values.
+        """Log a table as a CSV file.
 
         Args:
             table_name: name of the file; ``.csv`` is added.

@@ -1,4 +1,4 @@
-"""DVCLive: files beside the code, which DVC versions."""
+"""DVCLive: metrics in files beside the code, under DVC's version control."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs dvclive; None if it is there."""
+        """The command that installs dvclive; None if it is installed."""
         return install_line("dvclive", available=is_dvclive_available)
 
     def check_ready(self) -> None:
@@ -65,8 +65,7 @@ class DVCLiveTracker(GeneralTracker):
         """Log numbers and strings as metrics, and go to the next step.
 
         Args:
-            values: names to values; those of mappings get the names joined by a slash. Others are left out, with one
-                warning.
+            values: names to values; nested names are joined by a slash. Other values are left out, with one warning.
             step: the step; None: the one after the last.
             kwargs: for `log_metric`.
         """
@@ -83,10 +82,10 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images; the several ones of one name as `name/0.png`, `name/1.png`, ….
+        """Write images; several images of one name as `name/0.png`, `name/1.png`, ….
 
         Args:
-            values: names to images; see `read_images`. A name without a suffix of image files gets ``.png``.
+            values: names to images; see `read_images`. A name without the suffix of an image file gets ``.png``.
             step: the step.
             kwargs: for `log_image`.
         """

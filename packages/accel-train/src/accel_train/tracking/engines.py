@@ -1,4 +1,4 @@
-"""What the trackers' files share: checks before an engine starts, and words about what it does not store."""
+"""Helpers of all trackers: checks before a tracker's library starts, and a warning about values it does not store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _logger = get_logger(__name__)
 
 
 def install_line(extra: str, *, available: Callable[[], bool]) -> str | None:
-    """The command that installs the packages of an extra of this package; None if they are available."""
+    """The command that installs the packages of an extra of accel-train; None if they are installed."""
     return None if available() else install_extra("accel-train", extra)
 
 
@@ -40,13 +40,13 @@ def check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[
             near = difflib.get_close_matches(argument, list(known), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
             raise OptionError(
-                f"init_kwargs[{name!r}] has {argument!r}, which {function.__qualname__}() of the engine does not take."
+                f"init_kwargs[{name!r}] has {argument!r}, which {function.__qualname__}() of {name} does not take."
                 f"{hint}"
             )
 
 
 def not_logged_in(name: str, how: str) -> OptionError:
-    """The error of a tracker whose engine has no credentials; `how` says what gives it some, or does without."""
+    """The error of a tracker without credentials; `how` says how to log in, or how to run without."""
     return OptionError(f"The tracker {name!r} is not logged in. {how}")
 
 

@@ -26,7 +26,7 @@ class LoggedImage:
 
     Attributes:
         pixels: uint8 of shape [height, width, channels], with 1, 3 or 4 channels (grey, RGB, RGBA).
-        caption: a text; None: there is none.
+        caption: the caption; None if there is none.
     """
 
     pixels: np.ndarray[Any, Any]
@@ -39,17 +39,17 @@ class LoggedImage:
 
 
 def read_images(values: Mapping[str, Any]) -> dict[str, list[LoggedImage]]:
-    """Images of a step by name.
+    """Read the images of a step, by name.
 
     Args:
         values: names to an image, a list of images, or a batch of them in one tensor or array. An image is a PIL image,
             a torch tensor [channels, height, width], a NumPy array [height, width, channels] (each also the other way
             round where only that gives 1, 3 or 4 channels), or [height, width] for grey; a batch has four
-            dimensions. A pair `(image, caption)` stands for an image with a caption. Floating values are from 0 to 1,
-            whole numbers from 0 to 255.
+            dimensions. A pair `(image, caption)` is an image with a caption. Floating values are from 0 to 1, whole
+            numbers from 0 to 255.
 
     Raises:
-        ArgumentTypeError: `values` is not a mapping, or something is not an image.
+        ArgumentTypeError: `values` is not a mapping, or an item is not an image.
         OptionError: an image has another shape, or values outside its range.
         MissingDependencyError: NumPy is not installed.
     """
@@ -101,8 +101,8 @@ def _one(name: str, item: Any) -> LoggedImage:
         array, channels_first = np.asarray(known), False
     else:
         raise ArgumentTypeError(
-            f"log_images() got {type(item).__name__} for {name!r}, which is no image. Pass a PIL image, a tensor, a "
-            "NumPy array, or a list of them."
+            f"log_images() got {type(item).__name__} for {name!r}, which is not an image. Pass a PIL image, a tensor, "
+            "a NumPy array, or a list of them."
         )
     return LoggedImage(_as_bytes(name, _channels_last(name, array, channels_first)), caption)
 
@@ -135,8 +135,8 @@ def _as_bytes(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     low, high = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
     if not (low >= 0 and high <= highest):
         raise OptionError(
-            f"log_images() got values from {low:g} to {high:g} for {name!r}, as {array.dtype}; floating images go from "
-            "0 to 1, those of whole numbers from 0 to 255. Scale the image, or clamp it."
+            f"log_images() got values from {low:g} to {high:g} for {name!r}, as {array.dtype}; expected 0 to 1 for "
+            "floating-point images and 0 to 255 for whole numbers. Scale the image, or clamp it."
         )
     scaled = array * 255.0 if highest == 1.0 else array
     return np.rint(scaled).astype(np.uint8)

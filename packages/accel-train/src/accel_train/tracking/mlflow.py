@@ -24,19 +24,19 @@ _PARAMETERS_AT_ONCE = 100
 
 
 class MLflowTracker(GeneralTracker):
-    """Logs to a run of MLflow, at the tracking URI that MLflow is set to.
+    """Logs to an MLflow run, at MLflow's tracking URI.
 
-    The run is MLflow's active one, so that functions of `mlflow` called beside it log to it too. If another run is
-    active already, and this one is not nested in it, it gets a run beside that one.
+    The run is MLflow's active run, so functions of `mlflow` that a script calls directly log to it too. If another run
+    is active already, and this one is not nested in it, the new run stands beside that one.
 
     Args:
         experiment_name: name of the experiment; `MLFLOW_EXPERIMENT_NAME` has precedence.
         logging_dir: where artifacts of a new experiment are stored.
-        run_id: of a run to continue; `MLFLOW_RUN_ID` has precedence.
-        tags: of the run, a mapping or its JSON; `MLFLOW_TAGS` has precedence.
+        run_id: ID of a run to continue; `MLFLOW_RUN_ID` has precedence.
+        tags: tags of the run, a mapping or its JSON; `MLFLOW_TAGS` has precedence.
         nested_run: make it a child of the active run; `MLFLOW_NESTED_RUN` has precedence.
         run_name: name of the run.
-        description: of the run.
+        description: description of the run.
 
     Raises:
         OptionError: `tags` is not a mapping.
@@ -67,7 +67,7 @@ class MLflowTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs mlflow; None if it is there."""
+        """The command that installs mlflow; None if it is installed."""
         return install_line("mlflow", available=is_mlflow_available)
 
     @on_main_process
@@ -134,10 +134,10 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers; others are left out, with one warning.
+        """Log numbers; other values are left out, with one warning.
 
         Args:
-            values: names to values; those of mappings get the names joined by a slash.
+            values: names to values; nested names are joined by a slash.
             step: the step.
             kwargs: for `mlflow.log_metrics`.
         """
@@ -149,7 +149,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; the several ones of one name as `name/0`, `name/1`, ….
+        """Log images; several images of one name as `name/0`, `name/1`, ….
 
         Args:
             values: names to images; see `read_images`.
@@ -174,7 +174,7 @@ class MLflowTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, as the artifact ``<table_name>.json``, or ``<table_name>/<step>.json`` of a step.
+        """Log a table as the artifact ``<table_name>.json``, or with a step as ``<table_name>/<step>.json``.
 
         Args:
             table_name: the name.

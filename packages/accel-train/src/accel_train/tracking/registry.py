@@ -1,4 +1,4 @@
-"""Trackers by name; outside packages add theirs through the entry-point group `accel_train.tracking`."""
+"""Trackers by name; other packages add theirs through the entry-point group `accel_train.tracking`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ TRACKERS: Registry[type[GeneralTracker]] = Registry(
 
 
 class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
-    """The classes of a registry, and those that a script adds while it runs.
+    """The tracker classes of a registry, and those that a script adds while it runs.
 
-    Only what was added can be deleted; an added class has precedence over one of the registry.
+    Only added classes can be deleted; they have precedence over those of the registry.
     """
 
     def __init__(self, registry: Registry[type[GeneralTracker]]) -> None:
@@ -62,21 +62,21 @@ class TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
 
 
 LOGGER_TYPE_TO_CLASS = TrackerClasses(TRACKERS)
-"""Name to class; the only place that remembers what `register_tracker_class` was called with."""
+"""Name to tracker class, including the classes that `register_tracker_class` added."""
 
 
 def register_tracker_class(tracker_class: C) -> C:
-    """Make a class of trackers known under its `name`, so that `log_with` takes the name; also a decorator.
+    """Register a tracker class under its `name`, so that `log_with` takes the name; also a decorator.
 
     Args:
-        tracker_class: a subclass of `GeneralTracker` with `name` and `requires_logging_directory`. A name that exists
-            is replaced, with a warning.
+        tracker_class: a subclass of `GeneralTracker` with `name` and `requires_logging_directory`. A class with the
+            same name is replaced, with a warning.
 
     Returns:
         The class.
 
     Raises:
-        OptionError: it is no such class, or lacks one of them.
+        OptionError: it is not a subclass of `GeneralTracker`, or lacks one of these attributes.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise OptionError(

@@ -97,13 +97,13 @@ class _Running:
 
 
 class Trackers:
-    """What an `Accelerator` logs to.
+    """The trackers of an `Accelerator`.
 
-    A pickled copy knows which trackers were asked for and has none running: a run belongs to the process that began it.
+    A pickled copy keeps the chosen trackers, but none of them is running: a run belongs to the process that began it.
 
     Args:
         chosen: names and objects, from `filter_trackers`.
-        absent: names that were asked for, of trackers whose engine is not installed.
+        absent: names in `log_with` of trackers that are not installed.
     """
 
     def __init__(self, chosen: list[str | GeneralTracker], absent: Iterable[str] = ()) -> None:
@@ -121,16 +121,16 @@ class Trackers:
         return {**self.__dict__, "chosen": names, "_running": [], "_state": "new", "_lost_said": False}
 
     def warn_of_absent(self) -> None:
-        """Warn once of those that were asked for and are not installed; the rank must be known."""
+        """Warn once of each tracker in `log_with` that is not installed; the rank must be known."""
         warn_of_absent(self._absent)
 
     @property
     def running(self) -> list[GeneralTracker]:
-        """The trackers that were started on this rank, in the order asked for; those that ended too."""
+        """The trackers that were started on this rank, in the order of `log_with`; ended ones too."""
         return [running.tracker for running in self._running]
 
     def keep(self, trackers: Iterable[GeneralTracker]) -> None:
-        """Log with these trackers only; those that were not started here are taken as started.
+        """Log with these trackers only; trackers that were not started here count as started.
 
         Args:
             trackers: in the order in which values are logged.
@@ -148,11 +148,11 @@ class Trackers:
         on_failure: OnFailure,
         logging_dir: str | Path | None,
     ) -> None:
-        """Start the trackers that belong on this rank, after all were checked; end those of an earlier call.
+        """Check all trackers, then start those that belong on this rank; end those of an earlier call.
 
         Raises:
-            OptionError: `on_failure` or a name in `init_kwargs` is unknown; or a tracker cannot start as it is set up.
-            ArgumentTypeError: an argument is of another type.
+            OptionError: `on_failure` or a name in `init_kwargs` is unknown, or a tracker's settings cannot be used.
+            ArgumentTypeError: an argument has another type.
             TrackerError: a tracker failed, and `on_failure` is "raise".
         """
         if on_failure not in ("warn", "raise"):
@@ -213,7 +213,7 @@ class Trackers:
         """End all runs.
 
         Raises:
-            TrackerError: one failed, and was asked to raise; the others are ended too.
+            TrackerError: a tracker failed, and `on_failure` is "raise"; the others are ended too.
         """
         if self._state != "started":
             return
@@ -286,19 +286,19 @@ class Trackers:
                 )
 
     def get(self, name: str, unwrap: bool) -> Any:
-        """A tracker by name, or with `unwrap` its engine's object; an inert one where it does not run.
+        """Return a tracker by name, or with `unwrap` its library's object; an inert one where it does not run.
 
         Raises:
-            OptionError: no tracker of that name was asked for, or the trackers were not started.
+            OptionError: the name is not in `log_with`, or the trackers were not started.
         """
         if name not in self._names:
             asked = ", ".join(sorted(self._names)) or "none"
-            raise OptionError(f"get_tracker({name!r}): log_with did not ask for it; it asked for {asked}.")
+            raise OptionError(f"get_tracker({name!r}): this tracker is not in log_with, which has {asked}.")
         for running in self._running:
             if running.name == name:
                 return running.tracker.tracker if unwrap else running.tracker
         if self._state == "new" and self._belong_here() and name not in self._absent:
-            raise OptionError(f"get_tracker({name!r}): no tracker runs yet. Call init_trackers() before it.")
+            raise OptionError(f"get_tracker({name!r}): no tracker runs yet. Call init_trackers() first.")
         return InertTracker(name)
 
     def _belong_here(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which trackers a script asks for, checked before anything starts."""
+"""The trackers that `log_with` selects, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _logger = get_logger(__name__)
 
 
 def get_available_trackers() -> list[str]:
-    """Names of the trackers whose engine is installed, or that need none."""
+    """Names of the trackers whose library is installed, or that need none."""
     return [name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.install_line() is None]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[str | GeneralTracker]:
-    """The trackers that `log_with` stands for, each once, in the order given.
+    """Resolve `log_with` to trackers, each once, in the given order.
 
-    A tracker whose engine is not installed is left out, as Accelerate does, because scripts name one by default; one
-    warning names the command that installs it.
+    A tracker whose library is not installed is left out, as in Accelerate, because scripts often name one by default;
+    one warning names the command that installs it.
 
     Args:
         log_with: a name, a `LoggerType`, a `GeneralTracker`, or a list of these; "all": every tracker that is
             installed. None: no tracker.
-        logging_dir: the folder of logs; None: there is none.
+        logging_dir: the folder for logs; None if there is none.
 
     Raises:
-        ArgumentTypeError: something else was given.
-        OptionError: a name is unknown, two trackers have the same name, or a tracker needs a folder of logs.
-        TrackerContractError: an object lacks what a tracker must have.
+        ArgumentTypeError: `log_with` has another type.
+        OptionError: a name is unknown, two trackers have the same name, or a tracker needs a folder for logs.
+        TrackerContractError: an object lacks a required attribute of a tracker.
     """
     chosen, absent = select_trackers(log_with, logging_dir)
     if current_state() is not None:  # otherwise no rank is known that warns for all
@@ -57,7 +57,7 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
 def select_trackers(
     log_with: Any, logging_dir: str | Path | None = None
 ) -> tuple[list[str | GeneralTracker], list[str]]:
-    """What `filter_trackers` returns, and the names of those that it leaves out; warns of none."""
+    """Do the same as `filter_trackers`, and also return the names that it leaves out; does not warn."""
     if log_with is None:
         return [], []
     asked = list(log_with) if isinstance(log_with, list | tuple | set | frozenset) else [log_with]
@@ -112,7 +112,7 @@ def _check(name: str, logging_dir: str | Path | None) -> None:
     kind = LOGGER_TYPE_TO_CLASS[name]
     if kind.requires_logging_directory and logging_dir is None:
         raise OptionError(
-            f"log_with={name!r} writes to a folder, and there is none. Pass Accelerator(project_dir=…), or "
+            f"log_with={name!r} needs a folder for its logs. Pass Accelerator(project_dir=…), or "
             "project_config=ProjectConfiguration(logging_dir=…)."
         )
     if kind.requires_logging_directory and isinstance(location(str(logging_dir)), RemotePath):
@@ -126,11 +126,11 @@ def check_names(argument: str, names: Iterable[str]) -> None:
     """Refuse names of trackers that do not exist.
 
     Args:
-        argument: where they come from, for the message.
+        argument: the argument that holds the names, for the message.
         names: the names.
 
     Raises:
-        OptionError: one is unknown; names the known ones and the nearest.
+        OptionError: a name is unknown; the message has the known names and the nearest one.
     """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:

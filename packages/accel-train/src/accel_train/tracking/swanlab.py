@@ -33,7 +33,7 @@ class SwanLabTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs swanlab; None if it is there."""
+        """The command that installs swanlab; None if it is installed."""
         return install_line("swanlab", available=is_swanlab_available)
 
     def check_ready(self) -> None:

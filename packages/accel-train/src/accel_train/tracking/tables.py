@@ -32,15 +32,15 @@ class LoggedTable:
 def read_table(
     columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None, dataframe: Any | None
 ) -> LoggedTable:
-    """A table from either a dataframe, or rows and the names of their columns.
+    """Read a table from a dataframe, or from rows and the names of their columns.
 
     Args:
         columns: names of columns; None with `data`: the first row holds them.
         data: the rows.
-        dataframe: of pandas, instead of both.
+        dataframe: a pandas dataframe, instead of both.
 
     Raises:
-        OptionError: both kinds or neither are given, or a row is of another length than `columns`.
+        OptionError: both kinds or neither are given, or a row has another length than `columns`.
     """
     if dataframe is not None:
         if columns is not None or data is not None:

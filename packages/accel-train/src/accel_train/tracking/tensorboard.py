@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the project's folder of logs."""
+"""TensorBoard: event files in the project's folder for logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorBoardTracker(GeneralTracker):
 
     Args:
         run_name: folder of the run.
-        logging_dir: folder of logs.
+        logging_dir: folder for logs.
         kwargs: for `SummaryWriter`.
     """
 
@@ -40,7 +40,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs tensorboard; None if it, or tensorboardX, is there."""
+        """The command that installs tensorboard; None if it, or tensorboardX, is installed."""
         return install_line("tensorboard", available=is_tensorboard_available)
 
     def check_ready(self) -> None:
@@ -59,7 +59,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the values for TensorBoard's page of hyperparameters, and to ``<time>/hparams.yml`` beside them.
+        """Write the values to TensorBoard's tab of hyperparameters, and to the file ``<time>/hparams.yml`` beside it.
 
         Nested names are joined by a slash there; lists are text.
         """
@@ -102,7 +102,7 @@ class TensorBoardTracker(GeneralTracker):
         """Write images; those of one name are shown together if their sizes agree.
 
         Args:
-            values: names to images; see `read_images`. With `dataformats=…`, what `add_images` takes.
+            values: names to images; see `read_images`. With `dataformats=…`, values that `add_images` takes.
             step: the step.
             kwargs: for `add_images`.
         """
@@ -128,7 +128,7 @@ class TensorBoardTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write a table as text, which TensorBoard shows as a table.
+        """Write a table as Markdown text, which TensorBoard shows as a table.
 
         Args:
             table_name: the name.

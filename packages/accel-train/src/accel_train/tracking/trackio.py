@@ -33,7 +33,7 @@ class TrackioTracker(GeneralTracker):
 
     @classmethod
     def install_line(cls) -> str | None:
-        """The command that installs trackio; None if it is there."""
+        """The command that installs trackio; None if it is installed."""
         return install_line("trackio", available=is_trackio_available)
 
     def check_ready(self) -> None:
@@ -72,7 +72,7 @@ class TrackioTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; the several ones of one name as `name/0`, `name/1`, ….
+        """Log images; several images of one name as `name/0`, `name/1`, ….
 
         Args:
             values: names to images; see `read_images`.

@@ -1,4 +1,4 @@
-"""What a training loop logs, as plain Python numbers."""
+"""Logged values of a training loop as plain Python numbers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PLAIN = frozenset({float, int, str, bool, type(None)})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which tensors and NumPy values of one element are Python numbers.
+    """Copy values, with tensors and NumPy values of one element as Python numbers.
 
-    All tensors of one device and dtype are copied to the host together, so that the device is waited for once and not
-    once per value. Other values, tensors of several elements among them, stay the objects that they are.
+    All tensors of one device and dtype are copied to the host together, which waits for the device once, not once per
+    value. Other values, including tensors of several elements, stay the same objects.
 
     Args:
         values: names to values; mappings inside are copied in the same way.
 
     Raises:
-        OptionError: a value is a DTensor of which ranks hold different parts: reducing it here would wait for them.
+        OptionError: a value is a DTensor of which ranks hold different parts; reducing it here would wait for them.
     """
     copied: dict[str, Any] = {}
     waiting: _Places = {}

@@ -22,7 +22,7 @@ def test_a_placeholder_keeps_groups_and_options_and_cannot_step():
         {"params": 1, "lr": 0.5},
         {"params": 1, "weight_decay": 0.5},
     ]
-    with pytest.raises(PrepareError, match="what prepare\\(\\) returned"):
+    with pytest.raises(PrepareError, match="the optimizer that prepare\\(\\) returned"):
         optimizer.step()
 
 
@@ -31,5 +31,5 @@ def test_a_scheduler_placeholder_changes_no_rate():
     scheduler = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2, name="x")
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert (scheduler.total_num_steps, scheduler.warmup_num_steps, scheduler.kwargs) == (10, 2, {"name": "x"})
-    with pytest.raises(PrepareError, match="what prepare\\(\\) returned"):
+    with pytest.raises(PrepareError, match="the scheduler that prepare\\(\\) returned"):
         scheduler.step()

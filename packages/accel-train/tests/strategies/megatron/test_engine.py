@@ -176,7 +176,7 @@ def test_a_later_loss_of_a_window_may_not(schedule):
     engine.scale, engine.before_backward = scaled.append, lambda: next(firsts)
     for _ in range(2):
         engine(**batch()).loss.backward()
-    with pytest.raises(AccumulationError, match=r"multiplied with 0\.5 after .*custom_loss_function"):
+    with pytest.raises(AccumulationError, match=r"multiplied by 0\.5 after .*custom_loss_function"):
         (engine(**batch()).loss * 0.5).backward()
     assert scaled == []
 
@@ -236,7 +236,7 @@ def test_padding_of_the_vocabulary_has_no_share(monkeypatch, returned):
             r"pixel_values=.*they take attention_mask, input",
         ),
         ({"input_ids": None}, ArgumentTypeError, r"without input_ids.*model\(\*\*batch\)"),
-        ({"input_ids": torch.ones(4, 5, dtype=torch.long)}, DataError, "of 5 tokens, and seq_length is 6"),
+        ({"input_ids": torch.ones(4, 5, dtype=torch.long)}, DataError, "of 5 tokens, but seq_length is 6"),
         ({"labels": torch.ones(3, 6, dtype=torch.long)}, DataError, "numbers of rows.*'labels': 3"),
         (
             {"labels": None},

@@ -90,5 +90,5 @@ def test_placeholders():
     with pytest.raises(NotAvailableError, match=r"megatron.core.datasets"):
         MegatronLMDummyDataLoader(seq_length=8)
     scheduler = MegatronLMDummyScheduler(None, total_num_steps=3)
-    with pytest.raises(ValueError, match="was not given to prepare"):
+    with pytest.raises(ValueError, match="was not passed to prepare"):
         scheduler.step()

@@ -1,4 +1,4 @@
-"""fp8 with torchao: linear layers that scale and cast both operands of their products."""
+"""fp8 with torchao: linear layers that scale both operands of their products and cast them to fp8."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _CAPABILITY = (8, 9)
 
 
 class AOLayers(Fp8Layers):
-    """torchao's `Float8Linear` in the place of linear layers.
+    """Replaces linear layers by torchao's `Float8Linear`.
 
     Raises:
-        IncompatibleOptionsError: the device has no products in fp8.
+        IncompatibleOptionsError: the device cannot multiply in fp8.
     """
 
     def __init__(self, recipe: AORecipeKwargs, device_type: str) -> None:
@@ -72,7 +72,7 @@ class AOLayers(Fp8Layers):
         return converted
 
     def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Let FSDP gather weights in fp8, if the recipe says so."""
+        """Let FSDP gather weights in fp8, if the recipe sets it."""
         if not self._recipe.config.enable_fsdp_float8_all_gather:
             return
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -89,7 +89,7 @@ class AOLayers(Fp8Layers):
             layer.weight = nn.Parameter(marked, requires_grad=weight.requires_grad)
 
     def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Compute the scales of gathered weights after each step from now on, all together."""
+        """From now on, compute the scales of all gathered weights together after each step."""
         marked = [layer for layer in _ours(model) if _is_marked(getattr(layer.weight, "_local_tensor", None))]
         if not marked:
             return
@@ -98,7 +98,7 @@ class AOLayers(Fp8Layers):
         self._scales = [known for known in self._scales if known() is not None] + [weakref.ref(scales)]
 
     def values_changed(self, model: nn.Module) -> None:
-        """Forget the scales of weights that have other values now."""
+        """Discard the scales of weights whose values have changed."""
         for scales in self._known():
             if scales.model is model:
                 scales.forget()
@@ -193,17 +193,17 @@ def convert_model_to_fp8_ao(
 ) -> nn.Module:
     """Replace linear layers of a model by torchao's `Float8Linear`, in place; parameters stay the same objects.
 
-    Layers that are none of PyTorch's own (a quantised or a low-rank one), or whose forward was replaced, stay as they
-    are, and so do those that were converted before. Hooks of a layer go over to its successor.
+    Layers that are not PyTorch's own (quantised or low-rank ones), or whose forward was replaced, stay as they are, and
+    so do layers that were converted before. The new layer takes over the hooks of the old one.
 
     Args:
         model: the model.
         config: torchao's `Float8LinearConfig`; None: its default.
-        module_filter_func: called with a layer and its name, whether to convert it; None: all but the
+        module_filter_func: called with a layer and its name; returns whether to convert it. None: all except the
             model's first and last, and those with a size that is not divisible by 16.
 
     Returns:
-        `model`; the layer that replaces it, if it is itself a layer to convert.
+        `model`, or the layer that replaces it if `model` itself is a layer to convert.
     """
     from torchao.float8 import convert_to_float8_training
 
@@ -237,12 +237,12 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable[str | None]) -> bool:
-    """Whether a layer computes in fp8: its sizes are divisible by 16, and its name is not to be left out.
+    """Whether a layer can compute in fp8: its sizes are divisible by 16, and its name is not in `layers_to_filter`.
 
     Args:
         module: the layer.
         fqn: its name.
-        layers_to_filter: names that are to be left out.
+        layers_to_filter: names of layers to leave out.
     """
     if isinstance(module, nn.Linear) and any(
         size % _MULTIPLE for size in (module.in_features, module.out_features)
@@ -252,7 +252,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Iterable
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether a layer of a model computes in fp8: as `filter_linear_layers`, without the first and the last.
+    """Whether a layer of a model can compute in fp8: like `filter_linear_layers`, but not the first and the last.
 
     Args:
         module: the model that has the layer, or the layer itself.
@@ -271,7 +271,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 
 def restore_linear_layers(model: nn.Module) -> None:
-    """Put plain linear layers in the place of those that were converted here; divided ones stay."""
+    """Replace converted layers by plain linear layers again; divided ones stay."""
     if next(fsdp_modules(model), None) is not None:
         return  # the engine manages the weights in the layers that it found
     for name, layer in list(model.named_modules(remove_duplicate=False)):

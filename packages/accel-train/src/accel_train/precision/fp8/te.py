@@ -47,10 +47,10 @@ _EXTRA = "_extra_state"
 
 
 class TELayers(Fp8Layers):
-    """TransformerEngine's layers in the place of linear layers and layer norms.
+    """Replaces linear layers and layer norms by TransformerEngine's.
 
     Raises:
-        IncompatibleOptionsError: the device has no products in fp8.
+        IncompatibleOptionsError: the device cannot multiply in fp8.
     """
 
     def __init__(self, recipe: TERecipeKwargs, device_type: str) -> None:
@@ -60,7 +60,7 @@ class TELayers(Fp8Layers):
         self._models: list[weakref.ref[nn.Module]] = []  # in the order in which they were converted
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Replace layers; parameters stay the same objects, so optimizers that hold them go on."""
+        """Replace layers; parameters stay the same objects, so optimizers keep working."""
         converted = convert_model(model)
         ours = [layer for _, layer in _ours(converted)]
         if not any(isinstance(layer, _te().Linear) for layer in ours):
@@ -73,7 +73,7 @@ class TELayers(Fp8Layers):
         return converted
 
     def wrap(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward inside TransformerEngine's autocast; in evaluation only if the recipe says so."""
+        """Run the forward inside TransformerEngine's autocast; in evaluation only if the recipe sets it."""
         return TEForward(model, forward, self._recipe, self._during_eval)
 
     @property
@@ -82,7 +82,7 @@ class TELayers(Fp8Layers):
         return bool(self._alive())
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The histories from which scaling factors follow, by model and layer."""
+        """The histories from which scaling factors are computed, by model and layer."""
         found = {
             str(index): {name: _portable(layer.get_extra_state()) for name, layer in _ours(model)}
             for index, model in enumerate(self._alive())
@@ -90,7 +90,7 @@ class TELayers(Fp8Layers):
         return found or None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state_dict` returned; layers that it does not know begin without."""
+        """Restore what `state_dict` returned; layers that it does not know start without history."""
         for index, model in enumerate(self._alive()):
             saved = state.get(str(index), {})
             for name, layer in _ours(model):
@@ -118,9 +118,9 @@ class TEForward(PrecisionForward):
     """A model's forward inside TransformerEngine's autocast.
 
     Args:
-        model: decides by its mode.
-        forward: what is called.
-        recipe: one of `transformer_engine.common.recipe`.
+        model: the model, whose mode (training or evaluation) decides.
+        forward: the forward that is called.
+        recipe: a recipe of `transformer_engine.common.recipe`.
         during_eval: compute in fp8 in evaluation mode, too.
     """
 
@@ -158,7 +158,7 @@ def _check_device(device_type: str) -> None:
     supported, reason = _supports("fp8")
     if not supported:
         raise IncompatibleOptionsError(
-            f"mixed_precision='fp8': TransformerEngine says of this device: {reason} Use 'bf16'."
+            f"mixed_precision='fp8': TransformerEngine cannot use fp8 on this device: {reason} Use 'bf16'."
         )
 
 
@@ -173,7 +173,7 @@ def _make_recipe(recipe: TERecipeKwargs) -> Any:
         supported, reason = _supports("mxfp8")
         if not supported:
             raise IncompatibleOptionsError(
-                f"TERecipeKwargs(use_mxfp8_block_scaling=True): TransformerEngine says of this device: {reason} Leave "
+                f"TERecipeKwargs(use_mxfp8_block_scaling=True): this device cannot use MXFP8: {reason} Leave "
                 "it out for delayed scaling."
             )
         return _made(recipes.MXFP8BlockScaling, wanted)
@@ -230,12 +230,12 @@ def convert_model(
 ) -> nn.Module:
     """Replace linear layers and layer norms by TransformerEngine's, in place, or back.
 
-    Parameters stay the same objects, so that optimizers which hold them go on. Linear layers with a size that is not
-    divisible by 16 stay as they are, and so do layers that are none of PyTorch's own.
+    Parameters stay the same objects, so optimizers keep working. Linear layers with a size that is not divisible by 16
+    stay as they are, and so do layers that are not PyTorch's own.
 
     Args:
         model: the model; it is not replaced itself.
-        to_transformer_engine: False: back.
+        to_transformer_engine: False: restore PyTorch's layers.
 
     Returns:
         `model`.
@@ -269,15 +269,15 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A method for models that calls `model_forward` inside TransformerEngine's autocast.
+    """Wrap `model_forward` in a method that runs it inside TransformerEngine's autocast.
 
     Args:
         model_forward: the bound forward of the model.
-        fp8_recipe: one of `transformer_engine.common.recipe`.
+        fp8_recipe: a recipe of `transformer_engine.common.recipe`.
         use_during_eval: also in evaluation mode.
 
     Returns:
-        A function of the model and the arguments of `model_forward`, which it has in ``__wrapped__``.
+        A function of the model and the arguments of `model_forward`; its ``__wrapped__`` is `model_forward`.
     """
     _require("contextual_fp8_autocast")
 
@@ -290,10 +290,10 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Let `model.forward` run inside TransformerEngine's autocast; returns `model`.
+    """Make `model.forward` run inside TransformerEngine's autocast; returns `model`.
 
     Args:
-        model: its layers stay as they are; see `convert_model`.
+        model: the model; its layers stay as they are, see `convert_model`.
         fp8_recipe_handler: None: a default recipe.
     """
     _require("apply_fp8_autowrap")
@@ -305,7 +305,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
 
 def restore_layers(model: nn.Module, *, linear: bool = True, norms: bool = True) -> None:
-    """Put PyTorch's layers in the place of those that were converted here, with their parameters."""
+    """Replace converted layers by PyTorch's again, with the same parameters."""
     if next(fsdp_modules(model), None) is not None:
         return  # the engine manages the weights in the layers that it found
     te = _te()

@@ -14,15 +14,15 @@ __all__ = ["DummyOptim", "DummyScheduler", "map_pytorch_optim_to_deepspeed"]
 
 
 class DummyOptim(torch.optim.Optimizer):
-    """Stands for the optimizer in the section "optimizer" of a DeepSpeed configuration.
+    """Placeholder for the optimizer that the section "optimizer" of a DeepSpeed configuration describes.
 
     `prepare()` returns the real one in its place.
 
     Args:
         params: parameters, or groups of them.
-        lr: learning rate where the configuration says "auto".
-        weight_decay: the same.
-        kwargs: more of the configuration's "auto" values, such as betas and eps.
+        lr: learning rate, if it is "auto" in the configuration.
+        weight_decay: weight decay, if it is "auto" in the configuration.
+        kwargs: further "auto" values of the configuration, such as betas and eps.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class DummyOptim(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and note which options it has itself: the configuration has the others."""
+        """Add a parameter group, and record the options that it sets itself; the configuration has the others."""
         own = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
         super().add_param_group(param_group)
         self._own_options.append(own)
@@ -58,21 +58,21 @@ class DummyOptim(torch.optim.Optimizer):
             PrepareError: always.
         """
         raise PrepareError(
-            "DummyOptim stands for the optimizer of a DeepSpeed configuration and cannot step. Use what prepare() "
-            "returned in its place."
+            "DummyOptim is a placeholder for the optimizer of a DeepSpeed configuration and cannot step. Use the "
+            "optimizer that prepare() returned in its place."
         )
 
 
 class DummyScheduler(LRScheduler):
-    """Stands for the scheduler in the section "scheduler" of a DeepSpeed configuration.
+    """Placeholder for the scheduler that the section "scheduler" of a DeepSpeed configuration describes.
 
     Args:
         optimizer: the `DummyOptim`, or the real optimizer.
-        total_num_steps: steps of the whole training where the configuration says "auto", planned for one process, as
-            with Accelerate: N ranks that read different samples take N of them in one step of the optimizer.
-        warmup_num_steps: steps of the optimizer in the warm-up where the configuration says "auto".
-        lr_scheduler_callable: makes the scheduler from the real optimizer, where the configuration has none; it takes
-            one step for each step of the optimizer.
+        total_num_steps: steps of the whole training, if "auto" in the configuration; planned for one process, as with
+            Accelerate: N ranks that read different samples take N of them per optimizer step.
+        warmup_num_steps: optimizer steps in the warm-up, if "auto" in the configuration.
+        lr_scheduler_callable: creates the scheduler from the real optimizer, if the configuration has none; it takes
+            one step per optimizer step.
         kwargs: kept in `kwargs`, for code that reads them.
     """
 
@@ -98,22 +98,22 @@ class DummyScheduler(LRScheduler):
             PrepareError: always.
         """
         raise PrepareError(
-            "DummyScheduler stands for the scheduler of a DeepSpeed configuration and cannot step. Use what prepare() "
-            "returned in its place."
+            "DummyScheduler is a placeholder for the scheduler of a DeepSpeed configuration and cannot step. Use the "
+            "scheduler that prepare() returned in its place."
         )
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """DeepSpeed's CPU optimizer in the place of torch's, for optimizer states in host memory.
+    """Replace torch's optimizer by DeepSpeed's CPU optimizer, for optimizer states in host memory.
 
     Args:
         optimizer: Adam, AdamW, Adagrad or Lion, without state.
 
     Returns:
-        An optimizer of DeepSpeed with the same groups and options; other classes come back as they are.
+        A DeepSpeed optimizer with the same groups and options; optimizers of other classes come back as they are.
 
     Raises:
-        OptionError: an option that DeepSpeed's class does not have.
+        OptionError: DeepSpeed's class does not have an option.
     """
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -1,4 +1,4 @@
-"""What the script calls: a stage of a model that runs whole micro-batches through Megatron-core's schedules."""
+"""The prepared model under Megatron: a stage that runs micro-batches through Megatron-core's schedules."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _HARMLESS = frozenset(
 
 
 class MegatronOutput(OrderedDict[str, Any]):
-    """What a call returns, as outputs of transformers: by name, as an attribute, or by place; without what is None.
+    """Output of the model, read like outputs of transformers: by key, attribute or index, without values of None.
 
     Attributes:
-        loss: of this rank's batch, if labels were given.
-        logits: of this rank's batch, on every rank.
+        loss: loss of this rank's batch, if labels were given.
+        logits: logits of this rank's batch, on every rank.
     """
 
     def __init__(self, loss: Tensor | None = None, logits: Tensor | None = None) -> None:
@@ -66,19 +66,19 @@ def _computed(*arguments: Any) -> Tensor:
 
 
 class MegatronEngine(nn.Module):
-    """A stage of a model. A call with labels returns the loss of the whole batch on every rank.
+    """This rank's stage of a model. A call with labels returns the loss of the whole batch on every rank.
 
     With one stage and one micro-batch a call is an ordinary forward. Otherwise a call in training runs Megatron-core's
-    schedule over all micro-batches, forward *and* backward, so the loss that it returns has its gradients already:
+    schedule over all micro-batches, forward *and* backward, so the gradients of the returned loss are computed already:
     `accelerator.backward(loss)` accounts for them. Such a loss can be multiplied only in the first call of a window.
 
     Args:
-        chunk: the stage, within Megatron's data parallelism if it is trained.
-        built: what it was built from.
-        groups: this rank's place.
+        chunk: the stage, inside Megatron's data-parallel wrapper if it is trained.
+        built: the description that the stage was built from.
+        groups: this rank's index in Megatron's process groups.
         plugin: has the number of micro-batches and the functions of the script.
         given: the script's model, whose values are in the stage now.
-        trained: whether it has an optimizer.
+        trained: whether the model has an optimizer.
     """
 
     def __init__(
@@ -113,15 +113,16 @@ class MegatronEngine(nn.Module):
         return getattr(self.given, "config", self._built.config)
 
     def forward(self, input_ids: Tensor | None = None, **others: Any) -> MegatronOutput:
-        """Call the model, as one of transformers; ranks of a tensor, pipeline or context group with the same batch.
+        """Call the model like one of transformers; ranks of a tensor, pipeline or context group pass the same batch.
 
         Args:
             input_ids: tokens.
-            others: `labels`, `attention_mask` and `position_ids`; or what `custom_get_batch_function` reads.
+            others: `labels`, `attention_mask` and `position_ids`; or the arguments that `custom_get_batch_function`
+                reads.
 
         Raises:
-            ArgumentTypeError: an argument that Megatron-core's models do not take.
-            DataError: the batch has another length than `seq_length`, or one that ranks cannot divide.
+            ArgumentTypeError: Megatron-core's models do not take an argument.
+            DataError: the length of the batch differs from `seq_length`, or cannot be divided among ranks.
         """
         given = {"input_ids": input_ids, **others}
         given = {name: value for name, value in given.items() if value is not None}
@@ -146,7 +147,7 @@ class MegatronEngine(nn.Module):
             )
         length, wanted = given["input_ids"].shape[1], self._plugin.seq_length
         if wanted is not None and length != wanted:
-            raise DataError(f"A batch has sequences of {length} tokens, and seq_length is {wanted}.")
+            raise DataError(f"A batch has sequences of {length} tokens, but seq_length is {wanted}.")
         self._check_length(length)
         return {name: value for name, value in given.items() if name in known}
 
@@ -335,9 +336,9 @@ class MegatronEngine(nn.Module):
             return
         if not first:
             raise AccumulationError(
-                f"The loss was multiplied with {given / factor:g} after the model returned it, and its gradients are "
-                "added up with those of earlier calls already: with pp_degree or num_micro_batches above 1 a call "
-                "computes them. Put the factor into custom_loss_function, or step after every call."
+                f"The loss was multiplied by {given / factor:g} after the model returned it, but its gradients are "
+                "already added to those of earlier calls: with pp_degree or num_micro_batches above 1, calling the "
+                "model computes gradients. Put the factor into custom_loss_function, or step after every call."
             )
         self.scale(given / factor)
         self.loss_factor = given

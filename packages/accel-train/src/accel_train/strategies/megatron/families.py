@@ -1,4 +1,4 @@
-"""The models of transformers that Megatron-core can train: its options for each, and where their weights go."""
+"""Model families of transformers that Megatron-core can train: its options for each, and the mapping of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["FAMILIES", "Architecture", "add_model_config_to_megatron_parser", "a
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model, in Megatron's words.
+    """A model as Megatron-core builds it: arguments of its classes, and a rule for each tensor.
 
     Attributes:
         transformer: arguments of Megatron's `TransformerConfig`.
@@ -34,7 +34,7 @@ class Architecture:
         top: the rule of each tensor outside of layers, by Megatron's name.
         layer: the rule of each tensor of a layer, from the layer's number in the whole model, by Megatron's name
             within the layer.
-        tied: the tensors of the model that are one: of the embedding and of the output layer; None: they are two.
+        tied: names of the tied tensors, the embedding's and the output layer's; None: they are not tied.
         eod_token: the token at the end of a document.
     """
 
@@ -48,7 +48,7 @@ class Architecture:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Heads of keys and values, heads of queries for each of those, and the size of a head."""
+        """The number of key and value heads, of query heads for each of them, and the size of a head."""
         options = self.transformer
         groups: int = options["num_query_groups"]
         return groups, options["num_attention_heads"] // groups, options["kv_channels"]
@@ -65,13 +65,13 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def architecture_of(config: Any) -> Architecture:
-    """A model in Megatron's words.
+    """Translate a transformers configuration to Megatron-core's options.
 
     Args:
-        config: the model's configuration, of transformers.
+        config: the transformers configuration of the model.
 
     Raises:
-        OptionError: a model of another family, or one with an option that Megatron-core's layers do not have.
+        OptionError: the model is of another family, or has an option that Megatron-core's layers do not have.
     """
     kind = getattr(config, "model_type", None)
     if kind not in FAMILIES:
@@ -265,16 +265,16 @@ FAMILIES: dict[str, Callable[[Any], Architecture]] = {
     "qwen2": _decoder,
     "qwen3": _decoder,
 }
-"""By the `model_type` of a transformers configuration."""
+"""Functions that translate a configuration, by its `model_type`."""
 
 
 def add_model_config_to_megatron_parser(
     model_type: str,
 ) -> Callable[[Callable[[Any], Architecture]], Callable[[Any], Architecture]]:
-    """Decorator that adds a family: the function turns a configuration of transformers into an `Architecture`.
+    """Decorator that adds a model family: its function turns a transformers configuration into an `Architecture`.
 
     Args:
-        model_type: of the configuration.
+        model_type: the `model_type` of the configuration.
     """
 
     def add(function: Callable[[Any], Architecture]) -> Callable[[Any], Architecture]:

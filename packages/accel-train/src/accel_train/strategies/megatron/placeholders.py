@@ -1,4 +1,4 @@
-"""Objects that a script passes to `prepare()` in the place of what Megatron-core makes."""
+"""Placeholders that a script passes to `prepare()` for objects that Megatron-core creates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ __all__ = [
 
 
 class MegatronLMDummyScheduler(LRScheduler):
-    """Stands for Megatron's schedule of learning rate and weight decay, which `prepare()` makes of the plugin.
+    """Placeholder for Megatron's schedule of learning rate and weight decay, which `prepare()` creates.
+
+    The plugin has the options of the schedule.
 
     Args:
-        optimizer: whose groups it changes.
-        total_num_steps: of training; None: the plugin's `lr_decay_iters`, or `train_iters`.
-        warmup_num_steps: in which the learning rate grows; the plugin's `lr_warmup_iters` has precedence.
+        optimizer: the optimizer whose groups the schedule changes.
+        total_num_steps: steps of training; None: the plugin's `lr_decay_iters`, or `train_iters`.
+        warmup_num_steps: steps in which the learning rate grows; the plugin's `lr_warmup_iters` has precedence.
         kwargs: kept as attributes.
     """
 
@@ -46,13 +48,13 @@ class MegatronLMDummyScheduler(LRScheduler):
         self.kwargs = kwargs
 
     def step(self, epoch: int | None = None) -> None:
-        """Refuse: only `prepare()` under Megatron makes a scheduler of it.
+        """Raise: only `prepare()` under Megatron replaces it by a scheduler.
 
         Raises:
             OptionError: always.
         """
         raise OptionError(
-            "MegatronLMDummyScheduler was not replaced by a scheduler: it was not given to prepare() with "
+            "MegatronLMDummyScheduler is a placeholder, and was not replaced: it was not passed to prepare() with "
             "megatron_lm_plugin=…. Pass it to that call, with its optimizer, or use a scheduler of torch."
         )
 
@@ -70,7 +72,7 @@ class MegatronScheduler(LRScheduler):
         self._schedule = schedule
 
     def step(self, epoch: int | None = None) -> None:
-        """One step of the optimizer has passed."""
+        """Advance by one optimizer step."""
         self._schedule.step(increment=1)
 
     def get_last_lr(self) -> list[float | Tensor]:
@@ -78,7 +80,7 @@ class MegatronScheduler(LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the schedule needs to continue."""
+        """The state from which the schedule continues."""
         state: dict[str, Any] = self._schedule.state_dict()
         return state
 
@@ -88,10 +90,10 @@ class MegatronScheduler(LRScheduler):
 
 
 def make_scheduler(given: MegatronLMDummyScheduler, plugin: MegatronLMPlugin) -> MegatronScheduler:
-    """Megatron's schedule, from a placeholder and the plugin; the placeholder's numbers give way.
+    """Create Megatron's schedule from a placeholder and the plugin, whose numbers have precedence.
 
     Raises:
-        OptionError: nothing says how many steps it takes.
+        OptionError: neither sets the number of steps.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -99,8 +101,8 @@ def make_scheduler(given: MegatronLMDummyScheduler, plugin: MegatronLMPlugin) ->
     steps = plugin.lr_decay_iters or plugin.train_iters or given.total_num_steps
     if steps is None:
         raise OptionError(
-            "Nothing says how many steps Megatron's schedule takes. Give MegatronLMDummyScheduler(total_num_steps=…), "
-            "or MegatronLMPlugin(lr_decay_iters=…)."
+            "The length of Megatron's schedule is not set. Pass MegatronLMDummyScheduler(total_num_steps=…), or "
+            "MegatronLMPlugin(lr_decay_iters=…)."
         )
     warmup = plugin.lr_warmup_iters
     if warmup is None and plugin.lr_warmup_fraction is not None:
@@ -133,13 +135,13 @@ def make_scheduler(given: MegatronLMDummyScheduler, plugin: MegatronLMPlugin) ->
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for a dataset of Megatron-LM's own training loop, which Megatron-core does not have.
+    """Refused: stands for a dataset of Megatron-LM's own training loop, which Megatron-core does not have.
 
     Args:
         dataset_kwargs: not used.
 
     Raises:
-        NotAvailableError: always; it names what replaces it.
+        NotAvailableError: always; the message names the replacement.
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
@@ -151,7 +153,7 @@ class MegatronLMDummyDataLoader:
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """The mean of each loss over all ranks; ranks of one tensor or pipeline group have the same.
+    """Average each loss over all ranks; ranks of one tensor or pipeline group have the same losses.
 
     Args:
         losses: 0-d tensors, the same number on each rank.

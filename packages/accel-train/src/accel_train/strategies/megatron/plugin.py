@@ -114,41 +114,41 @@ _REFUSED: dict[str, str] = {
 class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
     """Train with Megatron-core: tensor, pipeline, context and data parallelism, and its distributed optimizer.
 
-    Passing one selects the strategy "megatron"; unset fields come from the launcher's environment. The ranks that
-    tp_degree, pp_degree and context_parallel_size leave are those of data parallelism.
+    Passing one selects the strategy "megatron"; unset fields come from the launcher's environment. The number of all
+    ranks divided by tp_degree, pp_degree and context_parallel_size is the data-parallel degree.
 
     Attributes:
-        tp_degree: ranks that divide each layer.
-        pp_degree: ranks that divide the layers among them.
-        num_micro_batches: pieces into which each batch of a rank is cut; its size must be a multiple. With pp_degree
-            the stages work on different ones at a time.
-        gradient_clipping: norm to which gradients are clipped in every step; 0: they are not. `clip_grad_norm_` of the
-            script clips as well.
+        tp_degree: tensor parallelism: ranks among which each layer is divided.
+        pp_degree: pipeline parallelism: ranks among which the layers are distributed.
+        num_micro_batches: pieces into which each batch of a rank is cut; its size must be a multiple of this. With
+            pp_degree the stages work on different micro-batches at the same time.
+        gradient_clipping: norm to which gradients are clipped in every step; 0: no clipping. The script's
+            `clip_grad_norm_` clips as well.
         sequence_parallelism: divide activations along the sequence; with tp_degree above 1.
         recompute_activations: recompute attention in backward; short for recompute_granularity="selective".
-        recompute_granularity: "full" layers or "selective" attention.
+        recompute_granularity: "full" recomputes whole layers, "selective" only attention.
         recompute_method: "uniform" or "block"; with "full".
-        recompute_num_layers: layers of each unit that is recomputed; with "full".
-        use_distributed_optimizer: divide optimizer states and gradients among the ranks of data parallelism; with Adam.
-        decoder_last_pipeline_num_layers: layers of the last stage.
-        attention_dropout, hidden_dropout: None: as the model's configuration says.
+        recompute_num_layers: number of layers of each recomputed unit; with "full".
+        use_distributed_optimizer: divide optimizer states and gradients among data-parallel ranks; with Adam.
+        decoder_last_pipeline_num_layers: number of layers of the last stage.
+        attention_dropout, hidden_dropout: None: the values of the model's configuration.
         attention_softmax_in_fp32: None: Megatron-core's default, yes.
         attention_backend: True: attention by PyTorch's fused kernels. False or None: Megatron-core's own, unless
             context_parallel_size divides sequences.
-        context_parallel_size: ranks that divide each sequence, whose length must be a multiple of twice their number;
-            they attend by PyTorch's kernels.
+        context_parallel_size: ranks among which each sequence is divided. Its length must be a multiple of twice this
+            number; attention uses PyTorch's kernels.
         use_rotary_position_embeddings: must agree with the model's configuration.
         calculate_per_token_loss: the loss is the mean over the tokens of all micro-batches and ranks; else the mean of
             the means of each micro-batch.
-        eod_mask_loss: positions whose token ends a document do not count in the loss.
+        eod_mask_loss: leave positions whose token ends a document out of the loss.
         no_save_optim, no_load_optim: checkpoints are saved, or loaded, without the optimizer's state.
         is_train_batch_min: has no effect: each batch is cut into micro-batches, whatever its size.
-        train_iters, lr_decay_style, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, min_lr: of the schedule that a
-            `MegatronLMDummyScheduler` stands for.
-        weight_decay_incr_style, start_weight_decay, end_weight_decay: of the same schedule.
+        train_iters, lr_decay_style, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, min_lr: options of Megatron's
+            schedule, which replaces a `MegatronLMDummyScheduler`.
+        weight_decay_incr_style, start_weight_decay, end_weight_decay: options of the same schedule.
         seq_length: the length that every batch must have; None: any.
         eval_iters, eval_interval: have no effect: the script's loop evaluates.
-        return_logits: a call with labels returns the logits as well.
+        return_logits: calling the model with labels returns the logits as well.
         custom_model_provider_function: called with pre_process and post_process; returns the model of this stage.
         custom_prepare_model_function: called with the list of model chunks before they are wrapped; returns it.
         custom_get_batch_function: called with an iterator and False; returns tokens, labels, loss mask, attention mask
@@ -158,12 +158,12 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
         other_megatron_args: fields of Megatron-core's TransformerConfig, OptimizerConfig and
             DistributedDataParallelConfig.
 
-    Every other field is refused with what replaces it.
+    Every other field is refused; the error names its replacement.
 
     Raises:
-        OptionError: a value that cannot be used.
-        IncompatibleOptionsError: fields that contradict each other.
-        ConfigError: an option is unset and its variable holds a value that cannot be used.
+        OptionError: a value cannot be used.
+        IncompatibleOptionsError: fields contradict each other.
+        ConfigError: an option is unset, and its environment variable holds a value that cannot be used.
     """
 
     strategy: ClassVar[str] = "megatron"
