@@ -340,7 +340,7 @@ def test_parameters_of_no_prepared_model_are_named_once(strategy: str) -> None:
         "SGD trains a parameter of no prepared model, the first of shape (3,) (group 0). "
     )
     assert f"{strategy} does not average" in said[0]
-    assert "each of 2 ranks trains values of its own" in said[0]
+    assert "each of 2 ranks trains its own values" in said[0]
     assert nothing == []  # rank 0 speaks for all
     assert first != second  # what it warns of
     (_, first), (_, second) = worlds.run(loss_weights, 2, strategy, False, True)

@@ -244,13 +244,13 @@ def test_what_lomo_cannot_do_is_refused(on_cpu: None) -> None:
     x, y = samples()[:8]
     accelerator = Accelerator()
     model = accelerator.prepare(make())
-    with pytest.raises(ValueError, match=r"for one prepared optimizer of lomo-optim, and there are 0"):
+    with pytest.raises(ValueError, match=r"needs exactly one prepared optimizer of lomo-optim, but there are 0"):
         accelerator.backward(nn.functional.mse_loss(model(x), y), learning_rate=0.1)
     accelerator.prepare(lomo_optim.Lomo(model))
     loss = nn.functional.mse_loss(model(x), y)
-    with pytest.raises(ValueError, match=r"needs the learning rate there: accelerator\.backward"):
+    with pytest.raises(ValueError, match=r"so pass the learning rate there: accelerator\.backward"):
         accelerator.backward(loss)
-    with pytest.raises(ValueError, match="needs the learning rate there"):
+    with pytest.raises(ValueError, match="so pass the learning rate there"):
         accelerator.lomo_backward(loss, None)
     with pytest.raises(ValueError, match="got num_items"):
         accelerator.backward(loss, num_items=8, learning_rate=0.1)

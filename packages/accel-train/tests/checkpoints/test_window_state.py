@@ -69,7 +69,7 @@ def test_a_window_of_a_model_that_was_not_prepared_cannot_be_saved(tmp_path):
     stranger = nn.Linear(4, 1)
     with accelerator.accumulate(stranger):
         accelerator.backward(stranger(torch.ones(2, 4)).sum())
-    with pytest.raises(RuntimeError, match="no part of a prepared model"):
+    with pytest.raises(RuntimeError, match="not part of a prepared model"):
         accelerator.save_state(tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
@@ -430,5 +430,5 @@ def test_counts_and_owners_of_a_window_are_checked(changed, message):
     "name", ["model_9.", "model_-1.", "prepared_7", "weights", "model_0.forward", "model_x.0"]
 )
 def test_the_model_of_a_window_is_one_that_is_prepared(name):
-    with pytest.raises(StateMismatchError, match="no prepared model and no part of one"):
+    with pytest.raises(StateMismatchError, match="not a prepared model or a part of one"):
         embedding().model_called(name)

@@ -332,7 +332,7 @@ def test_a_loss_cannot_be_weighed_and_left_as_it_is(register):
     with (
         accelerator.accumulate(model),
         pytest.raises(
-            AccumulationError, match=r"by its items, and backward\(divide=False\) asks to leave it"
+            AccumulationError, match=r"by its items, but backward\(divide=False\) asks to leave it"
         ),
     ):
         accelerator.backward(model(inputs(1)).sum(), num_items=1, divide=False)
@@ -489,7 +489,7 @@ def test_a_batch_may_be_cut_into_micro_batches(rows, size, micro, steps, expecte
 
 
 def test_a_single_batch_that_is_cut_is_warned_of_once():
-    with pytest.warns(UserWarning, match="was expected to be its last: that update") as caught:
+    with pytest.warns(UserWarning, match="was expected to be the last: that update") as caught:
         updates = cut_training(4, 4, 1, 4, epochs=3)
     assert len(caught) == 1
     assert updates[-1] == 2.5, "later epochs are right"

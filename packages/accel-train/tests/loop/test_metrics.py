@@ -107,7 +107,7 @@ def test_rows_gathered_as_objects_do_not_take_the_batch_along():
 
 def test_a_loader_that_was_not_prepared_is_refused():
     for error in worlds.run(refused_loader, 2):
-        assert "wants the loader that prepare() returned, got DataLoader" in error
+        assert "takes a loader that prepare() returned, got DataLoader" in error
 
 
 def refused_loader():

@@ -397,5 +397,5 @@ def test_resume_needs_automatic_names(tmp_path):
     with patch_environment(accelerate_resume="true"):
         with pytest.raises(OptionError, match=r"resume\(\) looks for automatic checkpoints"):
             Accelerator(project_dir=tmp_path).resume()
-        with pytest.raises(OptionError, match="needs a place"):
+        with pytest.raises(OptionError, match="needs a folder"):
             Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True)).resume()

@@ -44,7 +44,9 @@ def test_the_scripts_recipe_is_used(engine):
 
 
 def test_a_recipe_without_fp8_is_refused(engine):
-    with pytest.raises(OptionError, match=r"TERecipeKwargs is for mixed_precision='fp8', and it is 'bf16'"):
+    with pytest.raises(
+        OptionError, match=r"TERecipeKwargs is for mixed_precision='fp8', but mixed_precision is 'bf16'"
+    ):
         Accelerator(mixed_precision="bf16", kwargs_handlers=[TERecipeKwargs()])
 
 

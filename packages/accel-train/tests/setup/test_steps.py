@@ -83,7 +83,7 @@ def test_a_model_that_a_device_map_spread_is_not_placed():
 def test_every_parameter_without_storage_is_counted():
     model = make()
     model[2].to("meta")
-    with pytest.raises(PrepareError, match=r"'2\.weight' \(of 2\) is on the meta device"):
+    with pytest.raises(PrepareError, match=r"'2\.weight' \(the first of 2\) is on the meta device"):
         place_model(model, CPU)
     assert model[0].weight.device == CPU
 

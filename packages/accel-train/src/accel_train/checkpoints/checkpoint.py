@@ -240,8 +240,8 @@ def save_state(
         )
     if trainable_only and prepared.hooks.save:
         raise OptionError(
-            "save_state(trainable_only=True) was called with a hook of register_save_state_pre_hook, which decides "
-            "itself which weights are saved. Use one of the two."
+            "save_state(trainable_only=True) cannot be combined with a hook of register_save_state_pre_hook, which "
+            "decides itself which weights are saved. Use one of the two."
         )
     with _told(prepared):
         return _save_state(prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only)
@@ -326,8 +326,8 @@ def _saving_ranks(prepared: Prepared, asynchronous: bool, when_busy: WhenBusy) -
         _refuse_alone(
             prepared,
             OptionError(
-                "save_state(asynchronous=True) was called on the main process only, and a save in the background needs "
-                "all processes: call it on all of them, or leave asynchronous out."
+                "save_state(asynchronous=True) was called on the main process only, but a save in the background needs "
+                "all processes. Call it on all of them, or leave asynchronous out."
             ),
         )
     problem = prepared.plan.strategy.states.needs_all_ranks(
@@ -360,7 +360,7 @@ def _refuse_alone(prepared: Prepared, error: Exception, operation: str = _SAVE) 
 
 
 def refuse_used_folder(prepared: Prepared) -> None:
-    """Raise when training begins what the first save would fail with, perhaps hours later.
+    """Raise, when training begins, the error with which the first save would fail, perhaps hours later.
 
     Raises:
         OptionError: checkpoints of another run would be mixed with this one's.
@@ -369,9 +369,7 @@ def refuse_used_folder(prepared: Prepared) -> None:
         try:
             problem = _why_taken(prepared, automatic_folder(prepared.project))
         except accel_ckpt.ObjectStorageError as error:  # perhaps on this rank only, and a save looks again
-            warnings.warn(
-                f"whether another run's checkpoints are there is not known yet: {error}", stacklevel=4
-            )
+            warnings.warn(f"could not check for checkpoints of another run: {error}", stacklevel=4)
             return
         if problem is not None:
             raise OptionError(problem)
@@ -420,7 +418,7 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
     """
     if project.project_dir is None:
         raise OptionError(
-            "automatic_checkpoint_naming needs a place: ProjectConfiguration(project_dir=…) or "
+            "automatic_checkpoint_naming needs a folder: pass ProjectConfiguration(project_dir=…) or "
             "Accelerator(project_dir=…)."
         )
     return accel_ckpt.location(project.project_dir) / "checkpoints"
@@ -449,7 +447,7 @@ def load_state(
     if kwargs or load_kwargs:
         names = ", ".join(sorted({*kwargs, *(load_kwargs or {})}))
         raise OptionError(
-            f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out; objects that "
+            f"load_state() got {names}, which has no effect here: nothing is unpickled. Leave it out; objects that "
             "were registered as trusted need trust_custom_objects=True."
         )
     prepared.process.all_take_part(

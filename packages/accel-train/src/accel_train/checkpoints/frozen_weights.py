@@ -122,7 +122,7 @@ def completed(
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{directory} was saved with trainable_only=True, without the frozen parameters of {what}, and those of "
-            f"the script are others: {'; '.join(problems)}. Load the same base before prepare()"
+            f"the script differ: {'; '.join(problems)}. Load the same base model before prepare()"
         )
     return _Completed(saved, {name: own[name] for name in frozen})
 

@@ -1,4 +1,4 @@
-"""Reading a training state, checking that it fits, and putting it back. `collecting.py` collects it.
+"""Reading a training state, checking that it fits, and restoring it. `collecting.py` collects it.
 
 Shared trees are saved once: optimizers, schedulers, the scaler, registered objects, counters. Where a rank has others
 than the rank that saves for all, it saves its own beside (`rank_differences.py`). Every rank has trees of its own in

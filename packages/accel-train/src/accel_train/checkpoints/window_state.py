@@ -89,7 +89,7 @@ class Trained:
                 if module is model:
                     return f"model_{index}.{name}"
         raise AccumulationError(
-            f"accumulate() was given a {type(model).__name__} that is no part of a prepared model, and its window is "
+            f"accumulate() was given a {type(model).__name__} that is not part of a prepared model, and its window is "
             "not finished: its gradients cannot be saved. Prepare the model, or save when the window has ended."
         )
 
@@ -107,8 +107,8 @@ class Trained:
             if (found["path"] or "") in parts:
                 return parts[found["path"] or ""]
         raise accel_ckpt.StateMismatchError(
-            f"the checkpoint holds an unfinished accumulation window of {name[:100]!r}, which is no prepared model and "
-            "no part of one. Prepare the same models as the script that saved it."
+            f"the checkpoint holds an unfinished accumulation window of {name[:100]!r}, which is not a prepared model "
+            "or a part of one. Prepare the same models as the script that saved it."
         )
 
     def number_of(self, loader: Any) -> int | None:
@@ -408,8 +408,8 @@ def _check_gradient(name: str, packed: Any, parameter: Tensor) -> None:
             _unpack(packed, parameter)
         except (RuntimeError, TypeError, ValueError) as error:
             raise accel_ckpt.CorruptCheckpointError(
-                f"the checkpoint holds a sparse gradient for {name} that is none: {first_line(error)}. The file is "
-                "damaged, or something else wrote it; load another checkpoint"
+                f"the checkpoint holds an invalid sparse gradient for {name}: {first_line(error)}. The file is "
+                "damaged, or another program wrote it; load another checkpoint"
             ) from error
 
 

@@ -34,8 +34,8 @@ class ActiveLoaders:
     raises.
 
     Attributes:
-        pulse: tells the launcher when a loader is waited for; None: nobody asks.
-        epochs: what samplers and datasets, by their `id`, were told last; loaders may share a dataset.
+        pulse: tells the launcher when a rank waits for a loader; None: the launcher does not ask.
+        epochs: the epoch that samplers and datasets were given last, by their `id`; loaders may share a dataset.
     """
 
     pulse: Heartbeat | None = None
@@ -51,7 +51,7 @@ class ActiveLoaders:
         """The `GradientState` of the `Accelerator` that the record belongs to.
 
         Raises:
-            StateError: it belongs to none, or that is gone.
+            StateError: the record belongs to no `Accelerator`, or that one no longer exists.
         """
         state = None if self._gradient_state is None else self._gradient_state()
         if state is None:
@@ -66,7 +66,7 @@ class ActiveLoaders:
         self._gradient_state = weakref.ref(state)
 
     def begin(self, loader: object) -> None:
-        """An iteration of `loader` begins; a loader may have several iterators at a time."""
+        """Record that an iteration of `loader` begins; a loader may have several iterators at a time."""
         self._clock += 1
         known = self._entries.pop(id(loader), None)
         entry = self._entries[id(loader)] = _Entry(loader, self._clock)
@@ -75,14 +75,14 @@ class ActiveLoaders:
             entry.last_yield = known.last_yield
 
     def yielded(self, loader: object) -> None:
-        """`loader` returns a batch now."""
+        """Record that `loader` returns a batch now."""
         self._clock = clock = self._clock + 1
         entry = self._entries.get(id(loader))
         if entry is not None:
             entry.last_yield = clock
 
     def end(self, loader: object) -> None:
-        """An iteration of `loader` is over, for whatever reason."""
+        """Record that an iteration of `loader` is over, for whatever reason."""
         entry = self._entries.get(id(loader))
         if entry is None:
             return

@@ -102,10 +102,10 @@ def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) 
     """Say that batches before the saved position are read again, where the script does not skip any."""
     if restored.batches and not skipped and loader.ranks.index == 0:
         warnings.warn(
-            f"The loaded state was saved after {restored.batches} batches of this epoch, and this loop begins with the "
-            "first one, so that they are trained on again. To continue after them, give the Accelerator "
+            f"The loaded state was saved after {restored.batches} batches of this epoch, but this loop begins with the "
+            "first batch, so these batches are trained on again. To continue after them, pass the Accelerator "
             "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
-            f"accelerator.skip_first_batches(loader, {restored.batches}). A loop may also pass over them itself.",
+            f"accelerator.skip_first_batches(loader, {restored.batches}). The loop may also skip them itself.",
             stacklevel=4,
         )
 

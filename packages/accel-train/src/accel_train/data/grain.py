@@ -15,21 +15,21 @@ __all__ = ["GrainDataset"]
 
 
 class GrainDataset(IterableDataset[Any]):
-    """A `grain.IterDataset` as a stream for `torch.utils.data.DataLoader`.
+    """Wraps a `grain.IterDataset` as an iterable dataset for `torch.utils.data.DataLoader`.
 
     Its position is that of Grain's iterator (`get_state`), so a loader that is prepared with
-    `use_stateful_dataloader=True` continues without reading anything again. Each worker process of a loader reads all
-    and keeps its part, every n-th element.
+    `use_stateful_dataloader=True` continues without reading anything again. Each worker process of a loader reads
+    everything and keeps every n-th element.
 
-    A `grain.MapDataset` needs no wrapper: torch's loader reads it by index, and shuffles, divides and continues it as
+    A `grain.MapDataset` needs no wrapper: torch's loader reads it by index, and shuffles, divides and continues it like
     any map-style dataset.
 
     Args:
         dataset: an iterable dataset of Grain, or a function of the epoch that returns one, for another order in every
-            epoch. Of a function the epoch is that of the loader, or the last one given to `set_epoch`.
+            epoch. The function gets the epoch of the loader, or the last one given to `set_epoch`.
 
     Raises:
-        ArgumentTypeError: neither of them.
+        ArgumentTypeError: `dataset` is neither.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -87,7 +87,7 @@ class GrainDataset(IterableDataset[Any]):
         return {"iterator": state, "read": self._read}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin there when it is iterated next."""
+        """Continue from a saved state at the next iteration."""
         self._begin = None if state["iterator"] is None else copy.deepcopy(state)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,13 +17,13 @@ __all__ = ["IterableDatasetShard", "Tagged", "TaggingCollate", "native_shard", "
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """One rank's part of an iterable dataset.
+    """Shards an iterable dataset: every rank reads all of it, and yields its own part.
 
     The dataset is read in global batches; a rank keeps one contiguous slice of each. An incomplete last
     global batch is completed with the samples of the first one.
 
     Args:
-        dataset: the dataset to share out; all ranks must read the same samples in the same order.
+        dataset: the dataset to shard; all ranks must read the same samples in the same order.
         batch_size: samples in one rank's batch, or in the global batch when `split_batches`.
         drop_last: drop an incomplete last global batch.
         num_processes: number of ranks.
@@ -53,7 +53,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.epoch = 0
         self.round_rows = 0
-        """Real samples in the global batch that the sample yielded last belongs to."""
+        """Number of real samples (not padding) in the global batch of the last yielded sample."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, and call the dataset's ``set_epoch`` if it has one."""
@@ -95,7 +95,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from batch[mine]
 
     def first_samples(self, read: list[Any]) -> list[Any]:
-        """The samples that complete the last global batch, given those of the first one that was `read`."""
+        """The samples that complete the last global batch, from the first global batch, of which some were `read`."""
         return read
 
 
@@ -142,7 +142,7 @@ def valid_rows_of_round(shard: IterableDatasetShard, real: int, batches: bool) -
 
 
 def native_shard(dataset: Any, num_processes: int, process_index: int) -> Any | None:
-    """A dataset of Hugging Face's datasets library cut by files, or None when it has too few of them."""
+    """Shard a dataset of Hugging Face's datasets library by its files; None if it has too few files."""
     if not type(dataset).__module__.startswith("datasets.") or not hasattr(dataset, "shard"):
         return None
     shards: int = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None) or 0
@@ -152,9 +152,9 @@ def native_shard(dataset: Any, num_processes: int, process_index: int) -> Any | 
 
 
 def parts_of(dataset: Any) -> int | None:
-    """The number of parts of which a dataset declares that it yields one; None if it declares nothing.
+    """The number of parts, of which a dataset declares that it yields one; None if it declares nothing.
 
-    Datasets of `split_dataset_by_node`, and the classes like `IterableDatasetShard` of other libraries, do.
+    Datasets of `split_dataset_by_node`, and classes of other libraries like `IterableDatasetShard`, declare it.
     """
     if type(dataset).__name__ == "IterableDatasetShard":
         return getattr(dataset, "num_processes", None)

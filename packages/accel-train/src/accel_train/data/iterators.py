@@ -133,7 +133,7 @@ class LoaderIterator:
 
 
 def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError | None:
-    """What to raise when a loader ends after `yielded` batches although its sampler has more; None if it has not.
+    """The error for a loader that ends after `yielded` batches although its sampler has more; None if it has no more.
 
     A plain loader ends, without a word, when its dataset raises `StopIteration` for a sample. One process
     does as the plain loader; among several, the other ranks would wait for this one.
@@ -142,7 +142,7 @@ def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError
         return None
     return DataError(
         f"Reading batch {yielded} (counted from 0) raised StopIteration, though the sampler yields that batch: the "
-        "dataset or the collate function ended early. Raise another error there, or let the sampler end where "
+        "dataset or the collate function ended early. Raise another error there, or make the sampler end where "
         "the data ends."
     )
 

@@ -1,4 +1,4 @@
-"""One exchange of the lengths of data that ranks are to share."""
+"""Check, with one exchange between ranks, that all have data of the same length."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
 
     Args:
         ranks: those that read different samples.
-        loaders: prepared ones. Streams, loaders that send batches, and those that hold one rank's data already are left
-            alone.
+        loaders: prepared loaders. Iterable datasets, dispatching loaders, and loaders of data that is sharded already
+            are not checked.
 
     Raises:
         DataError: on all ranks, if the datasets or samplers of a loader differ in length, or its batches in size.

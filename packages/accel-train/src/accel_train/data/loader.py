@@ -1,4 +1,4 @@
-"""What all prepared loaders have in common: their options, and what they answer about the last batch."""
+"""Base of all prepared loaders: their options, and facts about the last returned batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
 
 
 class DataLoaderStateMixin:
-    """Reports when an iteration begins and ends.
+    """Mixin that reports to the `Accelerator` when an iteration begins and ends.
 
     Attributes:
         ledger: the active loaders of the `Accelerator` that the loader belongs to.
@@ -53,11 +53,11 @@ class DataLoaderStateMixin:
     ledger: ActiveLoaders
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Report that an iteration begins."""
         self.ledger.begin(self)
 
     def end(self) -> None:
-        """An iteration is over."""
+        """Report that an iteration is over."""
         self.ledger.end(self)
 
 
@@ -96,13 +96,13 @@ class Indexes:
 
 
 class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], ABC):
-    """A `torch.utils.data.DataLoader` that knows its place among the ranks; base of the two prepared kinds.
+    """A `torch.utils.data.DataLoader` that yields this rank's batches; base of the two prepared kinds.
 
     Args:
         dataset: the dataset, or this rank's shard of it.
-        device: where batches are moved; None leaves them.
+        device: the device to which batches are moved; None: they are not moved.
         rng_types: generators made equal on all ranks at each epoch: "torch", "cuda", "generator", …
-        synchronized_generator: the generator meant by "generator".
+        synchronized_generator: the generator that "generator" stands for.
         skip_batches: batches to skip at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         _drop_last: whether the original loader dropped an incomplete last batch.
@@ -115,7 +115,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     """
 
     _is_accelerate_prepared: bool = False
-    """The mark of everything that an `Accelerator` prepared, for other libraries' code that looks for it."""
+    """Marks objects that an `Accelerator` prepared, for code of other libraries that looks for it."""
     skips_steps: bool = False
     """Whether `skip_batches` counts for map-style datasets, too; otherwise their batch sampler skips."""
     reads_own_part: bool = False
@@ -128,7 +128,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     make_iteration: type[Iteration] = Iteration
     """The class of its iterations."""
     base_dataloader = _Itself()
-    """The loader that torch iterates, under Accelerate's name: itself, because none is wrapped."""
+    """The loader that torch iterates, under Accelerate's name: this object, because no loader is wrapped."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         """The `GradientState` of the `Accelerator` that the loader belongs to.
 
         Raises:
-            StateError: it belongs to none, or that is gone.
+            StateError: the loader belongs to no `Accelerator`, or that one no longer exists.
         """
         return self.ledger.gradient_state
 
@@ -217,9 +217,9 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     def batches_left(self) -> int | None:
         """How many batches of this rank follow the last returned batch in the running iteration.
 
-        Counted by arithmetic: nothing is fetched early. The same on all ranks unless `may_be_uneven`. None when nothing
-        is iterated, and when the number is not known: streams and samplers without a length, and streams that several
-        worker processes read. A length that a dataset or sampler gives is believed.
+        Counted by arithmetic: nothing is fetched early. The same on all ranks unless `may_be_uneven`. None if nothing
+        is iterated, or the number is not known: for streams and samplers without a length, and for streams that several
+        worker processes read. The `__len__` of a dataset or sampler is trusted.
         """
         current = self.current
         if current is None or current.closed:
@@ -348,15 +348,15 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self.epoch_state.choose(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, and call ``set_epoch`` of the samplers and the dataset that have it.
+        """Set the next epoch, and call ``set_epoch`` of the samplers and the dataset that have it.
 
-        A number that a script gives to one of those instead is taken for the loader's when the next epoch begins.
+        If a script sets the epoch of one of those instead, the loader takes it over when the next epoch begins.
         """
         self.epoch_state.choose(epoch)
         self.tell_epoch(epoch)
 
     def tell_epoch(self, epoch: int) -> None:
-        """Tell all that follows the epoch, worker processes included."""
+        """Pass the epoch on to samplers and dataset, also in worker processes."""
         if self.worker_epoch is not None:
             self.worker_epoch.fill_(epoch)
         for follower in self.followers:
@@ -392,11 +392,10 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: epoch, the epoch's draw, and position, as plain data and tensors.
+        """The loader's position: epoch, the epoch's random draws, and batches, as plain data and tensors.
 
         The state counts the batches that were returned. An epoch whose last batch is known to have been returned
-        counts as over.
-        Asking changes nothing: the loader continues as if it had not been asked.
+        counts as over. The call has no side effect on the iteration.
         """
         running = self.epoch_state.running  # which may be that of a loader that skips
         finished = running is not None and running.yielded > 0 and running.known_to_end()
@@ -410,11 +409,11 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         return state
 
     def state_after(self, batches: int, ranks: int) -> dict[str, Any]:
-        """A state as another library may have saved it; the order of the epoch and the random states are those of now.
+        """Make a state from the little that another library saved, with the current epoch order and random states.
 
         Args:
-            batches: how many each rank had received; 0: between two epochs.
-            ranks: how many read different samples.
+            batches: how many batches each rank had received; 0: between two epochs.
+            ranks: how many ranks read different samples.
         """
         rounds = 1 if self.splits_batches else ranks
         stride = self.stream_stride
@@ -460,14 +459,14 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             randomness.put_back(now)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Return to a saved state.
+        """Restore a saved state.
 
-        The next iterator of the saved epoch uses the saved draw, so it has the order of the interrupted one. It also
-        continues at the saved position if the loader was prepared with ``use_stateful_dataloader=True``;
-        otherwise it starts at the first batch, and `skip_first_batches` leads to the position.
+        The next iterator of the saved epoch uses the saved random draws, so it has the order of the interrupted one. It
+        also continues at the saved position if the loader was prepared with ``use_stateful_dataloader=True``;
+        otherwise it starts at the first batch, and `skip_first_batches` skips to the position.
 
-        `iteration` is then the number of the epoch to continue with: the next one, if the last batch of the saved epoch
-        was known to have been returned. ``set_epoch(saved)`` returns to that epoch, which then yields no batches.
+        `iteration` is then the number of the epoch to continue with: the next epoch, if the last batch of the saved one
+        was known to have been returned. ``set_epoch(saved)`` returns to the saved epoch, which then yields no batches.
 
         Raises:
             DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
@@ -486,12 +485,12 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self._note_epochs()
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Whether a loader prepared like this one can continue where `state_dict` was saved; changes nothing.
+        """Check that this loader can continue at the position in `state_dict`; changes nothing.
 
         Raises:
-            DataError: `state_dict` does not come from a prepared loader, or from another kind of loader, or from one
-                with another number of random generators.
-            NotAvailableError: the position means nothing for this number of ranks or workers, or this batch size.
+            DataError: `state_dict` does not come from a prepared loader, or comes from another kind of loader, or from
+                one with another number of random generators.
+            NotAvailableError: the position has no equivalent for this number of ranks or workers, or this batch size.
         """
         restored = read(state_dict)
         self.randomness().check_own(state_dict.get("generators", []))

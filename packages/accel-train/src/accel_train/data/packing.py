@@ -18,22 +18,22 @@ __all__ = ["PackedDataset", "PackingCollator", "cu_seqlens_of"]
 
 
 class PackedDataset(Dataset[list[Any]]):
-    """A map-style dataset of packs: item i is the list of samples that share sequence i.
+    """Packs short samples into sequences: a map-style dataset whose item i is the list of samples in sequence i.
 
-    Packs are made once, by first-fit decreasing on samples in an order that depends on the seed, so a pack holds
-    samples from everywhere. Every sample is in one pack. A loader shuffles packs, divides them among ranks and
-    continues inside an epoch as it does with any map-style dataset.
+    Packs are made once, by first-fit decreasing on samples in an order that depends on the seed, so a pack mixes
+    samples from the whole dataset. Every sample is in one pack. A loader shuffles packs, divides them among ranks and
+    continues inside an epoch as with any map-style dataset.
 
     Args:
         dataset: the samples, by index.
-        lengths: tokens of each; see `TokenBatchSampler`.
-        max_length: tokens of a sequence.
-        seed: of the order; None: as they are in the dataset.
-        window: samples that are packed together; None: all.
+        lengths: number of tokens of each sample; see `TokenBatchSampler`.
+        max_length: tokens per sequence.
+        seed: seed of the order; None: the order of the dataset.
+        window: number of samples that are packed together; None: all.
 
     Raises:
         DataError: a sample has no tokens, or more than `max_length`.
-        ArgumentTypeError: lengths that are no whole numbers.
+        ArgumentTypeError: lengths are not whole numbers.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class PackedDataset(Dataset[list[Any]]):
     ) -> None:
         known = lengths_of(lengths, dataset)
         if max_length < 1 or (window is not None and window < 1):
-            raise DataError(f"PackedDataset(max_length={max_length}, window={window}): both are at least 1.")
+            raise DataError(
+                f"PackedDataset(max_length={max_length}, window={window}): both must be at least 1."
+            )
         if len(known) != len(dataset):
             raise DataError(
                 f"PackedDataset got {len(known)} lengths for a dataset of {len(dataset)} samples."
@@ -72,11 +74,11 @@ class PackedDataset(Dataset[list[Any]]):
 
     @property
     def fill(self) -> float:
-        """Tokens of samples in all tokens of the sequences, 0 to 1."""
+        """The share of the sequences' tokens that are tokens of samples, not padding: 0 to 1."""
         return self.tokens / (len(self) * self.max_length) if len(self) else 1.0
 
     def indices(self, pack: int) -> list[int]:
-        """The samples of a pack, as indices of the dataset."""
+        """The dataset indices of the samples in a pack."""
         if not -len(self) <= pack < len(self):
             raise IndexError(f"pack {pack} of {len(self)}")
         pack %= len(self)
@@ -93,25 +95,25 @@ class PackedDataset(Dataset[list[Any]]):
 
 
 class PackingCollator:
-    """Makes a batch of packs, each one row of `max_length` tokens.
+    """Collate function that makes a batch of packs, each one row of `max_length` tokens.
 
-    The result has, each of shape (packs, max_length) and dtype int64:
+    The result is a mapping of tensors with shape (packs, max_length) and dtype int64:
 
     - ``input_ids``: the tokens, then padding;
     - ``labels``: `labels` of the samples, or their tokens; the first token of each sample and the padding are
-      `ignore_index`, so nothing is predicted across a boundary. ``(labels != ignore_index).sum()`` is the number of
-      items of `backward(num_items=…)`, for losses that shift labels by one;
+      `ignore_index`, so nothing is predicted across a boundary. ``(labels != ignore_index).sum()`` is the value for
+      `backward(num_items=…)`, for losses that shift labels by one;
     - ``position_ids``: from 0 in each sample, and from 0 in the padding;
-    - ``sequence_ids``: 1 for the first sample of a row, 2 for the second, …, 0 for padding. Tokens may attend to each
-      other where it is equal.
+    - ``sequence_ids``: 1 for the first sample of a row, 2 for the second, …, 0 for padding. Tokens with equal values
+      may attend to each other.
 
     Args:
-        max_length: tokens of a row.
-        pad_token_id: what fills it up.
-        ignore_index: label of what is not predicted.
+        max_length: tokens per row.
+        pad_token_id: token that fills up a row.
+        ignore_index: label of tokens that are not predicted.
         cu_seqlens: also return ``cu_seqlens``, the boundaries of all samples and paddings in the flattened batch as
-            int32, and ``max_seqlen``, a number, as kernels for sequences of variable length take them. They are no
-            rows, so rank 0 cannot share them out: not with `dispatch_batches=True`.
+            int32, and ``max_seqlen``, a number, as kernels for sequences of variable length take them. They have no
+            rows, so rank 0 cannot divide them: do not combine with `dispatch_batches=True`.
     """
 
     def __init__(
@@ -123,10 +125,10 @@ class PackingCollator:
         self.cu_seqlens = cu_seqlens
 
     def __call__(self, packs: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """Collate packs: lists of samples, which are mappings with ``input_ids``, or tokens themselves.
+        """Collate packs: lists of samples, which are mappings with ``input_ids``, or the tokens themselves.
 
         Raises:
-            DataError: a pack has more tokens than a row, or a sample another number of labels than of tokens.
+            DataError: a pack has more tokens than a row, or a sample has more or fewer labels than tokens.
         """
         shape = (len(packs), self.max_length)
         ids = torch.full(shape, self.pad_token_id, dtype=torch.int64)
@@ -166,9 +168,10 @@ class PackingCollator:
 
 
 def cu_seqlens_of(position_ids: Tensor) -> Tensor:
-    """Boundaries of sequences in a flattened batch, from positions that begin at 0 in each; int32, on their device.
+    """Cumulative sequence lengths of a flattened batch, from position ids; int32, on the same device.
 
-    Waits for the device, since their number depends on the values.
+    A sequence begins where the position is 0. Waits for the device, because the number of sequences depends on the
+    values.
     """
     flat = position_ids.reshape(-1)
     starts = torch.nonzero(flat == 0).reshape(-1)

@@ -79,13 +79,13 @@ def prepare_data_loader(
     ledger: ActiveLoaders | None = None,
     pre_sharded: bool | None = None,
 ) -> PreparedLoader:
-    """Make a loader yield one rank's part of the data, on its device.
+    """Shard a data loader: make it yield one rank's part of the data, on its device.
 
     Args:
         dataloader: a loader; one that is prepared already is returned unchanged.
-        device: where batches go, if `put_on_device`.
+        device: the device for batches, with `put_on_device`.
         num_processes: number of ranks; by default that of `PartialState`.
-        process_index: this rank; likewise.
+        process_index: this rank; by default that of `PartialState`.
         split_batches: the loader's batch size is the global one, divided among ranks; else it is each
             rank's own.
         put_on_device: whether batches are moved to `device`.
@@ -94,7 +94,7 @@ def prepare_data_loader(
             put on a device, unless they are sharded already.
         even_batches: complete the last round with the first samples, so that all ranks get the same number of
             batches.
-        slice_fn_for_dispatch: how rank 0 cuts a global batch:
+        slice_fn_for_dispatch: function with which rank 0 cuts a global batch:
             ``f(batch, slice, process_index=…, num_processes=…)``.
         use_seedable_sampler: replace a `RandomSampler` by one whose order depends on a seed and the epoch
             alone.
@@ -110,9 +110,9 @@ def prepare_data_loader(
         A `DataLoaderShard` or a `DataLoaderDispatcher`.
 
     Raises:
-        ArgumentTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
-        OptionError: `torch_device_mesh` has no names, or not every rank once.
-        DataError: options that exclude each other, or a batch size that cannot be split.
+        ArgumentTypeError: `dataloader` is not a `torch.utils.data.DataLoader`.
+        OptionError: `torch_device_mesh` has no dimension names, or does not hold every rank exactly once.
+        DataError: options exclude each other, or a batch size cannot be split.
     """
     if num_processes is None or process_index is None:
         state = PartialState()
@@ -176,7 +176,7 @@ def prepare_for_ranks(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise ArgumentTypeError(
-            f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "
+            f"prepare_data_loader() takes a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "
             "Wrap the dataset in a DataLoader first."
         )
     _check_kind(dataloader, ranks)
@@ -224,8 +224,8 @@ def _keeps_order(loader: DataLoader[Any], ranks: Ranks, stateful: bool) -> bool:
     if loader.in_order or not loader.num_workers or (ranks.world_size == 1 and not stateful):
         return loader.in_order
     warnings.warn(
-        "in_order=False was changed to True: the batches of one step must be of one round on all processes, and a "
-        "position inside the epoch must mean the same when it is loaded.",
+        "in_order=False was changed to True: all processes must read batches of the same round in a step, and a "
+        "saved position inside the epoch must mean the same when it is loaded.",
         stacklevel=4,
     )
     return True
@@ -240,7 +240,7 @@ def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | Non
             return kind
         if parts != 1 and declared is None:
             warnings.warn(
-                f"{type(owner).__name__} yields one of {parts} parts, and that part is shared out again among "
+                f"{type(owner).__name__} yields one of {parts} parts, and that part is divided again among "
                 f"{ranks.size} ranks: samples are lost unless all ranks hold the same part. Make {ranks.size} parts, "
                 "or only one; pre_sharded=False declares that this is intended.",
                 stacklevel=4,
@@ -269,15 +269,16 @@ def _check_kind(loader: DataLoader[Any], ranks: Ranks) -> None:
     if isinstance(loader, SkipDataLoader):
         if loader.skip_batches and ranks.size > 1:
             raise DataError(
-                f"This loader skips {loader.skip_batches} batches of what {ranks.size} ranks are to share. "
+                f"This loader skips {loader.skip_batches} batches of data that {ranks.size} ranks share. "
                 "Prepare the whole loader first, and then skip: skip_first_batches(prepared, num_batches)."
             )
         return
     lost = [name for name in ("__iter__", "__len__") if getattr(kind, name) is not getattr(DataLoader, name)]
     if lost:
         warnings.warn(
-            f"{kind.__name__} overrides {' and '.join(lost)} of DataLoader, which is not kept: a prepared loader reads "
-            "the dataset itself. Move the change to the dataset or to collate_fn, or wrap the prepared loader.",
+            f"{kind.__name__} overrides {' and '.join(lost)} of DataLoader, which has no effect after prepare(): a "
+            "prepared loader reads the dataset itself. Move the change to the dataset or to collate_fn, or wrap the "
+            "prepared loader.",
             stacklevel=4,
         )
 
@@ -424,5 +425,5 @@ def _drop_unused_rng_type(options: dict[str, Any]) -> None:
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler of a plain or prepared loader that yields single indices."""
+    """Return the sampler of a plain or prepared loader that yields single indices."""
     return innermost_sampler(dataloader.batch_sampler, dataloader.sampler)

@@ -20,7 +20,7 @@ __all__ = ["DataLoaderShard"]
 
 
 class DataLoaderShard(PreparedLoader):
-    """A data loader for one rank: its dataset or batch sampler already yields that rank's part only.
+    """A data loader that reads this rank's part of the data: its dataset or batch sampler yields only that part.
 
     Its arguments are those of `PreparedLoader`.
     """

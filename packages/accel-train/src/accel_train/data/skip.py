@@ -19,13 +19,13 @@ __all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
 class SkipDataLoader(DataLoaderShard):
-    """The loader of one process without its first batches: it reads all data, and answers as a prepared loader does.
+    """A loader of one process that skips its first batches; it has the attributes of a prepared loader.
 
-    `Accelerator.prepare` takes it as it takes a plain loader.
+    `Accelerator.prepare` takes it like a plain loader.
 
     Args:
         dataset: the dataset.
-        skip_batches: how many batches every iteration leaves out; of a stream they are read and dropped.
+        skip_batches: how many batches every iteration skips; those of an iterable dataset are read and dropped.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         **kwargs: as for `DataLoaderShard`.
     """
@@ -41,12 +41,10 @@ class SkipDataLoader(DataLoaderShard):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader like `dataloader` that skips the first `num_batches` batches of every iteration.
+    """Return a loader like `dataloader` that skips the first `num_batches` batches of every iteration.
 
-    Of a map-style dataset nothing is read for the skipped batches. A prepared loader keeps everything
-    that it was
-    prepared with, and shares its epoch with the new one: when the new loader has finished the epoch, the
-    old one continues with the next.
+    With a map-style dataset the skipped batches are not read. The new loader has all options of a prepared loader, and
+    shares its epoch: when the new loader has finished the epoch, the old one continues with the next.
 
     Args:
         dataloader: a prepared or a plain loader.
@@ -54,8 +52,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Raises:
         ArgumentTypeError: `num_batches` is not a whole number.
-        DataError: `num_batches` is negative, or the loader is about to continue at a restored position
-            already, or `num_batches` counts batches of another number of ranks.
+        DataError: `num_batches` is negative, or the loader will continue at a restored position by itself, or
+            `num_batches` counts batches of another number of ranks.
     """
     try:
         num_batches = operator.index(num_batches)

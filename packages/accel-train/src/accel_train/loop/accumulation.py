@@ -204,14 +204,14 @@ class Accumulator:
             for model in models:
                 if not isinstance(model, nn.Module):
                     raise ArgumentTypeError(
-                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what "
-                        "prepare() returned for each, as accumulate(a, b); a loader goes to dataloader=."
+                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass the models "
+                        "that prepare() returned, as in accumulate(a, b). Pass a loader as dataloader=…."
                     )
             window = self._windows[models] = Window(models)
         if loader is not None and not hasattr(loader, "may_be_uneven"):
             raise ArgumentTypeError(
-                f"accumulate(dataloader=…) takes a prepared loader, got {type(loader).__name__}. Pass what prepare() "
-                "returned for it."
+                f"accumulate(dataloader=…) takes a prepared loader, got {type(loader).__name__}. Pass the loader that "
+                "prepare() returned."
             )
         return _MicroBatch(self, window, loader)
 
@@ -282,9 +282,9 @@ class Accumulator:
         cut.ended = False
         warnings.warn(
             f"accumulate() begins once more for the last batch of {_describe(owner)}. Its micro-batch number "
-            f"{cut.part - 1} was expected to be its last: that update was made from a part of a window. How many "
-            "follow is known from the batch before, and from the next epoch on. Cut all batches alike, or let windows "
-            "end by their length alone: GradientAccumulationPlugin(sync_with_dataloader=False).",
+            f"{cut.part - 1} was expected to be the last: that update used only a part of the window. The number of "
+            "micro-batches is predicted from the batch before, and known from the next epoch on. Cut all batches "
+            "alike, or end windows by their length alone: GradientAccumulationPlugin(sync_with_dataloader=False).",
             stacklevel=5,
         )
 
@@ -304,7 +304,7 @@ class Accumulator:
         if self._strategy.capabilities.window == "planned":
             raise AccumulationError(
                 f"The strategy {self._strategy.name!r} must know how many micro-batches a window holds when it "
-                f"opens, and {_describe(owner)} does not tell how many are left. Give the dataset a length, use "
+                f"opens, but {_describe(owner)} has no known number of batches left. Give the dataset a length, use "
                 "GradientAccumulationPlugin(sync_with_dataloader=False), or gradient_accumulation_steps=1."
             )
         return self.num_steps
@@ -344,7 +344,7 @@ class Accumulator:
                 names = ", ".join(sorted(_describe(item) for item in [active, *rivals]))
                 raise AmbiguousLoaderError(
                     f"accumulate() cannot tell which data loader ends the window: {names} are being iterated in turn. "
-                    "Say it: accelerator.accumulate(model, dataloader=train_loader)."
+                    "Name it: accelerator.accumulate(model, dataloader=train_loader)."
                 )
             active = previous
         window.owner = self.last_owner = weakref.ref(active)
@@ -500,8 +500,8 @@ class Accumulator:
             warnings.warn(
                 f"{type(optimizer).__name__} trains {count} of no prepared model, the first of shape "
                 f"{tuple(parameter.shape)} (group {number}). {self._strategy.name} does not average their gradients, "
-                f"so each of {self._strategy.loss.size} ranks trains values of its own, unless the script "
-                "averages them. Give the module that holds them to prepare().",
+                f"so each of {self._strategy.loss.size} ranks trains its own values, unless the script "
+                "averages them. Pass the module that holds them to prepare().",
                 stacklevel=5,
             )
 
@@ -521,7 +521,7 @@ class Accumulator:
             raise AccumulationError(
                 f"This window holds {window.micro_batches} micro-batches and {window.planned} were planned when it "
                 f"opened, which the strategy {self._strategy.name!r} cannot correct. Do not leave the loader inside a "
-                "window, and change gradient_accumulation_steps between two."
+                "window, and change gradient_accumulation_steps only between two windows."
             )
         if not window.corrected:
             ranks = self._averaged_over(window)
@@ -540,8 +540,8 @@ class Accumulator:
         if not self._averages(kwargs):
             words = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise AccumulationError(
-                f"backward(num_items=…) divides the loss by its items, and backward({words}) asks to leave it as it "
-                "is. Pass one of them."
+                f"backward(num_items=…) divides the loss by its items, but backward({words}) asks to leave it "
+                "unchanged. Pass only one of them."
             )
         if not self._strategy.capabilities.num_items:
             raise AccumulationError(
@@ -600,8 +600,8 @@ class Accumulator:
         kinds = {id(model) in alone for model in trained if any(p.requires_grad for p in model.parameters())}
         if len(kinds) > 1:
             raise AccumulationError(
-                "A window trains a model inside LocalSGD together with one outside of it, so it is neither of one rank "
-                "nor of all. Name the models of each in an accumulate() of its own."
+                "A window trains a model inside LocalSGD, on one rank, together with a model outside of it, on all "
+                "ranks. Use two accumulate() blocks: one for the models inside LocalSGD, one for the others."
             )
         return Ranks() if kinds == {True} else self._strategy.loss
 

@@ -1,4 +1,4 @@
-"""Clipping: what is clipped are complete gradients at their true size."""
+"""Gradient clipping: only complete, unscaled gradients are clipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clip_grad_norm_(
     complete: bool,
     observers: Iterable[StepObserver] = (),
 ) -> Tensor:
-    """See `Accelerator.clip_grad_norm_`; `complete` is false while a window is being filled."""
+    """See `Accelerator.clip_grad_norm_`; `complete` is false inside an accumulation window."""
     chosen = _listed(parameters)
     if not complete:
         return strategy.gradient_norm(chosen, norm_type) / strategy.precision.loss_scale
@@ -73,7 +73,7 @@ def _unscale_owners(
     ]
     if wanted and not owners:
         raise PrepareError(
-            "Clipping under mixed_precision='fp16' must unscale gradients first, which is done by optimizer, and no "
+            "Clipping under mixed_precision='fp16' must unscale gradients first, which works per optimizer, but no "
             "prepared optimizer owns these parameters. Prepare it: `optimizer = accelerator.prepare(optimizer)`."
         )
     for owner in owners:

@@ -82,7 +82,7 @@ class FirstWindows:
             raise AccumulationError(
                 f"{len(changed)} parameters changed inside an accumulation window, before its gradients were complete, "
                 "and no prepared optimizer has them: an optimizer that was not prepared steps in every micro-batch. "
-                "Pass it to prepare() and use what that returns: `optimizer = accelerator.prepare(optimizer)`."
+                "Pass it to prepare() and use the returned one: `optimizer = accelerator.prepare(optimizer)`."
             )
 
     def saw_backward(self, models: tuple[nn.Module, ...]) -> None:
@@ -157,28 +157,28 @@ def check_trains(
             if parameter.grad is not None and id(parameter) not in known:
                 warnings.warn(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
-                    f"{tuple(held[0].shape)}, and none of them is of a prepared model or has a gradient, while "
+                    f"{tuple(held[0].shape)}. None of them belongs to a prepared model or has a gradient, while "
                     f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps train "
-                    "nothing. Build it from the parameters() of the model that is prepared (not of a copy of it).",
+                    "nothing. Build it from the parameters() of the model that is prepared, not of a copy.",
                     stacklevel=4,
                 )
                 return
 
 
 def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
-    """Raise in the place of what torch raises for a loss without a gradient.
+    """Raise a clearer error than torch's for a loss without a gradient.
 
     Args:
-        loss: of the backward pass.
-        error: that it raised.
+        loss: the loss of the backward pass.
+        error: the error that torch raised.
 
     Raises:
-        NoGradientError: that was the reason.
+        NoGradientError: the loss has no gradient.
     """
     if "does not require grad" in str(error) and not loss.requires_grad:
         raise NoGradientError(
-            f"backward() of a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
-            "What gather() and reduce() return has none: a loss over the samples of all ranks needs "
-            "accelerator.gather_with_grad(). Else the model is frozen, or the loss was computed under "
+            f"backward() got a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
+            "Results of gather() and reduce() have none: a loss over the samples of all ranks needs "
+            "accelerator.gather_with_grad(). Otherwise the model is frozen, or the loss was computed under "
             "torch.no_grad() or from detached tensors."
         ) from error

@@ -25,11 +25,11 @@ class GarbageCollector(StepObserver):
     def __init__(self, every: int, generation: int) -> None:
         if not isinstance(every, int) or every < 1:
             raise OptionError(
-                f"collect_garbage(every={every!r}) is a whole number of optimizer steps, at least 1."
+                f"collect_garbage(every={every!r}): every must be a whole number of at least 1 optimizer step."
             )
         if generation not in (0, 1, 2):
             raise OptionError(
-                f"collect_garbage(generation={generation!r}) is 0, 1 or 2, as gc.collect takes it."
+                f"collect_garbage(generation={generation!r}): generation must be 0, 1 or 2, as gc.collect takes it."
             )
         self.every = every
         self.generation = generation

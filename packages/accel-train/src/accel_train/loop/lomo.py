@@ -42,8 +42,8 @@ def check_guarded(optimizer: torch.optim.Optimizer) -> None:
     """
     if is_lomo(optimizer):
         raise IncompatibleOptionsError(
-            f"guard_steps() leaves out updates, which {type(optimizer).__name__} makes during backward, before its "
-            "gradients are known to be good. Use an optimizer that updates in step()."
+            f"guard_steps() skips updates, but {type(optimizer).__name__} updates during backward, before its "
+            "gradients can be checked. Use an optimizer that updates in step()."
         )
 
 
@@ -63,7 +63,7 @@ def check_lomo(optimizer: torch.optim.Optimizer, *, ranks: int, strategy: str, s
     if ranks > 1:
         raise IncompatibleOptionsError(
             f"{name} updates parameters during backward, before the strategy {strategy!r} has averaged their gradients "
-            f"over {ranks} ranks, so every rank would train a model of its own. Start one process, or use another "
+            f"over {ranks} ranks, so each rank would train a different model. Start one process, or use another "
             "optimizer."
         )
     if scaled:
@@ -138,12 +138,12 @@ def fused_backward(
     found: list[Any] = [optimizer for optimizer in optimizers if is_lomo(optimizer)]
     if len(found) != 1:
         raise OptionError(
-            f"backward(learning_rate=…) is for one prepared optimizer of lomo-optim, and there are {len(found)}. Pass "
-            "Lomo or AdaLomo to prepare(), or leave learning_rate out."
+            "backward(learning_rate=…) needs exactly one prepared optimizer of lomo-optim, but there are "
+            f"{len(found)}. Pass Lomo or AdaLomo to prepare(), or leave learning_rate out."
         )
     if learning_rate is None:
         raise OptionError(
-            f"{type(found[0]).__name__} updates parameters during backward, and needs the learning rate there: "
+            f"{type(found[0]).__name__} updates parameters during backward, so pass the learning rate there: "
             "accelerator.backward(loss, learning_rate=…)."
         )
     if num_steps > 1:

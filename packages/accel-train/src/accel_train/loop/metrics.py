@@ -42,7 +42,7 @@ def gather_for_metrics(
     """
     if loader is not None and not isinstance(loader, PreparedLoader):
         raise ArgumentTypeError(
-            f"gather_for_metrics(dataloader=…) wants the loader that prepare() returned, got {type(loader).__name__}, "
+            f"gather_for_metrics(dataloader=…) takes a loader that prepare() returned, got {type(loader).__name__}, "
             "which does not record padding. Pass the prepared loader that yielded the batch."
         )
     source, alone = (loader, True) if loader is not None else _source(ledger, ranks)

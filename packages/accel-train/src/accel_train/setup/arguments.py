@@ -1,4 +1,4 @@
-"""Check the arguments of `Accelerator`, and merge them with what the launcher asks for."""
+"""Check the arguments of `Accelerator`, and merge them with the launcher's settings."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
 
     Args:
         unknown: names of the arguments given.
-        known: names of those that exist.
+        known: names of the arguments that exist.
 
     Raises:
-        OptionError: a name that exists elsewhere.
-        TypeError: any other; it suggests the nearest one.
+        OptionError: a name is an option of another class.
+        TypeError: a name is unknown; the message suggests the nearest one.
     """
     for name in unknown:
         if name in ("fp16", "bf16"):
             raise OptionError(
-                f"Accelerator({name}=…) does not exist any more; use Accelerator(mixed_precision={name!r})."
+                f"Accelerator({name}=…) no longer exists; use Accelerator(mixed_precision={name!r})."
             )
         for kind, argument in _CONFIGURATIONS.items():
             if name in {field.name for field in dataclasses.fields(kind)}:
@@ -99,7 +99,7 @@ def check_types(**arguments: tuple[object, type | tuple[type, ...]]) -> None:
 def strategy_plugin(
     *, strategy: StrategyPlugin | str | None = None, **candidates: object
 ) -> StrategyPlugin | str | None:
-    """What selects the strategy; None: the number of processes decides.
+    """Find the plugin or name that selects the strategy; None: the number of processes decides.
 
     Args:
         strategy: a plugin, or the name of a strategy that needs none.
@@ -108,7 +108,7 @@ def strategy_plugin(
     Raises:
         OptionError: `strategy` is neither a plugin nor a name.
         NotAvailableError: a value is not a plugin of a strategy that this version has.
-        IncompatibleOptionsError: two arguments select a strategy each.
+        IncompatibleOptionsError: two arguments select a strategy.
     """
     if strategy is not None and not isinstance(strategy, StrategyPlugin | str):
         raise OptionError(
@@ -131,7 +131,7 @@ def strategy_plugin(
         described.append(f"strategy={strategy if isinstance(strategy, str) else type(strategy).__name__!r}")
     if len(described) > 1:
         raise IncompatibleOptionsError(
-            f"Accelerator() got {' and '.join(described)}, and a run has one strategy. Pass one of them."
+            f"Accelerator() got {' and '.join(described)}, but a run has only one strategy. Pass one of them."
         )
     return strategy if strategy is not None else next(iter(chosen.values()), None)
 
@@ -141,7 +141,7 @@ def parallelism(given: object, launched: LaunchConfig) -> tuple[ParallelismConfi
 
     Args:
         given: the argument `parallelism_config`.
-        launched: what the launcher asks for, when the script gives nothing.
+        launched: the launcher's settings, used if the script gives nothing.
     """
     if isinstance(given, ParallelismConfig):
         return given, None
@@ -168,25 +168,25 @@ def accumulation_plugin(
     launched: LaunchConfig,
     selecting: StrategyPlugin | str | None = None,
 ) -> GradientAccumulationPlugin:
-    """The accumulation options.
+    """Find the options of gradient accumulation.
 
     A plugin is used as it is: a script that passes one with `num_steps=1` accumulates and scales by itself, and must
-    not be scaled again. Of the plain argument, the launcher's number has precedence.
+    not be scaled again. Over the plain argument, the launcher's number has precedence.
 
     Args:
         steps: the argument `gradient_accumulation_steps`.
         plugin: the argument `gradient_accumulation_plugin`.
-        launched: what the launcher asks for.
+        launched: the launcher's settings.
         selecting: the plugin of the strategy, whose own configuration may have the number.
 
     Raises:
-        IncompatibleOptionsError: the script gives both arguments, or another number than the plugin's configuration.
+        IncompatibleOptionsError: the script passes both arguments, or another number than the plugin's configuration.
         OptionError: `steps` is not a whole number of at least 1.
     """
     if plugin is not None and steps != 1:
         raise IncompatibleOptionsError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
-            "into the plugin: GradientAccumulationPlugin(num_steps=…)."
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given. Set the number "
+            "in the plugin: GradientAccumulationPlugin(num_steps=…)."
         )
     own = selecting.accumulation_steps if isinstance(selecting, StrategyPlugin) else None
     if own is not None and plugin is None:
@@ -216,7 +216,7 @@ def accumulation_plugin(
 def dynamo_plugin(
     backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, launched: LaunchConfig
 ) -> TorchDynamoPlugin:
-    """The options of `torch.compile`: the plugin, or what the launcher asks for with the backend replaced.
+    """Find the options of `torch.compile`: the plugin, or the launcher's settings with the given backend.
 
     Raises:
         IncompatibleOptionsError: the script gives the backend twice.
@@ -224,7 +224,7 @@ def dynamo_plugin(
     """
     if backend is not None and plugin is not None:
         raise IncompatibleOptionsError(
-            f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given; put the backend into the plugin."
+            f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given. Set the backend in the plugin."
         )
     if plugin is not None:
         return plugin
@@ -259,10 +259,10 @@ def project_configuration(
 
 
 def rng_type_names(rng_types: Sequence[str | RNGType] | None) -> list[str]:
-    """The names of the random states that ranks share; by default the sampler's generator alone.
+    """The names of the generators that are made equal on all ranks; by default only the sampler's.
 
     Raises:
-        OptionError: it is not a list, or it contains an unknown name.
+        OptionError: `rng_types` is not a list, or it contains an unknown name.
     """
     if rng_types is None:
         return [RNGType.GENERATOR.value]
@@ -287,7 +287,7 @@ def collect_handlers(
         known: accepted classes, and the key of each in the result.
 
     Raises:
-        OptionError: an object is of another class, or the second of its class.
+        OptionError: an object has another class, or is the second of its class.
     """
     found: dict[str, KwargsHandler] = {}
     for handler in handlers or []:

@@ -22,14 +22,14 @@ _SEEDS = 2**32  # NumPy's range
 
 
 def share_draws(ranks: Ranks) -> None:
-    """Let ranks with one index draw the same random numbers: those with other states are seeded alike.
+    """Make ranks with the same index draw the same random numbers: ranks whose states differ are seeded alike.
 
-    Ranks of tensor parallelism drop elements of what all of them hold; if they drop other ones, they compute with
-    different activations and nothing notices. Ranks that read the same samples must change them in the same way, too.
-    A collective of all ranks, unless no two ranks have one index.
+    Tensor-parallel ranks apply dropout to activations that all of them hold. If they dropped different elements, their
+    activations would differ, and nothing would report it. Ranks that read the same samples must also augment them in
+    the same way. A collective of all ranks, unless no two ranks have the same index.
 
     Args:
-        ranks: that may differ.
+        ranks: the ranks that may draw different numbers.
     """
     if not ranks.repeats:
         return

@@ -43,13 +43,13 @@ def fp8_recipe(handlers: Mapping[str, Any], launched: LaunchConfig, precision: s
     given = [handlers[key] for key in RECIPES.values() if key in handlers]
     if len(given) > 1:
         raise IncompatibleOptionsError(
-            f"kwargs_handlers contains {' and '.join(type(recipe).__name__ for recipe in given)}, and fp8 is computed "
-            "by one library. Pass one of them."
+            f"kwargs_handlers contains {' and '.join(type(recipe).__name__ for recipe in given)}, but only one library "
+            "can compute in fp8. Pass one of them."
         )
     if precision != "fp8":
         if given:
             raise OptionError(
-                f"{type(given[0]).__name__} is for mixed_precision='fp8', and it is {precision!r}. Pass "
+                f"{type(given[0]).__name__} is for mixed_precision='fp8', but mixed_precision is {precision!r}. Pass "
                 "Accelerator(mixed_precision='fp8'), launch with --mixed_precision fp8, or leave the recipe out."
             )
         return None

@@ -46,7 +46,7 @@ def prepare(prepared: Prepared, objects: Sequence[Any], device_placement: list[b
         device_placement = [prepared.options.device_placement] * len(objects)
     elif len(device_placement) != len(objects):
         raise PrepareError(
-            f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one per object."
+            f"device_placement has {len(device_placement)} entries for {len(objects)} objects; pass one per object."
         )
     found = _Objects(prepared, list(objects), device_placement)
     found.check()
@@ -173,13 +173,13 @@ class _Objects:
         if capabilities.prepares_together and optimizers and not models:
             if self._models:
                 raise PrepareError(
-                    f"The strategy {name!r} prepares a model and its optimizer together, and the model of this call is "
+                    f"The strategy {name!r} prepares a model and its optimizer together, but the model of this call is "
                     "prepared already. Release everything, and prepare it again with this optimizer and the loaders: "
                     "`model = accelerator.unwrap_model(model)`, `accelerator.free_memory()`, "
                     "`accelerator.prepare(model, optimizer, …)`."
                 )
             raise PrepareError(
-                f"The strategy {name!r} prepares a model and its optimizer together, and this call has an optimizer "
+                f"The strategy {name!r} prepares a model and its optimizer together, but this call has an optimizer "
                 "without its model. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
 
@@ -204,9 +204,9 @@ class _Objects:
                 names = ", ".join(type(model).__name__ for model in self._new.values())
                 raise PrepareError(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
-                    f"{tuple(held[0].shape)}, and none of them is of {names} or of a model that was prepared before: "
-                    "its steps would train nothing. Build it from the parameters() of the model that is prepared (not "
-                    "of a copy of it)."
+                    f"{tuple(held[0].shape)}, and none of them belongs to {names} or to a model that was prepared "
+                    "before: its steps would train nothing. Build it from the parameters() of the model that is "
+                    "prepared, not of a copy."
                 )
 
     def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
@@ -349,7 +349,7 @@ def _meet(prepared: Prepared, operation: str, names: Sequence[str], *, shared: b
         prepared.process.all_take_part(
             operation,
             f"All ranks must prepare {', '.join(names)}, because they work on it together: move the call out of "
-            "`if accelerator.is_main_process:`, or leave unprepared what one rank uses alone.",
+            "`if accelerator.is_main_process:`, or do not prepare objects that only one rank uses.",
         )
 
 

@@ -184,7 +184,7 @@ def mixed_precision_name(
     if own is not None and name != own and name != "no":
         origin = "Accelerator(mixed_precision=…)" if argument is not None else "the launcher"
         raise IncompatibleOptionsError(
-            f"{origin} asks for mixed_precision={name!r}, and {type(selecting).__name__}'s configuration enables "
+            f"{origin} asks for mixed_precision={name!r}, but {type(selecting).__name__}'s configuration enables "
             f"{own}. Leave one of them out."
         )
     name = own or name
@@ -207,7 +207,7 @@ def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: to
         return
     raise IncompatibleOptionsError(
         f"The launcher asks for {launched.distributed_type} (strategy {asked.strategy!r}) and the script for strategy "
-        f"{strategy.name!r}, and a run has one. Leave one of them out."
+        f"{strategy.name!r}, but a run has only one strategy. Leave one of them out."
     )
 
 
@@ -231,7 +231,7 @@ def _check(
     _check_device(strategy, device)
     if capabilities.needs_process_group and world_size < 2:
         raise IncompatibleOptionsError(
-            f"strategy {strategy.name!r} needs more than one process, and there is one; launch with "
+            f"strategy {strategy.name!r} needs more than one process, but there is only one; launch with "
             "`accel launch --num_processes 2`."
         )
     if precision.dtype is not None and not torch.amp.is_autocast_available(device.type):
@@ -283,7 +283,7 @@ def _check_device(strategy: type[Strategy], device: torch.device) -> None:
     lazy = device.type in BACKENDS and BACKENDS[device.type].lazy
     if device.type in declared if declared is not None else not lazy:
         return
-    runs_on = "devices that run operations at once" if declared is None else ", ".join(sorted(declared))
+    runs_on = "devices that run operations eagerly" if declared is None else ", ".join(sorted(declared))
     advice = ""
     if lazy:
         advice = " Leave the strategy out to get that of the device, or pass cpu=True."

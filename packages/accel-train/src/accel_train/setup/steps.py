@@ -70,8 +70,9 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise PrepareError(
-            f"Parameter {meta[0]!r} (of {len(meta)}) is on the meta device and has no values to move to {device}. Load "
-            "a checkpoint first (load_checkpoint_in_model), or build the model without init_empty_weights()."
+            f"Parameter {meta[0]!r} (the first of {len(meta)}) is on the meta device and has no values to move to "
+            f"{device}. Load a checkpoint first (load_checkpoint_in_model), or build the model without "
+            "init_empty_weights()."
         )
     # A move to XLA puts new parameters in the place of the old ones, for each name another.
     tied = find_tied_parameters(model) if device.type == "xla" else []

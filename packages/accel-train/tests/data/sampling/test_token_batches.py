@@ -222,7 +222,7 @@ def test_what_cannot_be_batched_is_refused():
         TokenBatchSampler([1, 9, 0], 8)
     with pytest.raises(ArgumentTypeError, match="dtype float64"):
         TokenBatchSampler([1.5], 8)
-    with pytest.raises(DataError, match="given by a function need `dataset`"):
+    with pytest.raises(DataError, match="If lengths is a function, pass `dataset`"):
         TokenBatchSampler(len, 8)
     with pytest.raises(DataError, match="no dataset was given"):
         TokenBatchSampler("ids", 8)

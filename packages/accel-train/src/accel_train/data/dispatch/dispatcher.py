@@ -103,16 +103,16 @@ class DispatchIteration(Iteration):
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A data loader that only rank 0 reads. Each step is collective: every rank must take it.
+    """A data loader that only rank 0 reads; it sends each rank its part. Each step is a collective of all ranks.
 
     Args:
-        dataset: the dataset; only rank 0's is read.
+        dataset: the dataset; only rank 0 reads it.
         split_batches: each batch is cut into one part per rank; otherwise a step takes one batch per rank.
         skip_batches: steps to skip at the start of every iteration.
         use_stateful_dataloader: as for `PreparedLoader`.
         _drop_last: whether an incomplete last round is dropped.
         _non_blocking: as for `PreparedLoader`.
-        slice_fn: the user's way of cutting; see `prepare_data_loader`.
+        slice_fn: the user's function that cuts batches; see `prepare_data_loader`.
         torch_device_mesh: as for `PreparedLoader`.
         iteration: as for `PreparedLoader`.
         ranks: the ranks that get different parts; by default all ranks of the world.

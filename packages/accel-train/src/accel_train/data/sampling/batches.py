@@ -65,13 +65,13 @@ class Opening:
 
 
 class ShardedBatchSampler(BatchSampler):
-    """One rank's share of a batch sampler.
+    """Shards a batch sampler: yields the batches of one rank.
 
-    Over torch's own samplers a batch is found by arithmetic, at a cost that does not depend on the number
+    With torch's own samplers a batch is computed by arithmetic, at a cost that does not depend on the number
     of ranks. Any other batch sampler is iterated, on every rank alike.
 
     Args:
-        batch_sampler: the batch sampler to share out.
+        batch_sampler: the batch sampler to shard.
         num_processes: number of ranks.
         process_index: this rank.
         split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of
@@ -80,7 +80,7 @@ class ShardedBatchSampler(BatchSampler):
             number of batches of the same size. May be changed between epochs.
 
     Raises:
-        DataError: `split_batches` with a batch size that is missing or not a multiple of `num_processes`.
+        DataError: `split_batches` is set, and the batch size is missing or not a multiple of `num_processes`.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ BatchSamplerShard = ShardedBatchSampler
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without the first `skip_batches` batches of another one.
+    """A batch sampler that skips the first `skip_batches` batches of another one.
 
     Args:
         batch_sampler: any batch sampler.

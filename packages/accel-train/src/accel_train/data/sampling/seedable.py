@@ -27,7 +27,7 @@ class SeedableRandomSampler(RandomSampler):
 
     @property
     def seed(self) -> int:
-        """What seeds the generator in this epoch; of 64 bits, as `torch.initial_seed()` is after `torch.seed()`."""
+        """The seed of the generator in this epoch; 64 bits, like `torch.initial_seed()` after `torch.seed()`."""
         return int(self.initial_seed + self.epoch) % 2**64
 
     def __iter__(self) -> Iterator[int]:
@@ -38,5 +38,5 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""A batch sampler for samples of different lengths: batches of at most so many tokens, as expensive on every rank."""
+"""A batch sampler for samples of different lengths: batches with a token limit, balanced between ranks."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _PIECE = 4096
 
 
 class TokenBatchSampler(BatchSampler):
-    """Batches of at most `max_tokens` tokens. `prepare` balances those that ranks compute at the same time.
+    """Batch sampler with at most `max_tokens` tokens per batch; `prepare` balances the batches of all ranks.
 
-    Every sample comes once per epoch, and all ranks have the same number of batches: some are halved to get there. Only
-    with fewer samples than one round needs, the last round is completed as `even_batches` says, by batches that are
-    known as padding, or dropped.
+    Every sample comes once per epoch, and all ranks have the same number of batches; some batches are halved for that.
+    Only if there are fewer samples than one round needs, the last round is completed with batches that are known as
+    padding, or dropped, as `even_batches` says.
 
     The order depends on the seed and the epoch only. A loader continues inside the epoch as with any sampler; with
     another number of ranks it keeps the batches of the interrupted epoch, and balances the next one.
 
     Args:
-        lengths: tokens of each sample: a sequence, array or tensor; a function of the index; or the name of a column of
-            `dataset`, of numbers or of sequences.
-        max_tokens: most tokens in a batch of one rank.
-        dataset: needed for a function (its length) and for the name of a column.
-        padded: a batch is padded to its longest sample, which counts for `max_tokens`. False: for collate functions
-            that join samples without padding.
-        quadratic: cost of a sample of n tokens is n + quadratic * n**2: what attention costs beside the layers. For a
-            transformer 2 L H Q / N, in the letters of `flops_per_token`, halved for causal kernels.
+        lengths: number of tokens of each sample: a sequence, array or tensor; a function of the index; or the name of a
+            column of `dataset`, of numbers or of sequences.
+        max_tokens: the most tokens in a batch of one rank.
+        dataset: needed if `lengths` is a function (for the number of samples) or the name of a column.
+        padded: a batch is padded to its longest sample, and padding counts for `max_tokens`. False: for collate
+            functions that join samples without padding.
+        quadratic: the cost of a sample of n tokens is n + quadratic * n**2, where the second term is attention. For a
+            transformer use 2 L H Q / N, in the letters of `flops_per_token`, halved for causal kernels.
         shuffle: draw another order for every epoch.
-        seed: of these draws.
+        seed: seed of these orders.
         drop_last: drop a last round without a batch for every rank.
-        window: samples that are sorted together; None: those of 64 batches per rank. A larger one balances better and
-            mixes less.
+        window: number of samples that are sorted together; None: those of 64 batches per rank. A larger window balances
+            better and mixes less.
 
     Raises:
         DataError: a sample has no tokens, or more than `max_tokens`.
-        ArgumentTypeError: lengths that are no whole numbers.
+        ArgumentTypeError: lengths are not whole numbers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TokenBatchSampler(BatchSampler):
         if max_tokens < 1 or quadratic < 0 or (window is not None and window < 1):
             raise DataError(
                 f"TokenBatchSampler(max_tokens={max_tokens}, quadratic={quadratic}, window={window}): max_tokens and "
-                "window are at least 1, and quadratic is not negative."
+                "window must be at least 1, and quadratic must not be negative."
             )
         self.lengths = lengths_of(lengths, dataset)
         check_lengths(self.lengths, max_tokens, "max_tokens")
@@ -87,19 +87,19 @@ class TokenBatchSampler(BatchSampler):
         self._plan: tuple[tuple[int, int], TokenPlan] | None = None
 
     def for_ranks(self, ranks: int) -> TokenBatchSampler:
-        """The same for so many ranks that share out its batches in turn; `prepare` calls it."""
+        """Return this sampler with batches balanced for a number of ranks; `prepare` calls it."""
         other = copy.copy(self)
         other.ranks = other._planned_for = ranks
         other._plan = None
         return other
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; prepared loaders call it."""
+        """Set the epoch; prepared loaders call it."""
         if epoch != self.epoch:
             self.epoch, self._planned_for = epoch, self.ranks
 
     def plan(self) -> TokenPlan:
-        """The batches of the epoch, over all ranks; made when it is first asked for."""
+        """The batches of the epoch, of all ranks; computed at the first access."""
         key = (self.epoch, self._planned_for)
         if self._plan is None or self._plan[0] != key:
             draw = None
@@ -149,10 +149,10 @@ class TokenBatchSampler(BatchSampler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the batches of a saved epoch again.
+        """Restore the batches of a saved epoch.
 
         Raises:
-            DataError: other lengths or options were saved, which would make other batches.
+            DataError: the saved lengths or options differ, so that the batches would differ.
         """
         own = self.state_dict()
         for name, what in (
@@ -164,29 +164,27 @@ class TokenBatchSampler(BatchSampler):
             if state[name] != own[name]:
                 raise DataError(
                     f"TokenBatchSampler: the saved epoch has {what} {state[name]!r}, and this sampler {own[name]!r}, "
-                    "which makes other batches. Build it as it was, or do not load the state of its loader."
+                    "which gives other batches. Build it as it was, or do not load the state of its loader."
                 )
         self.epoch, self._planned_for = int(state["epoch"]), int(state["ranks"])
 
 
 def lengths_of(lengths: Lengths, dataset: Any = None) -> Any:
-    """The lengths of all samples as an array of int64.
+    """The lengths of all samples as an int64 array.
 
     Args:
         lengths: a sequence, array or tensor; a function of the index; or the name of a column.
-        dataset: whose samples; needed for a function and a name.
+        dataset: the dataset of the samples; needed for a function and a name.
 
     Raises:
-        ArgumentTypeError: lengths that are no whole numbers.
-        DataError: there is no dataset, or it has no such column.
+        ArgumentTypeError: lengths are not whole numbers.
+        DataError: a dataset is needed and missing, or it has no such column.
     """
     if isinstance(lengths, str):
         lengths = _column(dataset, lengths)
     elif callable(lengths):
         if dataset is None:
-            raise DataError(
-                "Lengths given by a function need `dataset`, whose length says how many there are."
-            )
+            raise DataError("If lengths is a function, pass `dataset` as well, for the number of samples.")
         measure: Callable[[int], int] = lengths
         lengths = [measure(index) for index in range(len(dataset))]
     if isinstance(lengths, torch.Tensor):
@@ -194,7 +192,8 @@ def lengths_of(lengths: Lengths, dataset: Any = None) -> Any:
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ArgumentTypeError(
-            f"Lengths are whole numbers, one per sample; got an array of shape {array.shape} and dtype {array.dtype}."
+            f"Lengths must be whole numbers, one per sample; got an array of shape {array.shape} and dtype "
+            f"{array.dtype}."
         )
     return array.astype(np.int64)
 
@@ -222,5 +221,5 @@ def check_lengths(lengths: Any, most: int, name: str) -> None:
         first = int(bad[0])
         raise DataError(
             f"Sample {first} has {int(lengths[first])} tokens, and {len(bad)} of {len(lengths)} samples do not have 1 "
-            f"to {name}={most}. Cut or leave out these samples, or raise {name}."
+            f"to {name}={most} tokens. Truncate or drop these samples, or raise {name}."
         )
