@@ -52,7 +52,7 @@ def test_home_and_file_uris(monkeypatch):
 
 @pytest.mark.parametrize("given", ["s3://", "s3:///", "s3://bucket/../other", "gs://b/a/.."])
 def test_uris_that_are_no_place(given):
-    with pytest.raises(ValueError, match="no place for checkpoints; give a bucket"):
+    with pytest.raises(ValueError, match="not a location for checkpoints; give a bucket"):
         location(given)
 
 

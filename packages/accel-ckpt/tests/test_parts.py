@@ -47,7 +47,7 @@ def test_what_a_leaf_is():
     assert shape_of([part, Part.nothing((4,))]) == (4,)
     assert parts_of([part, Part.nothing((4,))]) == [part]
     assert parts_of([]) == parts_of(Part.nothing((4,))) == []
-    with pytest.raises(ValueError, match=r"those of one tensor.*\[\[4\], \[5\]\]"):
+    with pytest.raises(ValueError, match=r"the parts of one tensor.*\[\[4\], \[5\]\]"):
         parts_of([part, Part.nothing((5,))])
 
 

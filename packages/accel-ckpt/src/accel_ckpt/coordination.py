@@ -1,4 +1,4 @@
-"""How the ranks of a save agree: every step succeeds on all of them or fails on all of them."""
+"""Coordination of the ranks of a save: every step succeeds on all ranks or fails on all ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Coordinator(Protocol):
-    """How a save talks to the other ranks."""
+    """How a save exchanges data with the other ranks."""
 
     rank: int
     world_size: int
     local_rank: int
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give plain data to all ranks; returns what each gave, in rank order. Collective."""
+        """Send plain data to all ranks; returns the data of all ranks, in rank order. Collective."""
 
 
 class SingleProcess:
@@ -74,7 +74,7 @@ class WorldCoordinator:
         self.local_rank = local_rank
 
     def exchange(self, value: Any) -> list[Any]:
-        """All-gather a value; a rank that stays away, or is in another collective, is named."""
+        """All-gather a value; the error names a rank that does not take part, or is in another collective."""
         from accel_state.operations.collectives import gather_object
 
         values: list[Any] = gather_object([value])
@@ -82,7 +82,7 @@ class WorldCoordinator:
 
 
 def default_coordinator() -> Coordinator:
-    """The ranks of this process's world; a process that no launcher started is alone, and stays as it is."""
+    """Return the coordinator of this process's world; a process that no launcher started is alone."""
     import torch.distributed as dist
 
     grouped = current_state() is not None or (dist.is_available() and dist.is_initialized())
@@ -101,12 +101,12 @@ def run_together(
     doing: str,
     error: type[Exception] = CheckpointError,
 ) -> list[T]:
-    """Call a function on every rank; return what each rank's call returned, or raise on all of them.
+    """Call a function on every rank; return the results of all ranks, or raise on all ranks.
 
     Args:
         function: called once on this rank; its result must be plain data.
         coordinator: the ranks.
-        doing: what is being done, for the message: ``"writing the checkpoint /x"``.
+        doing: description of the call, for the message: ``"writing the checkpoint /x"``.
         error: raised on ranks whose own call did not fail.
 
     Raises:
@@ -130,7 +130,7 @@ def run_together(
 
 
 def do_together(function: Callable[[], T], coordinator: Coordinator, *, doing: str) -> T:
-    """Call a function on every rank, or raise on all; returns what this rank's call returned, which may be anything.
+    """Call a function on every rank; return this rank's result, of any type, or raise on all ranks.
 
     The arguments and errors are those of :func:`run_together`.
     """
@@ -140,6 +140,6 @@ def do_together(function: Callable[[], T], coordinator: Coordinator, *, doing: s
 
 
 def is_saving_process(each_node: bool = False) -> bool:
-    """Whether this process is the one that writes shared files: rank 0, or the first rank of its node."""
+    """Whether this process writes shared files: rank 0, or the first rank of its node."""
     coordinator = default_coordinator()
     return coordinator.local_rank == 0 if each_node else coordinator.rank == 0

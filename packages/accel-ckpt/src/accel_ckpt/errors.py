@@ -4,7 +4,7 @@ AccelError
 └── CheckpointError (RuntimeError)
     ├── CheckpointNotFoundError (FileNotFoundError)  there is no checkpoint, file or part of that name
     ├── CheckpointSaveError (OSError)        a save failed; what was there before is still there
-    ├── SaveInProgressError                  another save is still under way, and was not to be waited for
+    ├── SaveInProgressError                  another save is still running, and the caller did not want to wait
     ├── CorruptCheckpointError (ValueError)  a file is truncated, changed, or not what its header says
     ├── FileChangedError                     a file was changed in place while it was mapped into memory
     ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
@@ -52,11 +52,11 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A save failed; nothing that was there before has been lost."""
+    """A save failed; earlier checkpoints are unchanged."""
 
 
 class SaveInProgressError(CheckpointError):
-    """Another save is still under way in the background, and the caller did not want to wait for it."""
+    """Another save is still running in the background, and the caller did not want to wait for it."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):
@@ -68,7 +68,7 @@ class FileChangedError(CheckpointError):
 
 
 class ObjectStorageError(CheckpointError, OSError):
-    """Object storage refuses a request, or does not answer it, also when it is repeated."""
+    """Object storage refuses a request, or does not answer it, also after retries."""
 
 
 class CheckpointVersionError(CheckpointError, ValueError):

@@ -35,15 +35,15 @@ _FORMATS = (
 
 
 def is_repo_id(name: object) -> bool:
-    """Whether a string can name a repository of a hub: ``org/name``."""
+    """Whether a string can be the name of a repository on a hub: ``org/name``."""
     return isinstance(name, str) and _REPO_ID.fullmatch(name) is not None
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Say what is wrong with the name of a repository, or with the installation, before anything is done.
+    """Check the name of a repository, and that huggingface_hub is installed, before anything is done.
 
     Raises:
-        CheckpointSaveError: it is not ``org/name``.
+        CheckpointSaveError: the name is not ``org/name``.
         MissingDependencyError: huggingface_hub is not installed.
     """
     if not is_repo_id(repo_id):
@@ -127,14 +127,14 @@ def fetch_weights(repo_id: str, revision: str | None = None, token: str | bool |
     Args:
         repo_id: ``org/name``.
         revision: branch, tag or commit; the main branch by default.
-        token: for private repositories; by default the one that was logged in with.
+        token: for private repositories; by default the token of the last login.
 
     Returns:
         The folder of the cache.
 
     Raises:
         CheckpointNotFoundError: there is no such repository or revision, or no weights in it; the hub cannot be
-            reached; or this process is offline and the cache lacks something.
+            reached; or this process is offline and a file is missing in the cache.
         MissingDependencyError: huggingface_hub is not installed.
     """
     for patterns in _FORMATS:
@@ -177,18 +177,18 @@ def push_to_hub(
     files stay.
 
     Args:
-        save_directory: where `save_model` wrote.
-        repo_id: ``org/name``; made if it is not there.
-        token: by default the one that was logged in with.
-        private: whether a repository that is made is private; by default as the organisation has it.
+        save_directory: the folder that `save_model` wrote.
+        repo_id: ``org/name``; the repository is created if it does not exist.
+        token: by default the token of the last login.
+        private: whether a newly created repository is private; by default the organisation's setting.
         commit_message: ``"Upload weights"`` by default.
 
     Returns:
         The address of the commit.
 
     Raises:
-        CheckpointSaveError: the upload failed, or ``private`` was asked for and the repository is public. What is in
-            the folder stays.
+        CheckpointSaveError: the upload failed, or ``private`` is set and the repository is public. The files in the
+            folder stay.
         CheckpointNotFoundError: there are no weights in the folder.
         MissingDependencyError: huggingface_hub is not installed.
     """
@@ -203,8 +203,8 @@ def push_to_hub(
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.model_info(repo_id).private:
             raise CheckpointSaveError(
-                f"{repo_id} exists and is public, and a private one was asked for; nothing was uploaded. Make it "
-                "private, choose another name, or leave out private=True"
+                f"{repo_id} exists and is public, but private=True was given; nothing was uploaded. Make the "
+                "repository private, choose another name, or leave out private=True"
             )
         stale = [name for name in api.list_repo_files(repo_id) if is_weight_file(name) and name not in names]
         operations: list[Any] = [CommitOperationAdd(name, str(folder / name)) for name in names]

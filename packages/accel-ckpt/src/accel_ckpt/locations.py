@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a path of this machine, or a URI of object storage.
+"""Locations of checkpoints: local paths, and URIs of object storage.
 
 Every public function calls `location` once. For a local path neither ``accel_ckpt.folders.objects`` nor fsspec is
 imported.
@@ -26,15 +26,14 @@ else:
 
 
 class RemotePath(_Base):
-    """A URI such as ``s3://bucket/run/checkpoint_3``, with names and parents as a path has them.
+    """A URI such as ``s3://bucket/run/checkpoint_3``, with the name and parents of a path.
 
-    ``str()`` and ``os.fspath()`` give the URI. What a path of this machine can do beyond names, such as opening a file,
-    is the file system's of the URI: ``fsspec.open(str(path))``.
+    ``str()`` and ``os.fspath()`` return the URI. To open files, use the URI's file system: ``fsspec.open(str(path))``.
     """
 
     @property
     def scheme(self) -> str:
-        """What comes before ``://``."""
+        """The scheme of the URI, before ``://``."""
         return self.parts[0].partition(":")[0]
 
     def __str__(self) -> str:
@@ -52,18 +51,18 @@ class RemotePath(_Base):
         return str(self)
 
     def expanduser(self) -> RemotePath:
-        """Itself: a URI has no home folder."""
+        """Return the path itself: a URI has no home folder."""
         return self
 
     def absolute(self) -> RemotePath:
-        """Itself."""
+        """Return the path itself."""
         return self
 
 
 def _refuse(name: str) -> Any:
     def refuse(self: RemotePath, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotAvailableError(
-            f"{self} is in object storage, where Path.{name}() has no meaning; use fsspec: "
+            f"{self} is in object storage, where Path.{name}() is not available; use fsspec: "
             f"fs, path = fsspec.core.url_to_fs({str(self)!r})"
         )
 
@@ -92,14 +91,14 @@ for _name in (
 
 
 def location(path: str | os.PathLike[str]) -> Path:
-    """The path or URI that a string or path means.
+    """Turn a string or path into a local path or a `RemotePath`.
 
     Args:
         path: a path, in which ``~`` is the home folder; or a URI. ``file:///folder`` is the local path ``/folder``. A
-            ``Path`` that was made of a URI is understood, too.
+            ``Path`` that was made from a URI is understood, too.
 
     Raises:
-        ValueError: the URI names no bucket, or climbs with ``..``.
+        ValueError: the URI names no bucket, or has ``..``.
     """
     if isinstance(path, RemotePath):
         return path
@@ -112,7 +111,7 @@ def location(path: str | os.PathLike[str]) -> Path:
         return Path("/" + match[2].lstrip("/"))
     if not rest or ".." in rest.split("/"):
         raise ValueError(
-            f"{text!r} is no place for checkpoints; give a bucket and a name in it, without '..', as "
+            f"{text!r} is not a location for checkpoints; give a bucket and a name in it, without '..', as in "
             f"'{scheme}://bucket/run'"
         )
     return RemotePath(f"{scheme}:/{rest}")

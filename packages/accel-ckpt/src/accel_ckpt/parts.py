@@ -1,4 +1,4 @@
-"""Parts of tensors that are divided among ranks: what a rank holds of each, and where it belongs.
+"""Parts of tensors that are divided among ranks: a rank's values, and their place in the whole tensor.
 
 A *leaf* of a state is a whole tensor, a ``DTensor``, a :class:`Part`, or a list or tuple of the parts of one tensor.
 """
@@ -37,14 +37,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The box of a tensor that this rank holds.
+    """A rectangular part (box) of a tensor, which this rank holds.
 
     Args:
-        tensor: the values of the box, with the box's shape; a view of the memory that training uses will do.
+        tensor: the values of the box, with the box's shape; may be a view of the memory that training uses.
         offsets: index of its first element in the whole tensor, per dimension.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
 
-    A part without elements says that this rank holds nothing of the tensor.
+    A part without elements means that this rank holds nothing of the tensor.
 
     Raises:
         ValueError: the box does not lie within the shape, or `tensor` is itself divided among ranks.
@@ -78,24 +78,24 @@ class Part:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Part:
-        """All of a tensor that this rank holds alone, such as a weight of its pipeline stage."""
+        """Make a part of a whole tensor that only this rank holds, such as a weight of its pipeline stage."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
     @classmethod
     def nothing(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Part:
-        """Says that this rank holds nothing of a tensor of this shape and dtype."""
+        """Make an empty part: this rank holds nothing of a tensor of this shape and dtype."""
         return cls(torch.empty((0,) * max(1, len(shape)), dtype=dtype), (0,) * len(shape), tuple(shape))
 
     @classmethod
     def of_flat(cls, values: torch.Tensor, start: int, shape: Sequence[int]) -> list[Part]:
-        """The boxes that make up a run of elements of a flattened tensor; views of ``values``.
+        """Make the parts for a range of elements of a flattened tensor; views of ``values``.
 
         For optimizers that divide flattened parameters, such as ZeRO's.
 
         Args:
-            values: the run, 1-D.
-            start: its first element in the flattened (row-major) tensor.
-            shape: of the whole tensor.
+            values: the elements of the range, 1-D.
+            start: index of the first one in the flattened (row-major) tensor.
+            shape: shape of the whole tensor.
         """
         if values.dim() != 1 or not 0 <= start <= start + values.numel() <= math.prod(shape):
             raise ValueError(
@@ -131,7 +131,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def is_divided(value: object) -> TypeGuard[Leaf]:
-    """Whether it is a leaf of which this rank may hold less than all: a ``DTensor``, a part, or parts of one tensor."""
+    """Whether a leaf may be divided among ranks: a ``DTensor``, a part, or parts of one tensor."""
     if isinstance(value, torch.Tensor):
         return hasattr(value, "full_tensor")  # as `is_sharded`; every value of a tree is asked
     if isinstance(value, list | tuple):
@@ -140,7 +140,7 @@ def is_divided(value: object) -> TypeGuard[Leaf]:
 
 
 def is_leaf(value: object) -> TypeGuard[Leaf]:
-    """Whether it is a tensor, whole or divided."""
+    """Whether an object is a tensor, whole or divided."""
     return isinstance(value, torch.Tensor) or is_divided(value)
 
 
@@ -148,25 +148,25 @@ def shape_of(leaf: Leaf) -> tuple[int, ...]:
     """The shape of the whole tensor.
 
     Raises:
-        ValueError: parts that are given as those of one tensor have different shapes.
+        ValueError: the parts in a list belong to tensors of different shapes.
     """
     if isinstance(leaf, torch.Tensor | Part):
         return tuple(leaf.shape)
     shapes = sorted({part.shape for part in leaf})
     if len(shapes) != 1:
         raise ValueError(
-            f"a list of parts holds those of one tensor, and these are of tensors of the shapes "
-            f"{list(map(list, shapes))}; put the parts of each tensor into a list of its own"
+            f"a list of parts must hold the parts of one tensor, but these belong to tensors of the shapes "
+            f"{list(map(list, shapes))}; make a list for each tensor"
         )
     return shapes[0]
 
 
 def parts_of(leaf: Leaf) -> list[Part]:
-    """What this rank holds of a tensor; parts without elements are left out.
+    """The parts of a tensor that this rank holds, without empty ones.
 
     Raises:
-        UnsupportedValueError: a ``DTensor`` has a placement of which no boxes are known.
-        ValueError: as :func:`shape_of`.
+        UnsupportedValueError: a ``DTensor`` has a placement that does not consist of boxes.
+        ValueError: see :func:`shape_of`.
     """
     if isinstance(leaf, torch.Tensor):
         parts = list(_parts_of_dtensor(leaf)) if is_sharded(leaf) else [Part.whole(leaf)]
@@ -181,7 +181,7 @@ def parts_of(leaf: Leaf) -> list[Part]:
 
 
 def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
-    """Copy to a leaf what this rank holds of a whole value."""
+    """Copy this rank's part of a whole value into a leaf."""
     if isinstance(leaf, torch.Tensor) and not is_sharded(leaf):
         copy_values(leaf, whole)
         return

@@ -63,7 +63,7 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as 1-D uint8, on its device."""
+    """View the memory of a contiguous tensor as 1-D uint8, on its device."""
     # Not view(-1): that keeps the stride of a single element, and then the dtype cannot change.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -75,7 +75,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values to a tensor of their shape, outside of autograd.
+    """Copy values to a tensor of the same shape, without autograd.
 
     Contiguous memory of one dtype on the CPU is copied by the C library, which takes less time than torch.
     """
@@ -101,12 +101,12 @@ def _is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_lazy(tensor: Any) -> bool:
-    """Whether it belongs to a lazy module that has not run yet."""
+    """Whether a tensor belongs to a lazy module that has not run yet."""
     return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
 
 
 def why_not_plain(tensor: Any) -> str | None:
-    """Why a tensor is not plain values in memory, with advice; ``None`` if it is."""
+    """The reason why a tensor is not plain values in memory, with advice; ``None`` if it is."""
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return "is lazy and has no shape yet; run the model once first"
     if tensor.device.type == "meta":
@@ -120,7 +120,7 @@ def why_not_plain(tensor: Any) -> str | None:
     if tensor.is_quantized:
         return "is quantized; save dequantize(), or int_repr() with its scale and zero point"
     if is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__qualname__}, which is made of other tensors; save those"
+        return f"is a {type(tensor).__qualname__}, which consists of other tensors; save those"
     return None
 
 
@@ -142,7 +142,7 @@ def id_tensor_storage(tensor: Any) -> StorageId:
 
 
 def same_tensor_id(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Identify what a tensor reads: equal for two tensors exactly when they are the same view of the same
+    """Identify a tensor's view of memory: equal for two tensors exactly if they are the same view of the same
     memory.
     """
     where = id_tensor_storage(tensor)
@@ -154,7 +154,7 @@ def same_tensor_id(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def tied_aliases(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Map every name that repeats an earlier name's tensor to that earlier name.
+    """Map every name whose tensor has an earlier name to that earlier name.
 
     Only identical views count. Two different views of one storage are two tensors: dropping one would lose
     data.
@@ -169,9 +169,9 @@ def tied_aliases(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a state dict that safetensors accepts; the one given is not changed.
+    """Make a state dict that safetensors accepts; the given one is not changed.
 
-    Of names that hold the same tensor the first is kept, with a warning. Other tensors that merely share a
+    If several names hold the same tensor, only the first is kept, with a warning. Other tensors that only share a
     storage, and tensors that are not contiguous, are copied.
 
     Raises:
@@ -183,7 +183,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
     aliases = tied_aliases(state_dict)
     if aliases:
         logger.warning(
-            "Removed shared tensors, which are kept under their first name: %s",
+            "Removed names of shared tensors, which are kept under their first name: %s",
             ", ".join(f"{alias} (same as {name})" for alias, name in aliases.items()),
         )
     used: set[StorageId] = set()
@@ -200,7 +200,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
+    """Copy views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
     aliases = tied_aliases(tensors)
     result: dict[str, torch.Tensor] = {}
     dtypes: dict[StorageId, torch.dtype] = {}  # torch.save refuses one storage with two dtypes

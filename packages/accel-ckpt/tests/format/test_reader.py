@@ -219,7 +219,7 @@ def test_a_header_that_is_nested_too_deeply(tmp_path):
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"a": {"b": 1, "c": 0, "b": 2}}')
-    with pytest.raises(CorruptCheckpointError, match=r"x\.json .*'b' stands more than once"):
+    with pytest.raises(CorruptCheckpointError, match=r"x\.json .*'b' occurs more than once"):
         read_json(tmp_path / "x.json")
 
 

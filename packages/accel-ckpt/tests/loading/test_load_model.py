@@ -240,7 +240,7 @@ def test_a_model_of_transformers_is_told_who_knows_other_names(tmp_path):
 
 
 def test_another_strictness_than_there_is(tmp_path):
-    with pytest.raises(ValueError, match="strict is 'yes'; give True"):
+    with pytest.raises(ValueError, match="strict is 'yes'; pass True"):
         load_checkpoint_in_model(Net(), tmp_path, strict="yes")
 
 
@@ -658,9 +658,7 @@ def test_garbage_is_searched_for_again_after_a_load_and_during_a_large_one(tmp_p
 
 @pytest.mark.parametrize("checkpoint", [None, 3, {"weight": torch.ones(2)}])
 def test_a_checkpoint_that_is_no_path(checkpoint):
-    with pytest.raises(
-        TypeError, match=f"the checkpoint is one {type(checkpoint).__name__}; give the path of"
-    ):
+    with pytest.raises(TypeError, match=f"the checkpoint is a {type(checkpoint).__name__}; pass the path of"):
         load_checkpoint_in_model(Net(), checkpoint)
 
 

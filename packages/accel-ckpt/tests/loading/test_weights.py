@@ -63,7 +63,7 @@ def test_every_layout_gives_the_values_that_were_written(tmp_path, layout, mappe
 
 @pytest.mark.parametrize("given", [3, {"a": torch.ones(1)}, b"model.safetensors", None])
 def test_what_is_no_path(given):
-    with pytest.raises(TypeError, match=f"the checkpoint is one {type(given).__name__}; give the path"):
+    with pytest.raises(TypeError, match=f"the checkpoint is a {type(given).__name__}; pass the path"):
         open_weights(given)
 
 

@@ -126,7 +126,7 @@ def test_a_parameter_over_a_tensor_subclass_is_placed():
     ("given", "told"),
     [
         (Model, "the class Model, and not an object of it"),
-        ("org/name", "the text 'org/name'; only checkpoints are named"),
+        ("org/name", "the text 'org/name'; only checkpoints can be given by name"),
         ({"weight": torch.ones(1)}, "one dict"),
     ],
 )

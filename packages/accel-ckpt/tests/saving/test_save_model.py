@@ -378,7 +378,7 @@ class _Extra(nn.Linear):
     [
         ({"scale": 1.0}, True, "safe_serialization=False"),
         (Path("x"), False, "only by running code"),
-        (Path("x"), True, "safetensors files hold tensors only"),
+        (Path("x"), True, "safetensors files hold only tensors"),
     ],
 )
 def test_extra_state_that_a_format_cannot_hold(tmp_path, state, safe, told):

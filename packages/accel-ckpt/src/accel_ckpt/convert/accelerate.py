@@ -1,6 +1,6 @@
 """Reading training states that Accelerate wrote.
 
-Its folders are known by the names of their files; they have no manifest and nothing that says that a save was
+Its folders are recognised by the names of their files; they have no manifest, and nothing marks a save as
 finished. Models and the other parts are in one file each, numbered by the order of preparation; under FSDP the
 models and optimizers are single files of full tensors, or folders of torch's Distributed Checkpoint, under DeepSpeed
 the folders that its engine writes for a model and its optimizer. Optimizer states number parameters by position,
@@ -60,11 +60,11 @@ _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What ``random_states_<rank>.pkl`` holds."""
+    """The content of ``random_states_<rank>.pkl``."""
 
     step: int | None
     rng: dict[str, Any]
-    """As `accel_state.seeding.get_rng_state` returns it; of devices, those of all devices of the rank's machine."""
+    """Random states as `accel_state.seeding.get_rng_state` returns them, for all devices of the rank's machine."""
 
 
 def _contents(folder: Path) -> dict[str, dict[int, Path]]:
@@ -88,7 +88,7 @@ def _contents(folder: Path) -> dict[str, dict[int, Path]]:
 def is_accelerate_checkpoint(folder: Path) -> bool:
     """Whether a folder looks like a training state that Accelerate wrote, whole or not.
 
-    It has no manifest of ours, and something that only a training state has: a random state, an optimizer, a
+    It has no manifest of this library, and a file that only a training state has: a random state, an optimizer, a
     scheduler, or weights in one of the layouts of FSDP or DeepSpeed.
     """
     if isinstance(folder, RemotePath):  # those of Accelerate are read from local folders
@@ -104,9 +104,9 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
 
 
 def accelerate_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path]:
-    """The folders ``<prefix><number>`` that look like training states of Accelerate, by number.
+    """List the folders ``<prefix><number>`` that look like training states of Accelerate, by number.
 
-    Whether one is complete cannot be seen.
+    Whether a folder is complete cannot be checked.
     """
     if isinstance(base, RemotePath):
         return []
@@ -118,12 +118,12 @@ class AccelerateCheckpoint:
 
     Args:
         directory: the folder.
-        trusted: let custom objects and schedulers be unpickled, which can run code from the files.
-        opt_in: how the caller's user would ask for that, for messages.
+        trusted: allow unpickling custom objects and schedulers, which can run code from the files.
+        opt_in: the option with which a user allows that, for messages.
 
     Raises:
-        CheckpointNotFoundError: there is no such folder, or it is none of these layouts.
-        NotAvailableError: it was written by an engine whose files are not read here.
+        CheckpointNotFoundError: there is no such folder, or it has none of these layouts.
+        NotAvailableError: the files of the engine that wrote it cannot be read here.
     """
 
     def __init__(self, directory: Path, *, trusted: bool = False, opt_in: str = "") -> None:
@@ -179,16 +179,16 @@ class AccelerateCheckpoint:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks whose random states are there."""
+        """Ranks whose random states were saved."""
         return tuple(sorted(self._found["rank"]))
 
     @property
     def loaders(self) -> tuple[int, ...]:
-        """Loaders whose positions are there: those that were prepared with use_stateful_dataloader."""
+        """Loaders whose positions were saved: those that were prepared with use_stateful_dataloader."""
         return tuple(sorted(self._found["loader"]))
 
     def parts(self) -> dict[str, int]:
-        """How many models, optimizers, schedulers, scalers and custom objects it holds."""
+        """Numbers of models, optimizers, schedulers, scalers and custom objects in it."""
         return {
             "models": len(self._weights()),
             "optimizers": len(self._optimizers()),
@@ -226,13 +226,13 @@ class AccelerateCheckpoint:
     def optimizer(
         self, index: int, parameters: Sequence[Sequence[Tensor]], models: Sequence[nn.Module]
     ) -> dict[str, Any]:
-        """An optimizer's state as `load_optimizer_state` takes it.
+        """Read an optimizer's state as `load_optimizer_state` takes it.
 
         Args:
-            index: its number.
-            parameters: of each group of the optimizer that is to continue, built as it was there; positions become
-                names through them.
-            models: name the parameters; optimizer ``i`` of FSDP belongs to model ``i``, as there.
+            index: number of the optimizer.
+            parameters: the parameters of each group of the optimizer that continues, built as the saved one was; they
+                turn positions into names.
+            models: the models that name the parameters; under FSDP, optimizer ``i`` belongs to model ``i``.
         """
         path = self._part("optimizer", self._optimizers(), index)
         if index in self._engines:
@@ -274,8 +274,8 @@ class AccelerateCheckpoint:
 
         Raises:
             CheckpointNotFoundError: the rank has no file.
-            UnsafeCheckpointError: the file would run code.
-            CorruptCheckpointError: the file cannot be read, or lacks a generator.
+            UnsafeCheckpointError: reading the file would run code.
+            CorruptCheckpointError: the file cannot be read, or the state of a generator is missing.
         """
         path = self._found["rank"].get(rank)
         if path is None:

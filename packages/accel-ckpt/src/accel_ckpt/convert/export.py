@@ -1,4 +1,4 @@
-"""Writing a training state of this project as Accelerate would have written it."""
+"""Exporting a training state of this project to Accelerate's layout."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["export_to_accelerate"]
 
 _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch's
 _OURS = {"progress", "replicas"}
-"""Parts that only this library's own wrappers use."""
+"""Parts that only this library's wrappers use."""
 
 
 def export_to_accelerate(
     checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], *, disk: Disk = LOCAL
 ) -> tuple[str, ...]:
-    """Write a training state in the layout that Accelerate's ``load_state`` reads.
+    """Export a training state to the layout that Accelerate's ``load_state`` reads.
 
-    The folder appears when it is complete: ``model.safetensors``, ``optimizer.bin``, ``scheduler.bin``,
-    ``scaler.pt``, ``custom_checkpoint_0.pkl``, ``random_states_0.pkl`` and their numbered siblings, as from a run
-    with one process or DDP. Optimizer states get the order of the optimizer that was saved.
+    The folder appears when it is complete. It has ``model.safetensors``, ``optimizer.bin``, ``scheduler.bin``,
+    ``scaler.pt``, ``custom_checkpoint_0.pkl``, ``random_states_0.pkl`` and further numbers of these, like a run with
+    one process or DDP. Optimizer states have the parameter order of the saved optimizer.
 
     Args:
         checkpoint_dir: a training state of this project; every checksum is checked first.
         output_dir: a new folder, or an empty one.
-        disk: where.
+        disk: the file system to write to.
 
     Returns:
-        What Accelerate has no place for and was left out, a sentence each; empty if everything was written.
+        Parts that Accelerate's layout cannot hold, and that were left out, one sentence each; empty if all was written.
 
     Raises:
         CheckpointNotFoundError: there is no training state.

@@ -42,31 +42,31 @@ def merge_weights(
     progress: Progress | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
-    """Write the weights of any checkpoint as ``model.safetensors``, or in shards with an index.
+    """Merge the weights of any checkpoint into ``model.safetensors``, or into shards with an index.
 
-    Needs no process group, and runs no code from the checkpoint. One tensor at a time is in memory, of a tensor
-    that is cut by rows one piece; with ``safe_serialization=False`` the tensors of one output file are.
+    Needs no process group, and runs no code from the checkpoint. Only one tensor at a time is in memory, or one piece
+    of a tensor that is cut by rows; with ``safe_serialization=False`` all tensors of one output file.
 
     Args:
         checkpoint_dir: a Distributed Checkpoint of torch, or the folder that Accelerate or transformers put it
             in; an FSDP checkpoint in one file; safetensors files of each rank, as torch's Hugging Face writer
             saves them; shards with an index; a training state, or a folder of `save_model`. The last three may be
             URIs of object storage, whose weights are fetched first.
-        output_path: the folder, made if it is not there, or a URI. Other weights in it are replaced, as by
+        output_path: the folder, created if it does not exist, or a URI. Other weights in it are replaced, as by
             `save_model`.
-        safe_serialization: safetensors, or else files of ``torch.save``.
+        safe_serialization: write safetensors, else files of ``torch.save``.
         remove_checkpoint_dir: afterwards, remove the folder that held the weights and nothing else.
         max_shard_size: bytes per file, or a size such as ``"5GB"``; ``None``: one file.
-        progress: called with the bytes written and the bytes in all.
-        disk: where.
+        progress: called with the bytes written and the total bytes.
+        disk: the file system to write to.
 
     Returns:
         The names of the files written, the index included.
 
     Raises:
-        CheckpointNotFoundError: there are no weights, or several models; names what to pass.
-        CheckpointSaveError: the output would replace what is being read, or it is a file or training state; or
-            the folder to be removed holds more than weights. Nothing is written then.
+        CheckpointNotFoundError: there are no weights, or several models; the message says what to pass.
+        CheckpointSaveError: the output would replace the input, or it is a file or training state; or the folder to be
+            removed holds more than weights. Nothing is written then.
         CorruptCheckpointError: a file is damaged or missing.
         UnsafeCheckpointError: reading would run code.
         UnsupportedValueError: safetensors does not know a dtype.
@@ -123,8 +123,8 @@ def _check_output(source: Source, output: Folder) -> None:
     clash = [path for path in files if path.resolve().parent == place and is_weight_file(path.name)]
     if clash:
         raise CheckpointSaveError(
-            f"{output.path} is where {clash[0].name}, which is to be merged, lies, and the merge would replace it; "
-            "choose another folder"
+            f"{output.path} holds {clash[0].name}, which is to be merged, and the merge would replace it; choose "
+            "another folder"
         )
 
 
@@ -157,7 +157,7 @@ def _warn_of_extra(checkpoint: Path) -> None:
     extra = open_training_state(checkpoint, verify=False).extra_state(0)
     if extra:
         warnings.warn(
-            f"{checkpoint}: these entries are not tensors, and no weights: {listed([*extra])}. "
+            f"{checkpoint}: these entries are not tensors, so they are not merged: {listed([*extra])}. "
             "load_checkpoint_in_model takes them from the training state",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Which kind of folder a path or URI needs, and the numbered checkpoints in one."""
+"""Finding and removing the numbered checkpoints in a folder, local or in object storage."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["checkpoints_from", "complete_checkpoints", "find_folder", "prune_che
 
 
 def find_folder(place: str | os.PathLike[str]) -> Folder:
-    """The folder of a path or URI; the only place that tells one from the other.
+    """Return the folder object for a path or URI, local or in object storage.
 
     Raises:
-        ValueError: the URI names no bucket, or climbs with ``..``.
+        ValueError: the URI names no bucket, or has ``..``.
     """
     path = location(place)
     if isinstance(path, RemotePath):
@@ -28,18 +28,19 @@ def find_folder(place: str | os.PathLike[str]) -> Folder:
 
 
 def complete_checkpoints(base: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[Path]:
-    """The complete checkpoints ``<prefix><number>`` of a folder, oldest first.
+    """List the complete checkpoints ``<prefix><number>`` in a folder, oldest first.
 
-    The order is that of the numbers; times do not matter. Complete means: a readable manifest, and every file
-    that it lists with its size. Folders that are not complete are left out.
+    They are sorted by number, not by time. A checkpoint is complete if its manifest is readable and every listed file
+    exists with its size. Incomplete ones are left out.
     """
     return find_folder(base).complete_checkpoints(prefix)
 
 
 def checkpoints_from(base: str | os.PathLike[str], number: int, prefix: str = "checkpoint_") -> list[Path]:
-    """Whatever is called ``<prefix><n>`` with n of at least ``number``, complete or not, in rising order.
+    """List everything named ``<prefix><n>`` with n of at least ``number``, complete or not, in rising order.
 
-    A new checkpoint ``number`` beside one of these would be taken for the older one: pruned first, never the newest.
+    Beside one of these, a new checkpoint ``number`` would count as the older one: it would be pruned first, and never
+    be the newest.
     """
     return find_folder(base).checkpoints_from(number, prefix)
 
@@ -47,13 +48,13 @@ def checkpoints_from(base: str | os.PathLike[str], number: int, prefix: str = "c
 def prune_checkpoints(
     base: str | os.PathLike[str], keep: int, prefix: str = "checkpoint_", *, disk: Disk = LOCAL
 ) -> list[Path]:
-    """Remove the oldest complete checkpoints until ``keep`` are left. Call it on one rank, after a commit.
+    """Remove the oldest complete checkpoints until ``keep`` are left. Call it on one rank, after a save.
 
-    A checkpoint half removed is never taken for one. What cannot be removed is a warning that names it; it stays, and
-    the next call, or the next save, tries again.
+    A half-removed checkpoint never counts as one. A checkpoint that cannot be removed is named in a warning; the next
+    call, or the next save, tries again.
 
     Returns:
-        What was removed.
+        The removed checkpoints.
 
     Raises:
         ValueError: ``keep`` is less than one.

@@ -38,7 +38,7 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a set of weights, and, if there is an index, which tensor it says is where."""
+    """The files of a set of weights and, if there is an index, the file of each tensor."""
 
     files: tuple[Path, ...]
     weight_map: Mapping[str, Path] | None = None
@@ -51,7 +51,7 @@ def inside(folder: Path, name: str) -> Path:
     of the same repository.
 
     Raises:
-        UnsafeCheckpointError: the name is absolute, climbs out, or is a link to somewhere else.
+        UnsafeCheckpointError: the name is absolute, leaves the folder with ``..``, or is a link out of it.
     """
     parts = PurePosixPath(name).parts
     windows = PureWindowsPath(name)
@@ -88,8 +88,8 @@ def read_index(path: Path) -> WeightFiles:
     """Read an index: ``{"weight_map": {name: file}}``, or the map alone.
 
     Raises:
-        CheckpointNotFoundError: the index or a file that it names is not there.
-        CorruptCheckpointError: it does not map names to files.
+        CheckpointNotFoundError: the index or a file that it names does not exist.
+        CorruptCheckpointError: the index does not map names to files.
         UnsafeCheckpointError: it names a file outside its folder.
     """
     content = read_json(path)
@@ -106,7 +106,7 @@ def read_index(path: Path) -> WeightFiles:
 
 
 def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
-    """The text of an index, as other libraries write it."""
+    """Write the text of an index, as other libraries do."""
     return (
         json.dumps(
             {"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2, sort_keys=True
@@ -116,7 +116,7 @@ def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether `save_model` gives such names, so that a later save into the folder removes the file."""
+    """Whether `save_model` writes files of this name, so that a later save into the folder removes the file."""
     return _WEIGHT_FILE.fullmatch(name) is not None
 
 
@@ -127,7 +127,7 @@ def find_weights(checkpoint: Path) -> WeightFiles:
     any single other index, and then any single other safetensors file, which is how diffusers saves.
 
     Raises:
-        CheckpointNotFoundError: there is nothing to read, or more than one candidate.
+        CheckpointNotFoundError: there are no weights, or more than one candidate.
     """
     if checkpoint.is_file():
         return read_index(checkpoint) if checkpoint.suffix == ".json" else WeightFiles((checkpoint,))

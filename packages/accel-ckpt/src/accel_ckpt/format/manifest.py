@@ -1,4 +1,4 @@
-"""The manifest: what a complete checkpoint consists of. It is the last file written."""
+"""The manifest: the list of all files of a complete checkpoint. It is the last file written."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ _FORM = {
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Format, world size, and size and checksum of every other file.
+    """The manifest of a checkpoint: format, world size, and size and checksum of every other file.
 
-    A reader ignores keys it does not know; what an older reader would misread raises ``VERSION`` instead.
+    A reader ignores keys it does not know; a change that an older reader would misread raises ``VERSION`` instead.
     """
 
     world_size: int
@@ -98,8 +98,8 @@ class Manifest:
         """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: the folder or its manifest is not there: no checkpoint, or an incomplete
-                one.
+            CheckpointNotFoundError: the folder or its manifest does not exist: there is no checkpoint, or it is
+                incomplete.
             CheckpointVersionError: it was written by a newer version.
             CorruptCheckpointError: the manifest is damaged.
         """
@@ -151,10 +151,10 @@ class Manifest:
         )
 
     def home(self, directory: Path) -> Path:
-        """The folder of the files, given that of the checkpoint.
+        """The folder of the files, in the folder of the checkpoint.
 
         Raises:
-            UnsafeCheckpointError: it is a link to outside of the checkpoint.
+            UnsafeCheckpointError: the folder is a link that leaves the checkpoint.
         """
         return inside(directory, self.folder) if self.folder else directory
 
@@ -184,7 +184,8 @@ class Manifest:
             if size is None:
                 if not directory.exists():
                     raise CheckpointNotFoundError(
-                        f"{directory} was removed while it was read, as by a training that keeps few checkpoints"
+                        f"{directory} was removed while it was read, perhaps by a training that keeps only a few "
+                        "checkpoints"
                     )
                 raise CorruptCheckpointError(
                     f"{path} is missing, but the manifest of the checkpoint lists it"

@@ -1,4 +1,4 @@
-"""What ``torch.load(weights_only=True)`` may build besides tensors: NumPy arrays and scalars of plain types.
+"""Objects besides tensors that ``torch.load(weights_only=True)`` may build: NumPy arrays and scalars of plain types.
 
 NumPy's own functions take the state of a dtype from the file as it is: its sizes, offsets and flags. With the flag for
 objects cleared, the bytes of an array become pointers to objects of the interpreter. So stand-ins take the place of
@@ -159,14 +159,14 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     (_bytes, "builtins.bytes"),
     codecs.encode,
 ]
-"""What ``load`` allows besides tensors: NumPy arrays and scalars of plain types.
+"""Globals that ``load`` allows besides tensors, for NumPy arrays and scalars of plain types.
 
 They are stand-ins; ``load`` puts plain arrays in their place.
 """
 
 
 def plain_data(content: Any) -> Any:
-    """What was read with ``TORCH_SAFE_GLOBALS``, with NumPy's arrays in the place of their stand-ins.
+    """Replace stand-ins in data that were read with ``TORCH_SAFE_GLOBALS`` by NumPy's arrays.
 
     Lists and dictionaries are changed in place.
 

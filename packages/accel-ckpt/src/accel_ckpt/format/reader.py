@@ -93,7 +93,7 @@ _READERS = 4
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor is: its file and the offset of its first byte in it."""
+    """The location of a tensor: its file and the offset of its first byte."""
 
     name: str
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class Header:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Names that were left out because they are tied, to the name that is in the file.
+        """Tied names that were left out of the file, mapped to the name in the file.
 
         They are kept as safetensors' own ``save_model`` keeps them: as metadata ``alias: name``.
         """
@@ -127,10 +127,10 @@ class Header:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Name of a module → in which version it saved its state dict; of files that say so.
+        """Name of a module → the version in which it saved its state dict, if the file has it.
 
         Raises:
-            CorruptCheckpointError: it is no such map.
+            CorruptCheckpointError: the metadata are not such a mapping.
         """
         if VERSIONS_KEY not in self.metadata:
             return {}
@@ -145,7 +145,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: it is truncated, or its header is not one that describes it.
+        CorruptCheckpointError: the file is truncated, or its header does not describe it.
         UnsupportedValueError: several values of a tensor share a byte.
     """
     refuse_irregular(path)
@@ -234,11 +234,11 @@ class MappedShard:
 
     Args:
         path: the file.
-        xxh3: the checksum that the content must have; ``None`` does not check.
+        xxh3: the required checksum of the content; ``None`` does not check.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: it is truncated, its header does not describe it, or it has another checksum.
+        CorruptCheckpointError: the file is truncated, its header does not describe it, or its checksum differs.
     """
 
     def __init__(self, path: Path, xxh3: str | None = None) -> None:
@@ -248,30 +248,29 @@ class MappedShard:
             self.verify(xxh3)
 
     def verify(self, xxh3: str) -> None:
-        """Compare the content with a checksum; in the one pass that also brings it into memory.
+        """Compare the content with a checksum, in the same pass that brings it into memory.
 
         Raises:
-            CorruptCheckpointError: it has another checksum.
+            CorruptCheckpointError: the checksum differs.
         """
         content = torch.frombuffer(self._map(), dtype=torch.uint8)
         check_digest(self.header.file, _mapped_digest(content) or _read_digest(self.header.file), xxh3)
 
     def again(self) -> MappedShard:
-        """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
+        """Map the file once more: writing to tensors of one mapping does not change those of the other."""
         other = copy(self)
         other._file = None
         return other
 
     def is_view(self, name: str) -> bool:
-        """Whether the file aligns a tensor, so that it can be used in place."""
+        """Whether a tensor is aligned in the file, so that it can be used in place."""
         entry = self.header.entries[name]
         return entry.offset % entry.dtype.itemsize == 0
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
-        it.
+        """Return a tensor on the CPU: a view of the mapping, or a copy if it is not aligned in the file.
 
-        It has a storage of just its bytes: who saves or copies its storage does not take the file along.
+        Its storage has only its own bytes, so saving or copying the storage does not include the rest of the file.
         """
         entry = self.header.entries[name]
         if entry.nbytes == 0:
@@ -312,7 +311,7 @@ def read_entry(entry: TensorEntry, into: torch.Tensor | None = None) -> torch.Te
     """Read one tensor of a safetensors file.
 
     Args:
-        entry: where it is.
+        entry: the location of the tensor.
         into: contiguous memory on the CPU, of its shape and dtype; by default new memory.
 
     Raises:
@@ -330,7 +329,7 @@ def read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
     """Fill memory with the next bytes of an unbuffered file.
 
     Raises:
-        CorruptCheckpointError: the file ends before.
+        CorruptCheckpointError: the file ends too early.
     """
     filled = 0
     while filled < len(view):
@@ -341,11 +340,11 @@ def read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
 
 
 def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
-    """Read every tensor of a safetensors file into memory of its own.
+    """Read every tensor of a safetensors file into its own memory.
 
     Args:
         path: the file.
-        xxh3: the checksum that the content must have; ``None`` does not check.
+        xxh3: the required checksum of the content; ``None`` does not check.
     """
     shard, arena = MappedShard(path, xxh3), Arena()
     return shard.header, {name: arena.copy(shard.tensor(name)) for name in shard.header.entries}
@@ -363,7 +362,7 @@ def check_digest(path: Path, found: str, expected: str | None) -> None:
 def file_digest(path: Path) -> str:
     """The xxh3 checksum of a file.
 
-    It is hashed where it is mapped, which saves copying it, or read if the kernel cannot fetch mapped files ahead.
+    The file is hashed as a mapping, which saves a copy, or read if the kernel cannot read mapped files ahead.
     """
     content = map_whole(path)
     return (content is not None and _mapped_digest(content)) or _read_digest(path)
@@ -405,10 +404,10 @@ def read_json(path: Path, xxh3: str | None = None) -> Any:
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Parse JSON in which no object has a key twice: one of the two values would be lost silently.
+    """Parse JSON, and refuse objects that have a key twice: one of the values would be lost silently.
 
     Raises:
-        CorruptCheckpointError: it is no such JSON, or nested too deeply.
+        CorruptCheckpointError: the JSON is invalid, has a duplicate key, or is nested too deeply.
     """
     try:
         return json.loads(raw, object_pairs_hook=_unique)
@@ -420,7 +419,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} stands more than once in one object")
+        raise ValueError(f"the key {twice!r} occurs more than once in one object")
     return found
 
 
@@ -428,7 +427,7 @@ def refuse_irregular(path: Path) -> None:
     """Refuse pipes and devices, which would be read without an end, and directories.
 
     Raises:
-        CorruptCheckpointError: the path is there, and is not a file.
+        CorruptCheckpointError: the path exists and is not a regular file.
     """
     try:
         mode = path.stat().st_mode
@@ -439,10 +438,10 @@ def refuse_irregular(path: Path) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse the pointer to a file in a clone of a repository that was made without Git LFS.
+    """Refuse the Git LFS pointer that stands in place of a file in a clone made without Git LFS.
 
     Raises:
-        CorruptCheckpointError: says how to get the file.
+        CorruptCheckpointError: the file is a pointer; says how to get the real file.
     """
     with open(path, "rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
@@ -459,8 +458,8 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
         mapped: map the tensors privately instead of reading them, where the file's layout allows.
 
     Raises:
-        UnsafeCheckpointError: reading it would call something that is not a tensor constructor.
-        CorruptCheckpointError: it is not such a file, or truncated.
+        UnsafeCheckpointError: reading the file would call a function that is not a tensor constructor.
+        CorruptCheckpointError: the file is not of ``torch.save``, or is truncated.
     """
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
@@ -480,34 +479,34 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
 
 
 EXTRA_STATE = "_extra_state"
-"""What torch calls the result of a module's ``get_extra_state`` in a state dict."""
+"""torch's name for the result of a module's ``get_extra_state`` in a state dict."""
 
 
 def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of ``torch.save`` by name, and nothing else; see `read_pickled_model`.
+    """Read the tensors of a file of ``torch.save`` by name, and nothing else; see `read_pickled_model`.
 
     Raises:
-        UnsupportedValueError: it holds extra state that is not a tensor.
+        UnsupportedValueError: the file holds extra state that is not a tensor.
     """
     tensors, objects = read_pickled_model(path)
     for name, value in objects.items():
         raise UnsupportedValueError(
-            f"{path} holds extra state of a module that is no tensor, which has no place among weights: {name!r} is "
-            f"one {type(value).__qualname__}. load_checkpoint_in_model and model.load_state_dict load the file as it is"
+            f"{path} holds extra state of a module that is not a tensor, so it cannot be read as weights: {name!r} is "
+            f"a {type(value).__qualname__}. load_checkpoint_in_model and model.load_state_dict load the file as it is"
         )
     return tensors
 
 
 def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a file of ``torch.save`` by name, mapped where possible, and extra state that is no tensor.
+    """Read the tensors of a file of ``torch.save`` by name, mapped if possible, and extra state that is not a tensor.
 
-    The versions of modules are with the tensors, as in a state dict of torch.
+    The result has the versions of modules, as in a state dict of torch.
 
-    They are contiguous, and apart in memory unless two names hold the same tensor: training one of two
+    Tensors are contiguous, and do not share memory unless two names hold the same tensor: training one of two
     overlapping views would change the other.
 
     Raises:
-        CorruptCheckpointError: it does not hold tensors by name.
+        CorruptCheckpointError: the file does not hold tensors by name.
         UnsupportedValueError: a tensor is not plain values in memory.
     """
     content = read_pickled(path)
@@ -566,7 +565,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_plain_zip(path: Path) -> bool:
-    """Whether a file is a zip archive as ``torch.save`` writes it: nothing compressed, nothing twice.
+    """Whether a file is a zip archive as ``torch.save`` writes it: no member is compressed or overlaps another.
 
     torch would map the bytes of a compressed tensor as if they were its values, and a small file could unpack to
     more than fits into memory.
@@ -592,7 +591,7 @@ def is_plain_zip(path: Path) -> bool:
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong in one line; for a refused pickle the name of the object that it refers to."""
+    """The cause of an error in one line; for a refused pickle the name of the object that it refers to."""
     # torch explains at length how to switch the protection off; the name of the object is what helps.
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named:

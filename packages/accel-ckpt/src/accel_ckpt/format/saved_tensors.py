@@ -1,7 +1,7 @@
-"""Tensors in the files of a training state: names, shapes and dtypes from headers; values only where they are wanted.
+"""Tensors in the files of a training state: names, shapes and dtypes from headers; values are read only when needed.
 
-Every rank knows all headers, so each plans its own reads without talking to the others. Of a tensor that is divided it
-reads the bytes of its own boxes, in whatever division the tensor was saved.
+Every rank knows all headers, so each plans its own reads without communication. Of a divided tensor it reads the bytes
+of its own boxes, however the tensor was divided when it was saved.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _SMALL = 1 << 20
 class FileChecks:
     """Compares the content of files with their checksums, each file once.
 
-    Files that are elsewhere are brought here by a subclass, before they are read and no more of them than is read.
+    A subclass fetches remote files before they are read, and only the parts that are read.
 
     Args:
-        checksum: file name → the xxh3 checksum that the content must have; ``None`` does not check.
+        checksum: file name → the required xxh3 checksum of the content; ``None`` does not check.
     """
 
     by_range = False
-    """Whether it must be told which bytes are read; else which files."""
+    """Whether `reads` must be called with the bytes that are read; else only the files matter."""
 
     def __init__(self, checksum: Callable[[str], str | None] = lambda name: None) -> None:
         self._checksum = checksum
         self.checked: set[Path] = set()
-        """Files that need not be named again."""
+        """Files that are checked already."""
 
     def __call__(self, files: Iterable[Path]) -> None:
-        """Check these.
+        """Check these files.
 
         Raises:
             CorruptCheckpointError: names the file that has changed.
@@ -67,16 +67,16 @@ class FileChecks:
             self.checked.add(path)
 
     def fetch(self, files: Iterable[Path]) -> None:
-        """Called before files are read by what checks them itself; these are here."""
+        """Called before files are read by code that checks them itself; here they are local already."""
 
     def headers(self, files: Iterable[Path]) -> None:
-        """Called before the headers of safetensors files are read; these are here."""
+        """Called before the headers of safetensors files are read; here they are local already."""
 
     def reads(self, reads: Iterable[BoxRead]) -> None:
         """Called, where ``by_range``, before parts of files are read."""
 
     def mapped(self, shard: MappedShard) -> None:
-        """The same for a file that is mapped, whose views are used next: hashing brings their pages into memory.
+        """Check a file that is mapped and whose views are used next: hashing brings its pages into memory.
 
         Raises:
             CorruptCheckpointError: the file has changed.
@@ -104,9 +104,9 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTensor:
-    """A tensor of a checkpoint, of which nothing but the header has been read.
+    """A tensor of a checkpoint, of which only the header has been read.
 
-    A saved state has it in the place of a tensor that ranks divide, so that each reads its part with ``fill``.
+    In a saved state it stands in the place of a tensor that ranks divide, so that each reads its part with ``fill``.
     """
 
     name: str
@@ -124,7 +124,7 @@ class SavedTensor:
         return content if isinstance(content, torch.Tensor) else None
 
     def reads(self, target: Leaf) -> Iterable[BoxRead]:
-        """What this rank must read for a target."""
+        """The byte ranges that this rank must read for a target."""
         for part in parts_of(target):
             for saved in self.boxes:
                 common = saved.box.meet(part.box)
@@ -138,13 +138,13 @@ class SavedTensor:
         return {saved.file for saved in self.boxes if any(saved.box.meet(box) for box in wanted)}
 
     def read(self, empty: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
-        """The whole tensor, on the CPU, in memory of its own.
+        """Read the whole tensor, to new memory on the CPU.
 
         Args:
-            empty: makes the memory for a shape and ``dtype``; by default ``torch.empty``.
+            empty: allocates the memory for a shape and ``dtype``; by default ``torch.empty``.
 
         Raises:
-            CorruptCheckpointError: a file is not what was written.
+            CorruptCheckpointError: a file was damaged or changed after the save.
         """
         if self.pickled is not None:
             return self.pickled.clone()
@@ -158,10 +158,10 @@ class SavedTensor:
         return whole
 
     def fill(self, target: Leaf) -> None:
-        """Fill a target of this shape in place with what this rank holds of it: a tensor, a ``DTensor``, or parts.
+        """Fill a target of this shape in place with this rank's part: a tensor, a ``DTensor``, or parts.
 
         Raises:
-            CorruptCheckpointError: a file is not what was written. Before anything is changed.
+            CorruptCheckpointError: a file was damaged or changed after the save; raised before anything is changed.
         """
         fill_all([(self, target)])
 
@@ -170,7 +170,7 @@ def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
     """Check the files that this rank reads to fill targets; each once per opened checkpoint.
 
     Raises:
-        CorruptCheckpointError: a file is not what was written.
+        CorruptCheckpointError: a file was damaged or changed after the save.
     """
     files: dict[FileChecks, set[Path]] = {}
     reads: dict[FileChecks, list[BoxRead]] = {}
@@ -186,21 +186,21 @@ def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
 
 
 def fill_all(pairs: Sequence[tuple[SavedTensor, Leaf]]) -> None:
-    """Fill targets in place, of the shape of their saved tensor, with what this rank holds of each.
+    """Fill targets in place with this rank's part of each saved tensor, which has the same shape.
 
     Raises:
-        CorruptCheckpointError: a file is not what was written. Before anything is changed.
+        CorruptCheckpointError: a file was damaged or changed after the save; raised before anything is changed.
     """
     verify_all(pairs)
     read_boxes(read for saved, target in pairs for read in saved.reads(target))
 
 
 class SavedTensors(Mapping[str, SavedTensor]):
-    """The tensors in files that together hold them, whole or in boxes; tied names included.
+    """The tensors in a set of files, which hold them whole or in boxes; tied names included.
 
     Args:
-        files: of safetensors, or of ``torch.save``.
-        check: checks contents before they are used: of safetensors files when they are read, of others at once.
+        files: safetensors files, or files of ``torch.save``.
+        check: checks contents before they are used: of safetensors files when they are read, of others immediately.
 
     Raises:
         CorruptCheckpointError: boxes of a tensor overlap, leave a gap, or differ in dtype.
@@ -211,7 +211,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         self._found: dict[str, list[tuple[Place, _Saved]]] = {}
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, int] = {}
-        """Of modules, where the files say in which version they saved their state dicts."""
+        """Name of a module → the version in which it saved its state dict, if the files have it."""
         self._files = list(files)
         self._check.headers(path for path in self._files if path.suffix == ".safetensors")
         for path in self._files:

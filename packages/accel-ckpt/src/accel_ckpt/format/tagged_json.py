@@ -29,7 +29,7 @@ from accel_ckpt.tensor_storage import DTYPE_NAMES, why_not_plain
 __all__ = ["Json", "Sink", "Source", "Tree", "decode", "encode"]
 
 Json: TypeAlias = Any
-"""What ``json.dumps`` writes."""
+"""Data that ``json.dumps`` can write."""
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of tensors and plain data."""
 Sink: TypeAlias = Callable[[tuple[Any, ...], Leaf], str]
@@ -68,7 +68,7 @@ _LAYOUTS = {
 
 
 def encode(value: Any, sink: Sink | None = None) -> Json:
-    """Turn plain data into what ``json.dumps`` writes.
+    """Turn plain data into data that ``json.dumps`` can write.
 
     Args:
         value: nested plain data. Supported are JSON's types and: tuples, sets, frozensets, dictionaries with
@@ -89,12 +89,12 @@ def decode(data: Json, source: Source | None = None) -> Any:
     """Turn the output of ``encode`` back into the same data.
 
     Args:
-        data: what ``json.loads`` returned.
-        source: finds what the sink stored.
+        data: the result of ``json.loads``.
+        source: finds the tensors that the sink stored.
 
     Raises:
-        CorruptCheckpointError: the data is not something that ``encode`` writes.
-        CheckpointError: what the source raised.
+        CorruptCheckpointError: ``encode`` does not write such data.
+        CheckpointError: raised by the source.
     """
     if isinstance(data, list):
         return [decode(item, source) if type(item) in (dict, list) else item for item in data]
@@ -126,7 +126,7 @@ def decode(data: Json, source: Source | None = None) -> Any:
 
 
 def show_path(path: Iterable[Any]) -> str:
-    """A path inside an object as one would write it in Python."""
+    """Format a path inside an object as Python code."""
     return (
         "".join(f"[{part!r}]" if not isinstance(part, _Inside) else str(part) for part in path)
         or "(the object itself)"

@@ -70,10 +70,10 @@ _FATAL: Mapping[bool | None, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load left open."""
+    """Report of a load: names that were missing, unexpected or mismatched."""
 
     missing: tuple[str, ...] = ()
-    """Names of the model that the checkpoint does not have and that are not tied to one it has."""
+    """Names of the model that the checkpoint does not have, unless they are tied to a name that it has."""
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
@@ -89,18 +89,18 @@ def load_state_dict(
     """Load one file of weights, safetensors or ``.bin``.
 
     Args:
-        checkpoint_file: the file, or its URI. Without code being run from it.
+        checkpoint_file: the file, or its URI. No code from it is run.
         device_map: for safetensors: module name → device; ``""`` is the whole model. Names that it does not
             cover, and ``"disk"``, stay on the CPU.
 
     Returns:
-        Names to tensors, tied names included. On the CPU the tensors of a safetensors file are private views
-        of it.
+        Names to tensors, tied names included. On the CPU the tensors of a safetensors file are views of it (copy on
+        write).
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: it is truncated, or was written for another framework.
-        DeviceError: a device of ``device_map`` is not there.
+        CorruptCheckpointError: the file is truncated, or was written for another framework.
+        DeviceError: a device of ``device_map`` does not exist.
     """
     places = _devices_of(device_map or {})
     place = location(checkpoint_file)
@@ -178,21 +178,21 @@ def load_checkpoint_in_model(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> LoadReport:
-    """Load weights into a model that is on one device, or on none yet, or divided among ranks.
+    """Load weights into a model that is on one device, on the meta device, or divided among ranks.
 
-    Everything is compared before anything is changed. A parameter that has values keeps its identity, so
-    optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of a
-    safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form. Of a
-    ``DTensor``, as ``fully_shard`` makes them, each rank takes what it holds. Extra state that is a tensor goes to the
-    module's ``set_extra_state``.
+    Everything is compared before anything is changed. A parameter that has values stays the same object, so optimizers
+    that hold it stay valid. A parameter on the meta device gets values: on the CPU a view of the safetensors file (copy
+    on write), or a copy of the values in a ``.bin`` file. Names are compared in canonical form. Each rank takes its
+    part of a ``DTensor``, as ``fully_shard`` makes them. Extra state that is a tensor goes to the module's
+    ``set_extra_state``.
 
     Args:
         model: changed in place.
         checkpoint: a file, an index, a URI of one, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an
-            index, or of a distributed checkpoint. A string ``org/name`` that is no local path is a repository
-            of a hub, whose weights are downloaded to huggingface_hub's cache.
-        device_map: ``None``: every tensor stays on its device, those without one go to the CPU. ``{"":
-            device}``: all go there, buffers that no checkpoint holds included.
+            index, or of a distributed checkpoint. A string ``org/name`` that is not a local path is a repository of a
+            hub, whose weights are downloaded to huggingface_hub's cache.
+        device_map: ``None``: every tensor stays on its device, and tensors on the meta device go to the CPU. ``{"":
+            device}``: all go there, including buffers that no checkpoint holds.
         offload_folder: for maps with several devices; accel-bigmodel's.
         dtype: floating tensors become this dtype. Without it they take the dtype of the model's tensor.
         offload_state_dict: for maps with several devices; accel-bigmodel's.
@@ -204,23 +204,24 @@ def load_checkpoint_in_model(
             all are errors. ``False``: all are reported by a warning, and what matches is loaded. A name that
             is tied to one that is present is never missing.
         full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
-        broadcast_from_rank0: rank 0 reads and sends every tensor to the others, which need not see the files.
+        broadcast_from_rank0: rank 0 reads and sends every tensor to the others, which need no access to the files.
             Collective.
-        revision: of the repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
+        revision: revision of the repository: branch, tag or commit.
+        token: for a private repository; by default the token of the last login.
 
     Returns:
-        What was missing, unexpected or of another shape.
+        The names that were missing, unexpected or of another shape.
 
     Raises:
-        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
+        StateMismatchError: names or shapes differ, as ``strict`` decides; lists the first names of each kind, and how
+            many more there are.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
-        ValueError: ``dtype`` is no floating dtype.
-        DeviceError: the device of ``device_map`` is not there.
+        ValueError: ``dtype`` is not a floating-point dtype.
+        DeviceError: the device of ``device_map`` does not exist.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
         FileChangedError: a file was changed while it was read.
-        NotAvailableError: an option that needs several devices; names the package that has it.
+        NotAvailableError: an option needs several devices; names the package that has it.
     """
     request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
     device = _single_device(device_map)
@@ -239,13 +240,13 @@ def load_checkpoint_in_model(
 
 
 def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
-    """Check that `load_checkpoint_in_model` finds a checkpoint and the names and shapes of a model in it.
+    """Check that a checkpoint exists and has the names and shapes of a model, before `load_checkpoint_in_model`.
 
-    Reads headers only and changes nothing, so that a model can be checked before it is divided among ranks, and all of
-    them can agree. Values, as those of tied names, are compared when they are loaded.
+    Reads headers only and changes nothing, so that a model can be checked before it is divided among ranks, and all
+    ranks can agree. Values, such as those of tied names, are compared when they are loaded.
 
     Args:
-        model: any, on the meta device too.
+        model: any model, also on the meta device.
         checkpoint: as `load_checkpoint_in_model` takes it.
 
     Raises:
@@ -281,8 +282,8 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     _check_is_map(device_map)
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
-            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; that is what "
-            "load_checkpoint_in_model of accel-bigmodel is for (pip install accel-bigmodel). Here: None or "
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; use "
+            "load_checkpoint_in_model of accel-bigmodel for that (pip install accel-bigmodel). Here pass None or "
             '{"": device}'
         )
     return _existing(device_map[""], "")
@@ -290,11 +291,11 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which weights to load, and how: what all functions that load to a model are asked in the same words.
+    """Which weights to load, and how: the arguments that all functions for loading weights have in common.
 
     Raises:
-        NotAvailableError: for ``full_state_dict=False``.
-        ValueError: ``strict`` is none of its three values.
+        NotAvailableError: ``full_state_dict`` is False.
+        ValueError: ``strict`` is not True, False or None.
     """
 
     checkpoint: str | os.PathLike[str]
@@ -304,14 +305,14 @@ class Request:
     revision: str | None = None
     token: str | bool | None = None
     must_run: bool = False
-    """The model is run next, so that ``strict=False`` must not leave tensors without values either."""
+    """The model runs next, so even ``strict=False`` must not leave tensors without values."""
 
     def __post_init__(self) -> None:
-        """Refuse what there is not."""
+        """Refuse values that are not supported."""
         if self.strict not in _FATAL:
             raise ValueError(
-                f"strict is {self.strict!r}; give True (every mismatch is an error), False (none is), or None, for "
-                "which unexpected names are none"
+                f"strict is {self.strict!r}; pass True (every mismatch is an error), False (none is), or None (all "
+                "except unexpected names are)"
             )
         if not self.full_state_dict:
             raise NotAvailableError(
@@ -319,29 +320,29 @@ class Request:
             )
 
     def ranks(self) -> Coordinator:
-        """Those that load together."""
+        """The ranks that load together."""
         return default_coordinator() if self.broadcast_from_rank0 else SingleProcess()
 
 
 class Step(NamedTuple):
-    """A tensor of the checkpoint that a tensor of the model gets its values from."""
+    """One tensor of the model, and the tensor of the checkpoint with its values."""
 
     source: str
     """Name in the checkpoint."""
     saved: torch.dtype
     nbytes: int
-    """In the checkpoint."""
+    """Bytes in the checkpoint."""
     target: LoadTarget
     home: torch.device
 
 
 class Placer:
-    """Where the tensors of a model go, and as which dtype. This one: all to one device, or each stays where it is.
+    """Decides the device and dtype of each tensor: here all go to one device, or each stays where it is.
 
     Args:
-        device: where all go; ``None``: those with values stay, the others go to the CPU.
-        dtype: of floating tensors; ``None``: that of the model's tensor.
-        keep_in_fp32: with ``dtype`` float16, parts of names whose tensors become float32.
+        device: the device for all; ``None``: tensors with values stay, the others go to the CPU.
+        dtype: dtype of floating-point tensors; ``None``: that of the model's tensor.
+        keep_in_fp32: with ``dtype`` float16, tensors with one of these in their name become float32.
     """
 
     def __init__(
@@ -361,18 +362,18 @@ class Placer:
         self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
 
     def view(self, source: WeightSource) -> WeightSource:
-        """The weights as they are compared with the model; these: as they are saved."""
+        """The weights in the form that is compared with the model; here as they are saved."""
         return source
 
     def home(self, target: LoadTarget) -> torch.device | None:
-        """The device of a tensor; ``None``: it is not loaded here."""
+        """The device for a tensor; ``None``: the tensor is not loaded here."""
         if self.device is not None:
             return self.device
         old = target.tensor.device
         return CPU if old.type == "meta" else old
 
     def dtype(self, step: Step) -> torch.dtype:
-        """The dtype that a tensor gets."""
+        """The dtype for a tensor."""
         old = step.target.tensor.dtype
         if not old.is_floating_point:  # a mask or a counter, whatever the file has it as
             return old
@@ -382,16 +383,16 @@ class Placer:
         return self._dtype or old
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
-        """Refuse what cannot be done, before anything is read or changed; returns the steps to do, in order."""
+        """Refuse impossible requests, before anything is read or changed; returns the steps, in order."""
         return steps
 
     def fills_parts(self, step: Step) -> bool:
-        """Whether a tensor that is divided among ranks can be loaded: its mesh says where it is, and as which dtype."""
+        """Whether divided tensors (``DTensor``) can be loaded; they stay on their mesh's devices, in their dtype."""
         old = step.target.tensor
         return step.home == old.device and self.dtype(step) == old.dtype
 
     def put(self, step: Step, value: torch.Tensor) -> None:
-        """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
+        """Give a tensor of the model its values: in place if it has memory, else as a view of the mapped file."""
         old, home, dtype = step.target.tensor, step.home, self.dtype(step)
         if is_sharded(old):
             fill_part(old, value)
@@ -403,7 +404,7 @@ class Placer:
             assign(step.target, self.own(converted(value, home, dtype)))
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
-        """The value, or a copy if a tensor of the model has its memory already."""
+        """Return the value, or a copy if another tensor of the model uses its memory already."""
         address = value.data_ptr()
         if address in self._taken and value.numel():
             return value.clone()
@@ -414,7 +415,7 @@ class Placer:
         """Called instead of ``finish`` after an error."""
 
     def finish(self, rest: Sequence[LoadTarget]) -> None:
-        """Called when all that is read is in the model.
+        """Called when all values are in the model.
 
         Args:
             rest: the other tensors of the model, those that no checkpoint holds included.
@@ -426,7 +427,7 @@ class Placer:
 
 
 def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The value on a device and in a dtype; itself if it is that already, which ``to`` would find out slower."""
+    """Convert a value to a device and dtype; returns it unchanged if it has both (a faster check than ``to``)."""
     return value if value.dtype == dtype and value.device == home else value.detach().to(home, dtype)
 
 
@@ -444,10 +445,10 @@ def load_weights(
 
     Args:
         model: changed in place.
-        request: which weights.
-        placer: where tensors go.
-        progress: what iterates over the steps, to show how far it is.
-        stacklevel: whom warnings point at: 1 is the caller of this function, 2 the caller of that.
+        request: which weights, and how they are compared.
+        placer: decides where tensors go.
+        progress: wraps the iteration over the steps, to show progress.
+        stacklevel: the frame that warnings point at: 1 is the caller of this function, 2 its caller.
     """
     coordinator, checkpoint = request.ranks(), request.checkpoint
     source: WeightSource

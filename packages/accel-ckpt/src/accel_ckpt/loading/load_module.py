@@ -1,4 +1,4 @@
-"""Putting the saved weights of a training state back into a module, divided among ranks or not."""
+"""Loading the saved weights of a training state into a module, divided among ranks or not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["check_weights", "load_weights_into"]
 def check_weights(module: nn.Module, weights: SavedWeights, strict: bool = True) -> None:
     """Check that :func:`load_weights_into` can load weights: names and shapes, then the files that this rank reads.
 
-    Changes nothing, so that all ranks can agree before any of them changes something.
+    Changes nothing, so that all ranks can agree before any rank changes something.
 
     Args:
         module: wrapped or not.
-        weights: of a training state.
+        weights: weights of a training state.
         strict: names must be the same, not only shapes.
 
     Raises:
@@ -43,13 +43,13 @@ def check_weights(module: nn.Module, weights: SavedWeights, strict: bool = True)
 
 
 def load_weights_into(module: nn.Module, weights: SavedWeights, strict: bool = True) -> None:
-    """Load saved weights into a module, in place; of a tensor that is divided this rank reads what it holds.
+    """Load saved weights into a module, in place; of a divided tensor this rank reads only its part.
 
-    A module with a way of its own to load a state dict, and one with tensors of special kinds, gets whole tensors.
+    A module that overrides how it loads a state dict, or has tensors of special kinds, gets whole tensors.
 
     Args:
         module: wrapped or not.
-        weights: of a training state.
+        weights: weights of a training state.
         strict: names must be the same, not only shapes.
 
     Raises:

@@ -30,8 +30,8 @@ __all__ = ["NamedTrees", "SavedWeights", "TrainingCheckpoint", "open_training_st
 def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
     """Open a training state. Sizes of all files are checked here, contents when they are read.
 
-    Of one in object storage, only what is read is fetched, to files in a folder of ``tempfile`` that is removed when
-    nobody holds what is returned any more.
+    From object storage only the files that are read are fetched, to a folder of ``tempfile`` that is removed when the
+    returned object is no longer used.
 
     Args:
         directory: a folder that ``save_training_state`` wrote, or its URI.
@@ -60,10 +60,10 @@ class TrainingCheckpoint:
         self._parsed: dict[str, dict[str, Any]] = {}
 
     def local_folder(self) -> Path:
-        """The folder of the files on this machine; those of object storage are fetched first.
+        """The folder of the files on this machine; files in object storage are fetched first.
 
         Raises:
-            CorruptCheckpointError: what was fetched is not what was written.
+            CorruptCheckpointError: a fetched file was damaged or changed after the save.
         """
         self._check.fetch(self._files(self.manifest.files))
         return self._folder
@@ -79,17 +79,16 @@ class TrainingCheckpoint:
         return self._shared((), ())
 
     def mapped_shared(self, mapped: Collection[str]) -> Mapping[str, Tree]:
-        """The same, but the tensors of the trees in ``mapped`` are to copy from at once: views of the files.
+        """Read the shared trees; tensors of the trees in ``mapped`` are views of the files, for immediate copying.
 
         The files are checked first, and must not change while the views are in use.
         """
         return self._shared(mapped, ())
 
     def lazy_shared(self, lazy: Collection[str]) -> Mapping[str, Tree]:
-        """The same, but in the trees in ``lazy`` a ``SavedTensor``, of which only the header is read, is in the place
-        of each tensor.
+        """Read the shared trees; tensors of the trees in ``lazy`` are ``SavedTensor``, of which only headers are read.
 
-        ``load_optimizer_state`` takes such a tree, and reads to where the optimizer's states are.
+        ``load_optimizer_state`` takes such a tree, and reads the values directly into the optimizer's states.
         """
         return self._shared((), lazy)
 
@@ -221,29 +220,29 @@ class TrainingCheckpoint:
         )
 
     def load_model(self, index: int, tensors: Mapping[str, Leaf]) -> None:
-        """Fill tensors of a model in place; of a divided one only what this rank holds is read.
+        """Fill tensors of a model in place; of a divided tensor only this rank's part is read.
 
-        The tensors may be divided otherwise than when they were saved, or not at all.
+        The tensors may be divided in another way than when they were saved, or not at all.
 
         Args:
-            index: of the model.
+            index: index of the model.
             tensors: by name; each a tensor, a ``DTensor``, a :class:`accel_ckpt.Part`, or a list of parts.
 
         Raises:
             StateMismatchError: a name is missing, or has another shape. Nothing was changed.
-            CorruptCheckpointError: a file is not what was written. Nothing was changed.
+            CorruptCheckpointError: a file was damaged or changed after the save. Nothing was changed.
         """
         self.weights(index).fill(tensors)
 
     def load_shared(self, tensors: Mapping[str, Leaf]) -> None:
-        """The same for tensors of the shared trees, by their names in the files, such as
+        """Fill tensors of the shared trees in place, by their names in the files, such as
         ``optimizer_0.state.model_0.weight.exp_avg``.
         """
         saved = SavedTensors(self._files(self._state_files("state")), self._check)
         fill_all(saved.pairs(tensors))
 
     def mapped_model(self, index: int) -> dict[str, Any]:
-        """The same as ``models[index]``, but to copy from at once: where it can be, tensors are views of the files.
+        """The state dict of a model for immediate copying: where possible, tensors are views of the files.
 
         The files are checked first, and must not change while the views are in use.
         """
@@ -260,12 +259,12 @@ class TrainingCheckpoint:
         return with_versions({**weights.read(known), **weights.extra}, weights.versions)
 
     def models_with_extra(self) -> frozenset[int]:
-        """The models whose state dicts hold something besides tensors (``get_extra_state``)."""
+        """The models whose state dicts have entries that are not tensors (``get_extra_state``)."""
         names = {EXTRA.format(index): index for index in range(len(self.manifest.models))}
         return frozenset(names[name] for name in self._read_trees("state", lambda name: name in names))
 
     def extra_state(self, index: int) -> Mapping[str, Any]:
-        """What the state dict of a model holds besides tensors, by name."""
+        """The entries of a model's state dict that are not tensors, by name."""
         extra = EXTRA.format(index)
         found: Mapping[str, Any] = self._read_trees("state", lambda name: name == extra).get(extra, {})
         return found
@@ -274,7 +273,7 @@ class TrainingCheckpoint:
 class SavedWeights:
     """The weights of a saved model: names, shapes and dtypes from the headers of its files.
 
-    Values are read by :meth:`fill`, to where they go, so that a rank needs memory for what it holds.
+    :meth:`fill` reads values directly into their targets, so a rank needs memory only for its part.
     """
 
     def __init__(self, directory: Path, tensors: SavedTensors, extra: Mapping[str, Any]) -> None:
@@ -284,28 +283,28 @@ class SavedWeights:
         self.extra = extra
         """Entries of the state dict that are not tensors (``get_extra_state``)."""
         self.versions: Mapping[str, int] = tensors.versions
-        """Of modules that load their state dict by themselves, by name."""
+        """Versions of the modules that load their state dict by themselves, by name."""
         self._pairs = tensors.pairs
         self._verify = tensors.verify
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors, tied names included."""
+        """Names of the tensors, tied names included."""
         return list(self.tensors)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the whole tensors, by name."""
+        """Shapes of the whole tensors, by name."""
         return {name: saved.shape for name, saved in self.tensors.items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """By name."""
+        """Dtypes of the tensors, by name."""
         return {name: saved.dtype for name, saved in self.tensors.items()}
 
     @property
     def about(self) -> dict[str, Any]:
-        """Everything in the state dict by name; tensors as what is known of them without reading them."""
+        """The entries of the state dict by name, with shape and dtype in place of tensors, which are not read."""
         return with_versions({**self.tensors, **self.extra}, self.versions)
 
     def verify(self) -> None:
@@ -317,7 +316,7 @@ class SavedWeights:
         self._verify()
 
     def check(self, targets: Mapping[str, Leaf]) -> None:
-        """Check that :meth:`fill` can fill these, and the content of the files that this rank reads for it.
+        """Check that :meth:`fill` can fill these targets, and check the files that this rank reads for it.
 
         Changes nothing, so that all ranks can agree before any of them changes something.
 
@@ -328,7 +327,7 @@ class SavedWeights:
         verify_all(self._pairs(targets))
 
     def fill(self, targets: Mapping[str, Leaf]) -> None:
-        """Fill tensors in place with what this rank holds of each; values of another dtype are converted.
+        """Fill tensors in place with this rank's part of each; values of another dtype are converted.
 
         Args:
             targets: by name; each a tensor, a ``DTensor``, a :class:`accel_ckpt.Part`, or a list of parts (``[]``
@@ -341,7 +340,7 @@ class SavedWeights:
         fill_all(self._pairs(targets))
 
     def read(self, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """All tensors whole, on the CPU, each in memory of its own; tied names share it.
+        """Read all tensors whole, on the CPU, each in its own memory; tied names share it.
 
         Args:
             known: tensors to take instead of reading them.
@@ -376,7 +375,7 @@ class _Models(Sequence[dict[str, Any]]):
 
 
 class NamedTrees(Mapping[str, Tree]):
-    """Trees by name; asking for one that was not saved says which were."""
+    """Trees by name; the error for a name that was not saved lists the saved names."""
 
     def __init__(self, what: str, trees: Mapping[str, Tree]) -> None:
         self._what = what

@@ -44,15 +44,15 @@ _BATCH = 1 << 24
 
 
 class TensorInfo(Protocol):
-    """What is known of a tensor before it is read; tensors know it of themselves."""
+    """Shape and dtype of a tensor, known before it is read; tensors satisfy this protocol themselves."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As a ``torch.Size`` or plain."""
+        """The shape, as a ``torch.Size`` or a plain sequence."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
 
 
 class _Announced(NamedTuple):
@@ -75,57 +75,56 @@ class WeightSource(Protocol):
 
     @property
     def objects(self) -> Mapping[str, Any]:
-        """Extra state that is no tensor, by name; only files of ``torch.save`` hold any."""
+        """Extra state that is not a tensor, by name; only files of ``torch.save`` hold any."""
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """Name of a module → in which version it saved its state dict, where that is known."""
+        """Name of a module → the version in which it saved its state dict, if known."""
 
     @property
     def fingerprint(self) -> str:
-        """Which files these are: changes with their paths, sizes, times of change and inodes."""
+        """Identifies the files: changes with their paths, sizes, modification times and inodes."""
 
     def is_mapped(self, name: str) -> bool:
         """Whether a tensor is a view of a mapped safetensors file, which needs no memory of its own."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; a private view where ``is_mapped``, else in memory of its own."""
+        """Read a tensor to the CPU; a private view if ``is_mapped``, else in its own memory."""
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """The pairs of names whose values differ. Where weights are broadcast, all ranks get the same answer."""
+        """Find the pairs of names whose values differ. With broadcast weights all ranks get the same result."""
 
     def begin(self, names: Sequence[str]) -> None:
-        """Say which tensors will be asked for, each once, best in this order. Of broadcast weights a collective."""
+        """Announce the tensors that will be read, each once, preferably in this order; collective with broadcasts."""
 
     def finish(self) -> None:
-        """Say that no more will be asked for.
+        """End the reading.
 
         Raises:
-            FileChangedError: the files are not those any more that were opened.
+            FileChangedError: a file was changed since it was opened.
         """
 
 
 def open_weights(
     checkpoint: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
 ) -> WeightSource:
-    """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
-    yet.
+    """Open the weights in a file, an index or a folder: read and check the headers, but no tensors yet.
 
-    Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
+    Folders of torch's Distributed Checkpoint are read too, also those that Accelerate wrote.
 
     Args:
-        checkpoint: what to open; of a URI of object storage the weights are fetched to a folder of ``tempfile``. A
-            string ``org/name`` is a repository of a hub if there is no such local path.
-        revision: of the repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
+        checkpoint: the file, index or folder. From a URI of object storage the weights are fetched to a folder of
+            ``tempfile``. A string ``org/name`` is a repository of a hub if there is no such local path.
+        revision: revision of the repository: branch, tag or commit.
+        token: for a private repository; by default the token of the last login.
 
     Raises:
-        TypeError: ``checkpoint`` is no path.
+        TypeError: ``checkpoint`` is not a path.
     """
     if not isinstance(checkpoint, str | os.PathLike):
         raise TypeError(
-            f"the checkpoint is one {type(checkpoint).__qualname__}; give the path of a folder, file or index, or the "
-            "name of a repository of the hub as 'owner/name'. Tensors in memory go to model.load_state_dict"
+            f"the checkpoint is a {type(checkpoint).__qualname__}; pass the path of a folder, file or index, or the "
+            "name of a repository of the hub as 'owner/name'. Load tensors in memory with model.load_state_dict"
         )
     if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
         checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
@@ -151,7 +150,7 @@ def _open_local(folder: Path, place: Path) -> MappedWeights | _PiecesOfWeights:
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """What tells these files from any others, and from themselves once changed, without reading them."""
+    """Identify files, and detect changes of them, without reading them."""
     facts = []
     for path in files:
         status = path.stat()
@@ -200,13 +199,13 @@ def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class MappedWeights(_Files):
-    """Weights in whole files; of safetensors files they are views.
+    """Weights in local files; tensors of safetensors files are views of them.
 
-    Those of ``torch.save`` are copied from their mapping: it writes its files in place, so that saving a model over the
-    file that its weights are views of would end the process, and the file.
+    Tensors of ``torch.save`` files are copied, because ``torch.save`` writes in place: saving a model over the file
+    that its weights are views of would crash the process and destroy the file.
 
     Args:
-        files: the files, and where the index says that each tensor is.
+        files: the files, and the file of each tensor according to the index.
     """
 
     def __init__(self, files: WeightFiles) -> None:
@@ -303,16 +302,16 @@ class _PiecesOfWeights(_Files):
 
 
 class BroadcastWeights:
-    """The weights that rank 0 has opened; it sends those that any rank needs to all of them.
+    """Weights that only rank 0 opens; it sends every tensor that any rank needs to all ranks.
 
-    Every rank takes part in the same order, whatever order it asks in: what comes before the tensor that is asked for
-    is kept if it will be.
+    Tensors are sent in one order for all ranks, whatever order a rank reads them in: tensors that arrive before the
+    requested one are kept if they are needed later.
 
     Args:
-        checkpoint: what rank 0 opens; other ranks need not see it.
+        checkpoint: the checkpoint that rank 0 opens; other ranks need no access to it.
         coordinator: the ranks.
-        revision: of a repository.
-        token: for a repository.
+        revision: revision of a repository.
+        token: token for a repository.
     """
 
     def __init__(
@@ -349,11 +348,11 @@ class BroadcastWeights:
         self.versions: dict[str, int] = answers[0][3]
 
     def is_mapped(self, name: str) -> bool:
-        """On rank 0, which has the file."""
+        """True on rank 0 for tensors of mapped files; other ranks have no files."""
         return self._opened is not None and self._opened.is_mapped(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """The pairs of any rank that rank 0 finds to differ. Collective."""
+        """Find the pairs of all ranks whose values differ, on rank 0. Collective."""
         asked = [tuple(pair) for answer in self._coordinator.exchange(list(pairs)) for pair in answer]
         if not asked:
             return set()
@@ -370,7 +369,7 @@ class BroadcastWeights:
         self._stream = itertools.chain.from_iterable(map(self._send, self._batches(order)))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on the device that it was received on; on rank 0 as its file gives it. Collective."""
+        """Receive a tensor; on rank 0, read it from its file. Collective."""
         while name not in self._held:
             sent, value = next(self._stream)
             if sent in self._needed:
@@ -378,7 +377,7 @@ class BroadcastWeights:
         return self._held.pop(name)
 
     def finish(self) -> None:
-        """Take part in what the other ranks still need."""
+        """Take part in sending the tensors that other ranks still need."""
         for _ in self._stream:
             pass
         if self._opened is not None:

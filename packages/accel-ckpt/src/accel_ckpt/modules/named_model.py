@@ -21,7 +21,7 @@ class NamedModel:
     """A module and the canonical names of its tensors. The tree of modules is walked once, at the first use.
 
     Args:
-        module: wrapped or not; its submodules must stay what they are while this is in use.
+        module: wrapped or not; its submodules must not change while this object is in use.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -45,10 +45,10 @@ class NamedModel:
         return self.module
 
     def canonical(self, named: Mapping[str, T]) -> dict[str, T]:
-        """Something by the module's own names under canonical ones.
+        """Rename a mapping by the module's own names to canonical names.
 
         Raises:
-            NameCollisionError: two names become one.
+            NameCollisionError: two names become the same.
         """
         renamed = [(name, by_prefix(name, self._prefixes)) for name in named]
         refuse_collisions(renamed)
@@ -59,14 +59,14 @@ class NamedModel:
         return with_versions(self.canonical(self._sharded().state_dict()), self._versions)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By every name that they have."""
+        """Parameters by every name that they have."""
         return self.canonical(dict(self._sharded().named_parameters(remove_duplicate=False)))
 
     def buffers(self) -> dict[str, Any]:
-        """By name; those that a state dict leaves out, too."""
+        """Buffers by name, including those that a state dict leaves out."""
         return self.canonical(dict(self._sharded().named_buffers()))
 
 
 def named_models(models: Sequence[nn.Module | NamedModel]) -> list[NamedModel]:
-    """The same models, each as a ``NamedModel``."""
+    """Return the models, each as a ``NamedModel``."""
     return [model if isinstance(model, NamedModel) else NamedModel(model) for model in models]

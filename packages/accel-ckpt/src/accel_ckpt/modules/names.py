@@ -40,16 +40,16 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def listed(names: Sequence[str], most: int = 12) -> str:
-    """Names for a message: the first few, and how many more there are."""
+    """Format names for a message: the first few, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def canonical_name(name: str) -> str:
-    """Strip what wrappers add to a tensor's name, anywhere in it, and a leading ``module.``.
+    """Remove prefixes that wrappers add to a tensor's name, anywhere in it, and a leading ``module.``.
 
-    ``module`` inside a name is kept, because models use it for children of their own; ``canonical_names``
-    decides by the modules' types and is right in either case.
+    ``module`` inside a name is kept, because models use it for their own children; ``canonical_names`` decides by the
+    types of modules and is right in both cases.
     """
     parts = [part for part in name.split(".") if part not in WRAPPER_SEGMENTS]
     while len(parts) > 1 and parts[0] == "module":
@@ -60,13 +60,13 @@ def canonical_name(name: str) -> str:
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """Map the prefix of every module of a model, as ``state_dict()`` writes it, to its canonical prefix.
 
-    Prefixes end in a dot, that of the model itself is empty.
+    Prefixes end in a dot; the prefix of the model itself is empty.
     """
     return {prefix: canonical for prefix, canonical, _ in prefixed_modules(model)}
 
 
 def prefixed_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
-    """Every module of a model under each of its prefixes, with the canonical one; parents come before children."""
+    """List every module of a model under each of its prefixes, with the canonical prefix; parents before children."""
     found: list[tuple[str, str, nn.Module]] = []
     _walk(model, "", "", found, frozenset())
     return found
@@ -92,15 +92,15 @@ def _walk(
 
 
 def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = None) -> dict[str, T]:
-    """Rename the entries of a state dict to canonical names; those of its modules' versions, too.
+    """Rename the entries of a state dict, and of its modules' versions, to canonical names.
 
     Args:
-        state_dict: names to anything.
-        model: the module whose state dict this is. With it, ``module.`` is stripped exactly where a parallel
-            wrapper put it; without it, only the names that no model uses for a child of its own are stripped.
+        state_dict: a mapping by name.
+        model: the module of the state dict. With it, ``module.`` is removed exactly where a parallel wrapper added it;
+            without it, only prefixes that no model uses for its own children are removed.
 
     Raises:
-        NameCollisionError: two names become one.
+        NameCollisionError: two names become the same.
     """
     if model is None:
         renamed = [(name, _strip_segments(name)) for name in state_dict]
@@ -117,10 +117,10 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
 
 
 def own_versions(modules: Iterable[tuple[str, str, nn.Module]]) -> dict[str, int]:
-    """The versions of modules that load their state dict by themselves, by canonical name; not those of torch.nn.
+    """Versions of the modules that load their state dict by themselves, by canonical name, except those of torch.nn.
 
     Args:
-        modules: of a model, as `prefixed_modules` gives them.
+        modules: the modules of a model, as `prefixed_modules` returns them.
     """
     return {
         canonical.rstrip("."): module._version
@@ -130,11 +130,11 @@ def own_versions(modules: Iterable[tuple[str, str, nn.Module]]) -> dict[str, int
 
 
 def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> list[str]:
-    """Why weights cannot be loaded to a module, which torch would say after it has loaded all that does fit.
+    """The reasons why weights do not fit a module; torch reports them only after loading all that fit.
 
     Args:
         module: wrapped or not.
-        weights: by canonical name: tensors, or what else has their shape.
+        weights: by canonical name: tensors, or objects with their shape.
         strict: names must be the same, too; but a module that loads its weights by itself may know other names.
     """
     own = canonical_state_dict(module.state_dict(), module)
@@ -152,11 +152,11 @@ def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) 
 
 
 def loads_by_itself(module: nn.Module, also_torch: bool = False) -> bool:
-    """Whether a module, not counting its children, loads a state dict otherwise than torch's modules do.
+    """Whether a module, not counting its children, overrides how torch's modules load a state dict.
 
     Args:
-        module: any.
-        also_torch: count those of torch with a way of their own, too, as BatchNorm, which takes older forms.
+        module: any module.
+        also_torch: count modules of torch that override it too, such as BatchNorm, which accepts older forms.
     """
     if also_torch and type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
         return True
@@ -172,7 +172,7 @@ def loads_by_itself(module: nn.Module, also_torch: bool = False) -> bool:
 
 
 def is_of_torch_nn(module: nn.Module) -> bool:
-    """Whether all that a module does to load its state dict is what modules of ``torch.nn`` do."""
+    """Whether a module loads its state dict only with code of ``torch.nn``."""
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     homes = [type(module)._load_from_state_dict.__module__, *map(module_of, hooks)]
     own = all(home.startswith(("torch.nn.", "torch.distributed.fsdp.")) for home in homes)
@@ -185,7 +185,7 @@ def module_of(hook: Any) -> str:
 
 
 def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]:
-    """Weights by canonical name under the names that the module's ``load_state_dict`` knows."""
+    """Rename weights from canonical names to the names that the module's ``load_state_dict`` knows."""
     own = canonical_state_dict({name: name for name in module.state_dict()}, module)
     state = {own.get(name, name): value for name, value in weights.items()}
     versions = versions_of(weights)
@@ -210,7 +210,7 @@ def by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def refuse_collisions(renamed: Iterable[tuple[str, str]]) -> None:
-    """Refuse pairs of old and new names in which two old names become one.
+    """Refuse pairs of old and new names in which two old names become the same.
 
     Raises:
         NameCollisionError: names all three.

@@ -23,18 +23,18 @@ __all__ = [
 ]
 
 DType = torch.dtype | str | Enum
-"""A dtype, its name, or a member of an enum whose value is its name, as ``CustomDtype.FP8``."""
+"""A dtype, its name, or an enum member whose value is its name, such as ``CustomDtype.FP8``."""
 
 # "fp8" means any of the 8-bit floats; PyTorch has no dtype of that name.
 _NAMES_OF_KINDS = {"fp8": 1}
 
 
 def dtype_byte_size(dtype: DType) -> float:
-    """Bytes per number, an integer where they are whole, by the bits that its dtype names: 1/8 for booleans, 1/2 for
-    ``int4`` and also for ``float4_e2m1fn_x2``, an element of which is a byte with two numbers in it.
+    """Return the bytes per number of a dtype, from the number of bits in its name; an integer if it is whole.
 
-    PyTorch stores a boolean, and a plain tensor of such a dtype stores each element, in a whole byte; the sizes
-    of tensors that exist are counted so.
+    1/8 for booleans, 1/2 for ``int4`` and also for ``float4_e2m1fn_x2``, whose elements are bytes with two numbers.
+    PyTorch stores a boolean, or an element of a plain tensor of such a dtype, in a whole byte; for existing tensors
+    that size counts.
 
     Raises:
         ValueError: there is no such dtype.
@@ -57,14 +57,14 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, DType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every submodule and tensor by name; ``""`` is the total, and a name that is not there counts 0.
+    """Compute the bytes of every submodule and tensor by name; ``""`` is the total, and a missing name counts 0.
 
     A tied parameter is counted once, under the first of its names.
 
     Args:
         model: the module, on any device.
-        dtype: floating tensors count with at most this dtype's size.
-        special_dtypes: dtypes of single tensors by name; they go before ``dtype``.
+        dtype: floating-point tensors count with at most this dtype's size.
+        special_dtypes: dtypes of single tensors by name; they have precedence over ``dtype``.
         buffers_only: leave out the parameters.
 
     Raises:
@@ -90,7 +90,7 @@ def compute_module_total_buffer_size(
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
 ) -> int:
-    """Bytes of all buffers; the arguments are those of ``compute_module_sizes``."""
+    """Compute the bytes of all buffers; the arguments are those of ``compute_module_sizes``."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -99,14 +99,14 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: Collection[str],
 ) -> tuple[int, list[str]]:
-    """The size of the largest layer, and the names of all layers of that size.
+    """Find the size of the largest layer, and the names of all layers of that size.
 
-    A layer is a module without children, one whose class is not to be split, or a single tensor of ``modules``.
+    A layer is a module without children, a module of a class that must not be split, or a single tensor of ``modules``.
 
     Args:
         modules: names, and the modules or tensors to search.
         module_sizes: bytes by name, as from ``compute_module_sizes``.
-        no_split_module_classes: names of classes.
+        no_split_module_classes: names of classes that must not be split.
     """
     largest = 0
     names: list[str] = []
@@ -126,7 +126,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """The bytes of a model, and those of its largest layer with the names of the layers of that size.
+    """Compute the bytes of a model and of its largest layer, with the names of the layers of that size.
 
     Classes that transformers lists in ``_no_split_modules`` are layers.
     """

@@ -23,17 +23,17 @@ __all__ = [
 
 
 def check_is_module(model: object) -> None:
-    """Refuse what is passed for a model but is none: a name, a class, a state dict.
+    """Check that a model is a module, not a name, a class or a state dict.
 
     Raises:
-        TypeError: says what it is.
+        TypeError: it is not; the message says what it is.
     """
     if isinstance(model, nn.Module):
         return
     if isinstance(model, type):
-        given = f"the class {model.__name__}, and not an object of it"
+        given = f"the class {model.__name__}, not an object of it"
     elif isinstance(model, str):
-        given = f"the text {model!r}; only checkpoints are named"
+        given = f"the text {model!r}; only checkpoints can be given by name"
     else:
         given = f"one {type(model).__qualname__}"
     raise TypeError(
@@ -47,12 +47,12 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, then the buffers of a module with their names.
+    """List the parameters, then the buffers of a module with their names.
 
     Args:
         module: the module.
-        include_buffers: list the buffers too.
-        recurse: list those of submodules too.
+        include_buffers: include buffers.
+        recurse: include tensors of submodules.
         remove_non_persistent: leave out buffers that ``state_dict()`` leaves out.
     """
     yield from module.named_parameters(recurse=recurse)
@@ -71,8 +71,8 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
     Args:
         module: the module.
-        recurse: include those of submodules.
-        fqns: with ``recurse``, names from ``module`` down, instead of the names inside each submodule.
+        recurse: include buffers of submodules.
+        fqns: with ``recurse``, full names from ``module`` down, instead of the names inside each submodule.
     """
     if not recurse:
         return set(module._non_persistent_buffers_set)
@@ -94,34 +94,34 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one parameter or buffer on a device, with a new value if one is given.
+    """Move one parameter or buffer to a device, with a new value if one is given.
 
     The parameter object is replaced; ``requires_grad`` and attributes set on it are kept. Other names of a
-    tied parameter are not touched: see ``tied_params_map`` and ``retie_parameters``.
+    tied parameter do not change: see ``tied_params_map`` and ``retie_parameters``.
 
     Args:
         module: the module, changed in place.
-        tensor_name: name from ``module`` down.
-        device: where it goes.
+        tensor_name: full name from ``module`` down.
+        device: the target device.
         value: the new value, of the same shape; needed when the tensor is on the meta device and ``device``
             is not.
         dtype: dtype of the result. Without it a ``value`` takes the dtype of the tensor that it replaces.
         fp16_statistics: the row statistics (``SCB``) of a bitsandbytes int8 ``value``.
-        tied_params_map: address of a tensor's memory → device → the tensor that is there already, shared by
-            several calls so that a tied tensor exists once per device.
+        tied_params_map: address of a tensor's memory → device → the tensor that is on this device already; shared
+            by several calls, so that a tied tensor exists once per device.
         non_blocking: as in ``Tensor.to``.
-        clear_cache: accepted; there is no cache to clear, because nothing is allocated that is not kept.
+        clear_cache: has no effect: nothing is allocated that is not kept, so there is no cache to clear.
 
     Raises:
         AttributeError: there is no such tensor.
-        StateMismatchError: the shape is another one.
+        StateMismatchError: the value has another shape.
         UninitializedTensorError: the tensor is on the meta device and no value is given.
     """
     owner, leaf = parent_and_leaf(module, tensor_name)
     is_buffer = leaf in owner._buffers
     if not is_buffer and leaf not in owner._parameters:
         raise AttributeError(
-            f"{type(owner).__name__} has no parameter or buffer {leaf!r} ({tensor_name!r} was asked for)"
+            f"{type(owner).__name__} has no parameter or buffer {leaf!r} (tensor_name is {tensor_name!r})"
         )
     old = owner._buffers[leaf] if is_buffer else owner._parameters[leaf]
     if old is None:
@@ -171,7 +171,7 @@ def _shared(
 
 
 def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
-    """A parameter over ``data`` with the class, attributes and ``requires_grad`` of another one."""
+    """Make a parameter from ``data`` with the class, attributes and ``requires_grad`` of another one."""
     grad = bool(old.requires_grad) and (data.dtype.is_floating_point or data.dtype.is_complex)
     new: nn.Parameter
     # A parameter over a tensor subclass, such as a quantised one, is of that class: isinstance() would say so, too.
@@ -185,13 +185,13 @@ def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Let a tensor have other data, also of another device; it stays the same object, with its version and gradient.
+    """Replace a tensor's data, also by data on another device; it stays the same object, with version and gradient.
 
-    Some types of devices do not let ``tensor.data`` come from another device. There the tensor trades places with a new
-    one, which torch allows as long as no graph of autograd has saved it.
+    Some device types do not allow data of another device in ``tensor.data``. There the tensor is swapped with a new
+    one, which torch allows as long as no autograd graph has saved it.
 
     Raises:
-        RuntimeError: a graph has saved it, on such a device.
+        RuntimeError: an autograd graph has saved the tensor, on such a device.
     """
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
@@ -210,7 +210,7 @@ def check_nothing_on_meta(model: nn.Module) -> None:
     """Refuse a model that still has tensors without values.
 
     Raises:
-        UninitializedTensorError: names them, and says what fills them.
+        UninitializedTensorError: names these tensors, and says what fills them.
     """
     # Names are made for those models only that are refused.
     holders = (tensors for module in model.modules() for tensors in (module._parameters, module._buffers))
@@ -224,11 +224,11 @@ def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
     """Refuse tensors that are left on the meta device.
 
     Args:
-        left: their names; may be empty.
+        left: names of these tensors; may be empty.
         hidden: names of buffers that no checkpoint holds.
 
     Raises:
-        UninitializedTensorError: there are some.
+        UninitializedTensorError: `left` is not empty.
     """
     if not left:
         return

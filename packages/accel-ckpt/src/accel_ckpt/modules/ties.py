@@ -12,8 +12,7 @@ __all__ = ["find_tied_parameters", "parent_and_leaf", "retie_parameters"]
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Find the groups of names that are one and the same parameter object (views of a parameter do not
-    count).
+    """Find tied parameters: groups of names of the same parameter object (views of a parameter do not count).
 
     Args:
         model: the module to search.
@@ -29,7 +28,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Let every name of a group be the group's first parameter that has values.
+    """Tie parameters again: every name of a group becomes the group's first parameter that has values.
 
     Args:
         model: changed in place.

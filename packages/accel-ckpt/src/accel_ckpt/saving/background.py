@@ -1,4 +1,4 @@
-"""Saving while training continues."""
+"""Asynchronous saves: saving while training continues."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ WhenBusy = Literal["wait", "refuse"]
 
 
 class SaveHandle:
-    """A save that runs in the background.
+    """Handle of a save that runs in the background.
 
-    A failure is raised once: by :meth:`result`, or by the next save, the next load or the end of the training,
-    whichever comes first. Later calls of :meth:`result` raise it again.
+    A failure is raised once: by :meth:`result`, the next save, the next load or the end of the training, whichever
+    comes first. Later calls of :meth:`result` raise it again.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class SaveHandle:
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoint will be."""
+        """The folder of the checkpoint, once the save is complete."""
         return self._transaction.directory
 
     def done(self) -> bool:
-        """Whether the save has ended: the checkpoint is complete and on the disk, or failed."""
+        """Whether the save has ended: the checkpoint is complete and on the disk, or the save failed."""
         return self._finished.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -67,8 +67,8 @@ class SaveHandle:
             The checkpoint's folder.
 
         Raises:
-            TimeoutError: it is still running.
-            CheckpointSaveError: it failed, here or on another rank; what was there before is unchanged.
+            TimeoutError: the save is still running.
+            CheckpointSaveError: the save failed, here or on another rank; an earlier checkpoint is unchanged.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.directory} is still being saved after {timeout:g} s; ask again later")
@@ -78,7 +78,7 @@ class SaveHandle:
         return self.directory
 
     def wait(self) -> None:
-        """Wait for the end of the save, whatever it is; a failure is raised where it is asked for later."""
+        """Wait for the end of the save, without raising; a failure is raised later, as `SaveHandle` describes."""
         self._finished.wait()
 
     def _start(self) -> None:
@@ -133,16 +133,16 @@ class SaveHandle:
 
 
 class BackgroundSaver:
-    """Saves training states one after the other, each while training continues.
+    """Saves training states in the background, one after the other, while training continues.
 
-    What a save writes is copied to host memory in the call; a thread then writes the copies and makes the checkpoint
-    complete. The memory is kept for the next save. The methods that are collective must be called on all ranks.
+    The call copies the state to host memory; a thread then writes the copies and completes the checkpoint. The memory
+    is kept for the next save. Collective methods must be called on all ranks.
 
-    The ranks are those of the process group. Their threads agree through connections of their own to the world's
-    store, so that nothing in the background gets in the way of the training's collectives.
+    The ranks are those of the process group. Their threads agree through separate connections to the world's store, so
+    nothing in the background interferes with the training's collectives.
 
     Args:
-        disk: where.
+        disk: the file system to write to.
     """
 
     def __init__(self, disk: Disk = LOCAL) -> None:
@@ -168,8 +168,8 @@ class BackgroundSaver:
     ) -> SaveHandle:
         """Begin to save a training state. Collective.
 
-        What is saved are the values of the call: everything is copied before this method returns, and may be changed
-        then by any means.
+        Everything is copied before this method returns, so the checkpoint has the values at the time of the call,
+        whatever changes afterwards.
 
         Args:
             directory: as in :func:`accel_ckpt.save_training_state`, and so are the next three.
@@ -178,12 +178,12 @@ class BackgroundSaver:
             per_rank: name → tree.
             when_busy: what to do while an earlier save is running: ``"wait"`` for its end, or ``"refuse"``.
             after: called on every rank, in the background, once the checkpoint is complete.
-            options: further ones of :func:`accel_ckpt.save_training_state`.
+            options: further arguments of :func:`accel_ckpt.save_training_state`.
 
         Raises:
             SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
-            CheckpointSaveError: this save cannot begin, or the earlier one has failed; nothing is saved then.
-            UnsupportedValueError: a tree holds something that cannot be saved exactly.
+            CheckpointSaveError: this save cannot begin, or the earlier one failed; nothing is saved then.
+            UnsupportedValueError: a value in a tree cannot be saved exactly.
         """
         content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
         return self.save_collected(directory, content, when_busy=when_busy, after=after)
@@ -196,7 +196,7 @@ class BackgroundSaver:
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
     ) -> SaveHandle:
-        """The same as :meth:`save`, of content that is given or that each rank collects. Collective."""
+        """Save like :meth:`save`, with content that is given or that each rank collects. Collective."""
         self.make_room(when_busy)
         ranks = default_coordinator()
         transaction, plan = begin_save(directory, content, ranks, self._disk)
@@ -224,11 +224,11 @@ class BackgroundSaver:
         return save
 
     def make_room(self, when_busy: WhenBusy = "wait") -> None:
-        """Return when no save is running. Collective.
+        """Wait until no save is running. Collective.
 
         Raises:
-            SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
-            CheckpointSaveError: it has failed.
+            SaveInProgressError: a save is running, and ``when_busy`` is ``"refuse"``.
+            CheckpointSaveError: the earlier save failed.
         """
         _check_when_busy(when_busy)
         save = self._own()
@@ -244,12 +244,12 @@ class BackgroundSaver:
         )
 
     def make_room_alone(self, when_busy: WhenBusy = "wait") -> None:
-        """Return when this rank's part of no save goes on. Not collective.
+        """Wait until this rank takes part in no save. Not collective.
 
-        The next collective call raises if the save has failed.
+        The next collective call raises if the save failed.
 
         Raises:
-            SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
+            SaveInProgressError: a save is running, and ``when_busy`` is ``"refuse"``.
         """
         _check_when_busy(when_busy)
         save = self._own()
@@ -263,7 +263,7 @@ class BackgroundSaver:
         """Wait for the end of the running save, if there is one. Not collective.
 
         Raises:
-            CheckpointSaveError: it has failed, and this was not raised before.
+            CheckpointSaveError: the save failed, and the error was not raised before.
         """
         save = self._own()
         if save is None:
@@ -280,7 +280,7 @@ class BackgroundSaver:
         return self._current
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to save: nothing of the saves of this one."""
+        """Return the state for another process, without the saves of this one."""
         return {"_disk": self._disk}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

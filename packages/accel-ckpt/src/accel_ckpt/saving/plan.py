@@ -1,4 +1,4 @@
-"""Pure planning: which tensor goes to which file."""
+"""Planning which tensor goes to which file, without reading or writing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def readable_size(nbytes: float) -> str:
-    """A number of bytes for people, as ``"1.50 kB"``, in the units that ``convert_file_size_to_int`` reads."""
+    """Format a number of bytes for people, such as ``"1.50 kB"``, in units that ``convert_file_size_to_int`` reads."""
     if nbytes < 1000:
         return f"{nbytes:.0f} bytes"
     units = ("kB", "MB", "GB", "TB")
@@ -66,7 +66,7 @@ def readable_size(nbytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor to be placed: its name, its size in bytes, and what it must share a file with."""
+    """One tensor to be placed: its name, its size in bytes, and the storage that it shares with others."""
 
     name: str
     nbytes: int
@@ -127,13 +127,13 @@ def shard_file_names(count: int, stem: str, extension: str) -> tuple[str, ...]:
 
 
 def divide(sizes: Mapping[K, int], loads: Sequence[int]) -> list[frozenset[K]]:
-    """Divide named things among workers, so that the most loaded one has as little as is easily reached.
+    """Divide named items among workers so that the largest load is small.
 
     The largest goes first, to the worker with the least (longest-processing-time rule: at most 4/3 of the optimum where
     all loads are zero; Graham 1969). The result depends on the arguments alone.
 
     Args:
-        sizes: bytes by name; names can be compared with each other.
+        sizes: bytes by name; names must be comparable with each other.
         loads: bytes that each worker has already.
     """
     shares: list[list[K]] = [[] for _ in loads]

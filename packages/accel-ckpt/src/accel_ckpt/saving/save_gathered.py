@@ -1,4 +1,4 @@
-"""Saving a model of which ranks hold parts as files of whole tensors, gathered one after the other."""
+"""Saving a divided model as files of whole tensors, which are gathered one after the other."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = ["gather_whole", "save_gathered_model"]
 
 
 def gather_whole(leaf: Leaf, coordinator: Coordinator | None = None) -> torch.Tensor:
-    """The whole tensor, in host memory, of which every rank holds parts. Collective.
+    """Gather a tensor of which every rank holds parts, in host memory. Collective.
 
     Args:
-        leaf: what this rank holds; a plain tensor comes back as it is.
+        leaf: this rank's part; a plain tensor comes back as it is.
         coordinator: the ranks; by default all.
 
     Raises:
-        UnsupportedValueError: the parts of all ranks together are not the whole tensor.
+        UnsupportedValueError: the parts of all ranks together do not cover the whole tensor.
     """
     if not is_divided(leaf):
         assert isinstance(leaf, torch.Tensor), "what is not divided is a tensor"
@@ -84,26 +84,26 @@ def save_gathered_model(
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
-    """Save what `save_model` saves, of a model whose tensors are divided among ranks. Collective.
+    """Save the weights of a model whose tensors are divided among ranks, in the files of `save_model`. Collective.
 
     Tensors are gathered one after the other, so a rank holds one whole tensor at a time; files of `torch.save` are
     gathered file by file.
 
     Args:
-        model: what this rank holds, by canonical name; the same names on every rank.
-        save_directory: the folder; made if it is not there.
+        model: this rank's parts, by canonical name; the same names on every rank.
+        save_directory: the folder; created if it does not exist.
         max_shard_size: bytes per file, or a size such as ``"5GB"``.
-        safe_serialization: safetensors, or else files of ``torch.save``.
+        safe_serialization: write safetensors, else files of ``torch.save``.
         each_node: the first rank of every node writes, not only rank 0.
         coordinator: the ranks; by default all.
-        disk: where.
+        disk: the file system to write to.
 
     Returns:
         The names of the files written, the index included; the same on every rank.
 
     Raises:
-        CheckpointSaveError: as `save_model`; or another rank failed.
-        UnsupportedValueError: a tensor that the format cannot hold, or a value that is no tensor.
+        CheckpointSaveError: see `save_model`; or another rank failed.
+        UnsupportedValueError: the format cannot hold a tensor, or a value is not a tensor.
     """
     ranks = coordinator or default_coordinator()
     folder = find_folder(save_directory)

@@ -1,4 +1,4 @@
-"""Saving the weights of a model, and single objects, for other programs to read."""
+"""Saving the weights of a model, and single objects, in files that other programs can read."""
 
 from __future__ import annotations
 
@@ -68,36 +68,36 @@ def save_model(
     writer: int | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
-    """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
+    """Save a model's weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards if they are large.
 
     The calling process writes; call it on one rank, or with ``writer`` on all ranks. Files of an earlier
-    ``save_model`` in the folder, shards and index of either format, are removed; other files stay. A file
-    that is replaced is never changed in place, so a process that has it mapped keeps its old content. Names are
-    canonical: what DDP, ``torch.compile`` and the like put in front is left out. Of tied names the first is saved;
-    the others are kept in the metadata as ``safetensors.torch.save_model`` does.
+    ``save_model`` in the folder, shards and index of either format, are removed; other files stay. Files are
+    replaced, never changed in place, so a process that has one mapped keeps its old content. Names are canonical:
+    prefixes of DDP, ``torch.compile`` and other wrappers are left out. Of tied names the first is saved; the
+    others are kept in the metadata, as ``safetensors.torch.save_model`` does.
 
     Args:
         model: a module, or a state dict of full tensors on any device.
-        save_directory: the folder; made if it is not there. Or a URI of object storage.
+        save_directory: the folder, created if it does not exist; or a URI of object storage.
         max_shard_size: bytes per file, or a size such as ``"5GB"``; 10 GB as in Accelerate. A larger tensor
-            gets a file of its own.
-        safe_serialization: safetensors, or else files of ``torch.save``.
+            gets a file of its own. Several files get an index.
+        safe_serialization: write safetensors, else files of ``torch.save``.
         push_to_hub: a repository ``org/name`` to upload the weights to afterwards, see :func:`push_to_hub`.
-        token: for the upload; by default the one that was logged in with.
-        private: whether a repository that is made is private.
-        commit_message: of the upload.
-        writer: the rank that writes. Other ranks that call return when it has, and need no `model`; none has to call.
-        disk: where.
+        token: for the upload; by default the token of the last login.
+        private: whether a newly created repository is private.
+        commit_message: message of the upload's commit.
+        writer: the rank that writes. Other ranks may call: they return when the write is complete, and need no `model`.
+        disk: the file system to write to.
 
     Returns:
         The names of the files written, the index included.
 
     Raises:
-        CheckpointSaveError: the folder is a file, or is a training state; or the upload failed, and the weights are
-            in the folder. On a rank that waits: the writer failed, has ended or does not come.
-        MissingDependencyError: ``push_to_hub`` without huggingface_hub.
+        CheckpointSaveError: the folder is a file or a training state; or the upload failed, and the weights are
+            in the folder. On a waiting rank: the writer failed, has ended or does not make the call.
+        MissingDependencyError: ``push_to_hub`` is given, and huggingface_hub is not installed.
         UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
-            layout that the format does not know; or a module has extra state that is no tensor, and the format is
+            layout that the format does not know; or a module has extra state that is not a tensor, and the format is
             safetensors, or loading it would run code.
     """
     limit = convert_file_size_to_int(max_shard_size)
@@ -138,7 +138,7 @@ def named_index(text: str | None, safe_serialization: bool) -> tuple[str, str] |
 
 
 def weights_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of the canonical state dict of a module, or of a state dict, and extra state that is no tensor."""
+    """The tensors of a module or state dict by canonical name, and extra state that is not a tensor."""
     if isinstance(model, nn.Module):
         state_dict = canonical_state_dict(model.state_dict(), model)
     else:
@@ -152,7 +152,7 @@ def weights_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, torch.Te
 
 
 def no_weight(name: str, value: object) -> UnsupportedValueError:
-    """The error for an entry of a state dict that is no tensor."""
+    """The error for an entry of a state dict that is not a tensor."""
     return UnsupportedValueError(
         f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
     )
@@ -172,7 +172,7 @@ def check_extra(extra: Mapping[str, object], safe_serialization: bool) -> None:
         about = f"{name!r}, which get_extra_state of a module gives, is a {type(value).__qualname__}"
         if safe_serialization:
             raise UnsupportedValueError(
-                f"{about}, and safetensors files hold tensors only; save with safe_serialization=False, or let "
+                f"{about}, but safetensors files hold only tensors; save with safe_serialization=False, or make "
                 "get_extra_state return a tensor"
             )
         file = io.BytesIO()
@@ -204,7 +204,7 @@ def plan_model_files(
     stem: str,
     extra: Mapping[str, Any] | None = None,
 ) -> ModelFiles:
-    """Decide which tensors go to which file; extra state that is no tensor goes to the first.
+    """Decide which tensors go to which file; extra state that is not a tensor goes to the first.
 
     Raises:
         UnsupportedValueError: a tensor cannot be saved in this format.
@@ -269,12 +269,12 @@ def save(
 
     Args:
         obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dictionary of tensors.
-        f: a path or a URI, whose old content stays until the new one is complete, or a binary file.
+        f: a path or a URI, whose old content stays until the new content is complete; or a binary file.
         save_on_each_node: save on the local main process of every node, not only on the main process.
         safe_serialization: write safetensors instead of ``torch.save``'s format.
 
     Raises:
-        UnsupportedValueError: ``safe_serialization`` and anything but tensors by name.
+        UnsupportedValueError: with ``safe_serialization``, the object is not a dictionary of tensors.
     """
     from accel_ckpt.coordination import is_saving_process
 
@@ -284,7 +284,7 @@ def save(
         isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
     ):
         raise UnsupportedValueError(
-            f"safetensors files hold tensors by name, and this {type(obj).__name__} holds something else; "
+            f"safetensors files hold tensors by name, but this {type(obj).__name__} holds something else; "
             "pass a dictionary of tensors, or safe_serialization=False"
         )
     cleaned = obj
@@ -317,7 +317,7 @@ def _from_xla(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Load what ``torch.save`` wrote, without running code from it.
+    """Load a file of ``torch.save``, without running code from it.
 
     Args:
         f: a path, a URI, or a binary file.
@@ -326,7 +326,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
             tensors, NumPy arrays and scalars of plain types are allowed.
 
     Raises:
-        UnpicklingError: it holds something else, or data that is not what it says it is.
+        UnpicklingError: the file holds something else, or its data are invalid.
     """
     kwargs.setdefault("weights_only", True)
     if isinstance(f, (str, os.PathLike)):

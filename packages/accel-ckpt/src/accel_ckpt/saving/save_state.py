@@ -28,7 +28,7 @@ __all__ = ["StateCollector", "StateContent", "Tree", "begin_save", "save_collect
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateContent:
-    """What a save of a training state writes, and how; most fields are the arguments of ``save_training_state``."""
+    """The content of a training state for a save, and its options; most are arguments of ``save_training_state``."""
 
     models: Sequence[Mapping[str, Any]]
     shared: Mapping[str, Tree]
@@ -42,7 +42,7 @@ class StateContent:
     """The names in ``models`` are canonical, as those of ``NamedModel``: they are used unchanged."""
 
     def draft(self, rank: int, leads: bool, alone: bool) -> StateDraft:
-        """What this rank holds, encoded."""
+        """Encode the state that this rank holds."""
         found = StateDraft.make(
             self.models if self.canonical else [canonical_state_dict(model) for model in self.models],
             self.shared,
@@ -93,39 +93,40 @@ def save_training_state(
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
-    """Save a training state so that it exists completely or not at all. Collective.
+    """Save a training state atomically: it exists completely or not at all. Collective.
 
     Args:
-        directory: the checkpoint's folder, or a URI of object storage (``s3://bucket/run/checkpoint_1``). One that
-            exists is replaced as a whole, in one step; files in it that no save of a training state wrote are carried
-            over.
-        models: state dicts with canonical names. Of a ``DTensor`` or :class:`accel_ckpt.Part` every rank writes
-            what it holds; whole tensors are written by the leading rank, and the others need not give them. One name
-            may have a list of parts. Together the ranks must hold all of a divided tensor; of equal parts (replicas)
-            one is written. Entries that are not tensors (``get_extra_state``) are kept with the shared trees.
-        shared: name → tree; those of the leading rank count. Where a tree holds a ``DTensor`` or parts, all ranks
-            that hold some give it; the leading rank does in any case, if need be as ``Part.nothing(shape)``. A list
-            of nothing but parts is one tensor.
-        per_rank: name → tree, this rank's own; such as its random number generators.
-        replicated: names in ``shared`` whose large tensors every rank holds alike, so that each writes a part of
+        directory: the checkpoint's folder, or a URI of object storage (``s3://bucket/run/checkpoint_1``). An existing
+            checkpoint is replaced as a whole, in one step; files in the folder that no save of a training state wrote
+            are kept.
+        models: state dicts with canonical names. Every rank writes the part of a ``DTensor`` or
+            :class:`accel_ckpt.Part` that it holds. The leading rank writes whole tensors, and the others need not pass
+            them. One name may have a list of parts. Together the ranks must hold all of a divided tensor; of equal
+            parts (replicas) one is written. Entries that are not tensors (``get_extra_state``) are kept with the shared
+            trees.
+        shared: name → tree, saved from the leading rank. If a tree holds a ``DTensor`` or parts, all ranks that hold
+            some of it pass it; the leading rank always does, if it holds nothing as ``Part.nothing(shape)``. A list
+            that consists only of parts is one tensor.
+        per_rank: name → tree, this rank's own; for example its random generators.
+        replicated: names in ``shared`` whose large tensors are equal on all ranks, so that each rank writes a part of
             them. Samples are compared; a tensor that differs is written by the leading rank.
         safe_serialization: weights as safetensors, or as ``.bin`` of ``torch.save``.
-        each_node: the first rank of every node leads the save of a folder of its own, for file systems that
-            nodes do not share.
+        each_node: the ranks of every node save a folder of their own, led by the first of them; for nodes without a
+            shared file system.
         before_write: called on every rank with the temporary folder, before anything is written or `models` is
             read; files that it adds become part of the checkpoint, and it may change `models` in place.
         max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
         coordinator: the ranks; those of the process group by default.
-        disk: where.
+        disk: the file system to write to.
 
     Returns:
-        The folder, absolute; of a URI a :class:`accel_ckpt.RemotePath`.
+        The absolute path of the folder; for a URI a :class:`accel_ckpt.RemotePath`.
 
     Raises:
-        CheckpointSaveError: writing failed, here or on another rank. On every rank; what was there before is
-            unchanged.
-        UnsupportedValueError: a tree holds something that cannot be saved exactly, or ranks do not hold all of a
-            tensor; names the path, or the tensor and the box that is missing.
+        CheckpointSaveError: writing failed, here or on another rank; raised on every rank. An earlier checkpoint in
+            the folder is unchanged.
+        UnsupportedValueError: a value in a tree cannot be saved exactly, or the ranks together do not hold all of a
+            tensor; names the path, or the tensor and the missing box.
     """
     content = StateContent(
         models=models,
@@ -146,17 +147,17 @@ def save_collected(
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
-    """The same as :func:`save_training_state`, of content that is given or that each rank collects. Collective.
+    """Save like :func:`save_training_state`, with content that is given or that each rank collects. Collective.
 
     Ranks exchange data four times: when they have collected (and the temporary folder is made), when all know what they
-    will write, when all have written, and when the folder has its name. None of them can be left out: a rank that has
-    not heard of the last one cannot say that the checkpoint is complete.
+    will write, when all have written, and when the folder has its name. None of them can be left out: a rank that did
+    not receive the last one cannot know that the checkpoint is complete.
 
     Args:
-        directory: as there, and so are ``coordinator`` and ``disk``.
-        content: what is saved.
+        directory: as in :func:`save_training_state`.
+        content: the content to save.
         coordinator: the ranks.
-        disk: where.
+        disk: the file system to write to.
     """
     transaction, plan = begin_save(directory, content, coordinator, disk)
     return transaction.complete(lambda folder: plan.write(folder, transaction.disk))
@@ -193,8 +194,8 @@ def begin_save(
         raise
     if plan.drifted is not None:
         warnings.warn(
-            f"{transaction.directory}: what all ranks are to hold alike has drifted apart: {plan.drifted}. The "
-            "checkpoint holds that of the first, and a run that loads it continues with it on all ranks",
+            f"{transaction.directory}: values that must be equal on all ranks have drifted apart: {plan.drifted}. The "
+            "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks",
             stacklevel=2,
         )
     return transaction, plan

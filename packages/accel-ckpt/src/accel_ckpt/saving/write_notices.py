@@ -59,13 +59,13 @@ _LIBRARIES = (
 def completed_by_writer(
     directory: str | os.PathLike[str], write: Callable[[], Sequence[str]], *, writer: int = 0
 ) -> tuple[str, ...]:
-    """Write on one rank; return on every rank that calls when that is complete. Not collective.
+    """Write on one rank; every rank that calls returns when the write is complete. Not collective.
 
-    The writer does not wait, so a call on the writer alone returns, too. The other ranks wait for the writer's call at
-    the same place of the script.
+    The writer does not wait, so a call on the writer alone returns, too. The other ranks wait for the writer's call on
+    the same line of the script.
 
     Args:
-        directory: what is written to; the same on all ranks.
+        directory: the folder that is written to; the same on all ranks.
         write: called on the writer; returns the names of the files written.
         writer: the rank that writes.
 
@@ -73,9 +73,9 @@ def completed_by_writer(
         What ``write`` returned on the writer.
 
     Raises:
-        CheckpointSaveError: on a rank that waits: the writer failed, has ended, does not come or does not finish, or
-            writes to another folder.
-        Exception: on the writer, what ``write`` raised.
+        CheckpointSaveError: on a waiting rank: the writer failed, has ended, does not make the call or does not finish,
+            or writes to another folder.
+        Exception: on the writer, the exception of ``write``.
     """
     ranks = default_coordinator()
     if ranks.world_size == 1:
@@ -93,13 +93,13 @@ def completed_by_writer(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What calls of several ranks have in common."""
+    """Properties by which calls of several ranks are matched."""
 
     directory: str
     position: int
     """Collectives that the rank has taken part in."""
     lines: str
-    """Of the script, in the call stack."""
+    """Lines of the script in the call stack."""
 
 
 def collectives_so_far() -> int:

@@ -51,36 +51,36 @@ _ABOUT = "."  # the part that says what the others are; no path can have this na
 
 
 class RandomState:
-    """The global random number generators of this process: Python's, NumPy's, torch's and the devices'."""
+    """The state of this process's global random generators: Python's, NumPy's, torch's and the devices'."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Their states."""
+        """The states of the generators."""
         from accel_state.seeding import get_rng_state
 
         return get_rng_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set them."""
+        """Restore the states of the generators."""
         from accel_state.seeding import set_rng_state
 
         set_rng_state(state_dict)
 
 
 class Checkpointer:
-    """Saves and loads the state of one training under the number of its step.
+    """Saves and loads numbered checkpoints of one training, in a loop of any kind.
 
     A *state* is a dictionary of named parts: modules, optimizers, other objects with ``state_dict()`` and
     ``load_state_dict()``, tensors, plain data, and dictionaries of all these. Loading restores objects in place
     and puts tensors and plain data into the dictionaries. A checkpoint is ``<directory>/step_<number>``: atomic,
     verified, and a training state like any other (``accel_ckpt.open_training_state``).
 
-    All ranks call the methods alike. Modules and the rest of a state are those of rank 0; what each rank has of
-    its own, such as ``RandomState``, goes into ``per_rank``. A part of the state that differs on another rank is named
+    All ranks call all methods. Modules and the rest of a state are saved from rank 0; state that each rank has for
+    itself, such as ``RandomState``, goes into ``per_rank``. A part of the state that differs on another rank is named
     in a warning when it is saved.
 
     Args:
-        directory: the folder of the checkpoints; made by the first save. Or a URI of object storage.
-        keep: how many of the newest stay, after a save; ``None`` keeps all.
+        directory: the folder of the checkpoints, created by the first save; or a URI of object storage.
+        keep: how many of the newest checkpoints a save keeps; ``None`` keeps all.
         max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
         coordinator: the ranks; those of the process group by default.
 
@@ -105,7 +105,7 @@ class Checkpointer:
         self._saver = BackgroundSaver()
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in rising order."""
+        """List the steps of the complete checkpoints, in rising order."""
         return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
 
     @overload
@@ -142,21 +142,21 @@ class Checkpointer:
         """Save a state. Collective; returns when the checkpoint is complete and on the disk, or with a handle.
 
         Args:
-            step: its number. One that exists, or is below one that exists, is refused: an older run would be mixed
-                into this one.
+            step: number of the checkpoint. A number that exists, or is below one that exists, is refused, because it
+                would mix an older run into this one.
             state: see ``Checkpointer``.
-            per_rank: a state of which every rank has its own.
-            asynchronous: copy the state, which may be changed by any means afterwards, and write in the background.
+            per_rank: this rank's own state.
+            asynchronous: copy the state, which may change in any way afterwards, and write in the background.
             when_busy: while an earlier save is running in the background, ``"wait"`` for it or ``"refuse"``.
 
         Returns:
-            The checkpoint's folder; of an asynchronous save its handle, whose ``result()`` is the folder.
+            The checkpoint's folder; with ``asynchronous`` a handle, whose ``result()`` is the folder.
 
         Raises:
             CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank; or the
-                earlier save in the background has failed.
+                earlier save in the background failed.
             SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
-            UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
+            UnsupportedValueError: a value is neither an object with a state nor plain data; names its path.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step is {step!r}; a checkpoint is numbered by an integer from 0 on")
@@ -181,7 +181,7 @@ class Checkpointer:
         """Wait for the end of a save in the background, if one is running. Collective.
 
         Raises:
-            CheckpointSaveError: it has failed.
+            CheckpointSaveError: the save failed.
         """
         self._saver.make_room()
 
@@ -193,21 +193,21 @@ class Checkpointer:
         per_rank: MutableMapping[str, Any] | None = None,
         allow_new_ranks: bool = False,
     ) -> int:
-        """Restore a state. Collective. All of it is read and compared, on all ranks, before anything changes.
+        """Restore a state. Collective. Everything is read and compared, on all ranks, before anything changes.
 
         Args:
-            state: like the one that was saved; changed in place.
-            step: which checkpoint; ``"latest"`` is the complete one with the highest number.
-            per_rank: like the one that this rank saved; changed in place.
-            allow_new_ranks: leave ``per_rank`` as it is on ranks that there were not when it was saved.
+            state: a state like the saved one; changed in place.
+            step: number of the checkpoint; ``"latest"`` is the complete one with the highest number.
+            per_rank: a state like the one that this rank saved; changed in place.
+            allow_new_ranks: on ranks that did not exist at the save, leave ``per_rank`` as it is.
 
         Returns:
             The step that was loaded.
 
         Raises:
-            CheckpointNotFoundError: there is no such complete checkpoint, or nothing of this rank in it.
-            CorruptCheckpointError: a file is not what was written.
-            StateMismatchError: the state has other parts, names or shapes than the one saved.
+            CheckpointNotFoundError: there is no such complete checkpoint, or it has no state for this rank.
+            CorruptCheckpointError: a file was damaged or changed after the save.
+            StateMismatchError: the parts, names or shapes of the state differ from the saved ones.
         """
         self.wait()
         ranks = self._ranks()

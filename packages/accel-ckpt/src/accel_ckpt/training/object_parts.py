@@ -1,4 +1,4 @@
-"""Objects of a training as parts of its state: optimizers, and whatever has `state_dict` and `load_state_dict`."""
+"""Objects of a training as parts of its state: optimizers, and objects with `state_dict` and `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ __all__ = [
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What most objects of a training are."""
+    """An object with `state_dict` and `load_state_dict`, like most objects of a training."""
 
     def state_dict(self) -> Any:
         """The state, as nested plain data and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Go back to a state."""
+        """Load a state."""
 
 
 def averages_gradients(module: nn.Module) -> bool:
-    """Whether torch keeps equal replicas of a module on all ranks (DistributedDataParallel)."""
+    """Whether a module is wrapped in DistributedDataParallel, which keeps equal replicas on all ranks."""
     return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 def replicated_optimizers(
     optimizers: Mapping[str, torch.optim.Optimizer], replicas: Collection[nn.Module]
 ) -> list[str]:
-    """Names of the optimizers of which all ranks hold the same, because they step nothing but replicas.
+    """Names of the optimizers that are equal on all ranks, because they step only replicas.
 
     Args:
         optimizers: by the names of their trees.
@@ -60,7 +60,7 @@ def replicated_optimizers(
 def check_parts(
     here: Mapping[str, Iterable[str]], saved: Mapping[str, Iterable[str]], source: object
 ) -> None:
-    """Compare which parts there are.
+    """Check that a program and a checkpoint have the same parts.
 
     Args:
         here: kind of parts (``"modules"``) → their names in this program.
@@ -68,7 +68,7 @@ def check_parts(
         source: the checkpoint, for the message.
 
     Raises:
-        StateMismatchError: names what one has and the other lacks.
+        StateMismatchError: names the parts that one has and the other lacks.
     """
     problems = []
     for kind, names in here.items():
@@ -85,12 +85,12 @@ def check_parts(
 
 
 class OptimizerPart(StatePart):
-    """The state of an optimizer, by names of parameters.
+    """An optimizer as a part of a state, saved by parameter name.
 
     Args:
-        name: of its tree.
-        optimizer: steps parameters of the models.
-        models: with their canonical names.
+        name: name of its tree.
+        optimizer: the optimizer, which steps parameters of the models.
+        models: the models with their canonical names.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, models: Sequence[NamedModel]) -> None:
@@ -109,7 +109,7 @@ class OptimizerPart(StatePart):
         return saved.shared[self.name]
 
     def check(self, taken: Any, saved: SavedTrees) -> None:
-        """Whether names, shapes and classes are those of the optimizer here."""
+        """Check that names, shapes and classes are those of the optimizer here."""
         check_optimizer_state(self.optimizer, taken, self._models)
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
@@ -118,10 +118,10 @@ class OptimizerPart(StatePart):
 
 
 class ObjectPart(StatePart):
-    """The state of any other object that has one.
+    """Any other object with a state as a part of a state.
 
     Args:
-        name: of its tree.
+        name: name of its tree.
         item: the object.
     """
 

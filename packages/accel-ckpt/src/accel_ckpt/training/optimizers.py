@@ -1,7 +1,7 @@
 """Optimizer states keyed by the names of parameters, so that they do not depend on the order of parameters.
 
-A parameter is called ``model_<i>.<canonical name>`` after the model that it belongs to. A parameter of no
-given model is called ``unnamed.<group>.<position>`` after its place in the optimizer.
+A parameter is called ``model_<i>.<canonical name>`` after its model. A parameter of no given model is called
+``unnamed.<group>.<position>`` after its place in the optimizer.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ def _names(value: Any) -> bool:
 
 
 _KERNELS = ("foreach", "fused")
-"""Options that say how a step is computed on this device, and of these parameters, divided or not."""
+"""Options that only choose how a step is computed on this device and for these parameters, divided or not."""
 FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
-"""Of the state of an optimizer by names."""
+"""The form of an optimizer's state by parameter name."""
 
 
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
 ) -> dict[str, Any]:
-    """The state of an optimizer as a tree that names its parameters.
+    """Return the state of an optimizer keyed by parameter name, not by position.
 
     Args:
         optimizer: any optimizer with torch's ``state_dict()``.
-        models: in the order of their saving, as modules or ``NamedModel``; the first one that has a parameter names
-            it, by its first name there.
+        models: modules or ``NamedModel``, in the order in which they are saved; the first model that has a parameter
+            names it, by its first name there.
 
     Returns:
         ``{"state": {name: …}, "param_groups": [{"params": [name, …], …}], …}``, sharing tensors with the
-        optimizer. What else its ``state_dict()`` holds is kept under its own key; state under keys that are
-        not parameters is under ``"global_state"``.
+        optimizer. Other entries of its ``state_dict()`` keep their keys; state under keys that are not parameters is
+        under ``"global_state"``.
     """
     return name_positions(optimizer.state_dict(), _groups(optimizer), models)
 
@@ -75,15 +75,15 @@ def name_positions(
     parameters: Sequence[Sequence[Tensor]],
     models: Sequence[nn.Module | NamedModel],
 ) -> dict[str, Any]:
-    """Name the parameters in a state dict that numbers them, as torch's optimizers write it.
+    """Convert a state dict of torch's optimizers, which numbers parameters, to parameter names.
 
     Args:
-        packed: written by an optimizer with the same groups of parameters in the same order.
-        parameters: those of each group.
-        models: name them.
+        packed: the state dict of an optimizer with the same groups of parameters in the same order.
+        parameters: the parameters of each group.
+        models: the models that name them.
 
     Raises:
-        StateMismatchError: it has other groups, or groups of other sizes.
+        StateMismatchError: the state dict has other groups, or groups of other sizes.
     """
     names = _parameter_names(parameters, models)
     packed = dict(packed)
@@ -92,8 +92,8 @@ def name_positions(
     here, there = [len(group) for group in names], [len(group["params"]) for group in groups]
     if here != there:
         raise StateMismatchError(
-            f"the saved optimizer has groups of {there} parameters, and this one of {here}. Build the optimizer as it "
-            "was when the checkpoint was saved"
+            f"the saved optimizer has groups of {there} parameters, but this one has groups of {here}. Build the "
+            "optimizer as it was when the checkpoint was saved"
         )
     by_position = {position: name for name, position in _positions(names, groups).items()}
     tree: dict[str, Any] = {
@@ -118,7 +118,7 @@ def check_optimizer_state(
     """Check that ``load_optimizer_state`` can load a state; changes nothing.
 
     Raises:
-        CorruptCheckpointError: a file that this rank reads is not what was written.
+        CorruptCheckpointError: a file that this rank reads was damaged or changed after the save.
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
@@ -128,21 +128,21 @@ def check_optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
 ) -> None:
-    """Give an optimizer the state that ``optimizer_state_by_name`` returned.
+    """Load a state that ``optimizer_state_by_name`` returned into an optimizer.
 
-    Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
-    go to the device and dtype of their parameter as torch's ``load_state_dict`` decides. States of a parameter that is
-    divided among ranks (`DTensor`) are divided like it. ``fused`` and ``foreach`` stay as the script has them.
+    The order of groups, and of parameters in a group, does not matter; the parameters of each group must be the same.
+    Tensors go to the device and dtype of their parameter as torch's ``load_state_dict`` decides. States of a parameter
+    that is divided among ranks (`DTensor`) are divided like it. ``fused`` and ``foreach`` stay as the script set them.
 
     Args:
-        optimizer: changed in place; so are its states, where they have the saved shape and dtype.
-        tree: the state, with tensors or, as ``TrainingCheckpoint.lazy_shared`` gives it, with what is known of them:
-            then this rank reads what it holds. Its tensors are copied.
-        models: as when it was saved.
+        optimizer: changed in place; so are its states, if they have the saved shape and dtype.
+        tree: the state, with tensors, which are copied; or with ``SavedTensor`` from
+            ``TrainingCheckpoint.lazy_shared``, of which this rank reads only its part.
+        models: the models as they were at the save.
 
     Raises:
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
-        CorruptCheckpointError: a file is not what was written; nothing was changed.
+        CorruptCheckpointError: a file was damaged or changed after the save; nothing was changed.
     """
     names, current, fill = _checked(optimizer, tree, models)
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
@@ -184,7 +184,7 @@ def _checked(
     known = {name for group in names for name in group}
     if unknown := sorted(set(tree["state"]) - known):
         raise StateMismatchError(
-            f"the saved optimizer holds state for {listed(unknown)}, which are in none of its groups"
+            f"the saved optimizer holds state for {listed(unknown)}, which are not in any of its groups"
         )
     if _is_torchs(optimizer):
         _check_options(defaults, tree["param_groups"])

@@ -1,4 +1,4 @@
-"""Putting saved trees back: tensors are filled where they are, instead of being assembled and copied."""
+"""Restoring saved trees: tensors are filled in place, instead of being assembled and copied."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _HOLDING = (SavedTensor, torch.Tensor, Mapping, list, tuple)
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """Describes a tensor to be made: with the shape, device and division of another one, and a dtype of its own."""
+    """Describes a new tensor: with the shape, device and division of another one, and its own dtype."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
 
     def make(self) -> torch.Tensor:
-        """Its memory, of any values."""
+        """Allocate the tensor, with uninitialised values."""
         return torch.empty_like(self.tensor, dtype=self.dtype, requires_grad=False)
 
 
 class TreeFill:
-    """A saved tree beside the live one: which tensor goes where. Nothing is changed before :meth:`run`.
+    """Matches a saved tree with the live one: which tensor goes where. Nothing is changed before :meth:`run`.
 
     Args:
         saved: plain data, and tensors as :class:`SavedTensor` or whole.
-        live: of like structure; its tensors are what ``choose`` is given.
-        choose: saved tensor, live counterpart (``None`` if there is none), path → the leaf to fill, what the new one is
-            like, or ``None`` for a whole new one on the CPU.
-        apart: what several entries at the top of the saved tree hold becomes a tensor for each, instead of one again.
+        live: a tree of the same structure; its tensors are passed to ``choose``.
+        choose: saved tensor, live counterpart (``None`` if there is none), path → the leaf to fill, a :class:`Like` for
+            a new one, or ``None`` for a whole new one on the CPU.
+        apart: a tensor that several top-level entries of the saved tree hold becomes a separate tensor for each.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class TreeFill:
         )
 
     def run(self) -> Tree:
-        """Fill the chosen leaves; returns the saved tree with them in the place of the saved tensors.
+        """Fill the chosen leaves; returns the saved tree with them in place of the saved tensors.
 
         Raises:
-            CorruptCheckpointError: a file is not what was written. Before anything is changed.
+            CorruptCheckpointError: a file was damaged or changed after the save; raised before anything is changed.
         """
         made: dict[tuple[int, Path], Leaf] = {}
         pairs = [(saved, self._leaf(saved, target, owner, made)) for saved, target, owner in self._plan]
@@ -184,28 +184,28 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def check_tree(saved: Tree, targets: Tree) -> None:
-    """Check that :func:`fill_tree` can fill these; reads and checks files, and changes nothing.
+    """Check that :func:`fill_tree` can fill these targets; reads and checks files, and changes nothing.
 
     Raises:
         StateMismatchError: a tensor is missing, or has another shape.
-        CorruptCheckpointError: a file is not what was written.
+        CorruptCheckpointError: a file was damaged or changed after the save.
     """
     _match(saved, targets).check()
 
 
 def fill_tree(saved: Tree, targets: Tree) -> Tree:
-    """Fill the tensors of a live tree in place from a saved one; of a divided tensor what this rank holds is read.
+    """Fill the tensors of a live tree in place from a saved one; of a divided tensor only this rank's part is read.
 
     Args:
-        saved: as ``TrainingCheckpoint.lazy_shared`` gives it, or with whole tensors.
-        targets: of the same structure: tensors, DTensors, :class:`accel_ckpt.Part` and lists of parts, such as the
-            tree that was given to the save. What else it holds does not matter.
+        saved: a tree as ``TrainingCheckpoint.lazy_shared`` returns it, or with whole tensors.
+        targets: a tree of the same structure: tensors, DTensors, :class:`accel_ckpt.Part` and lists of parts, such as
+            the tree that was saved. Its other values do not matter.
 
     Returns:
-        The saved tree, with the filled leaves in place of its tensors. One that has no counterpart is read whole.
+        The saved tree, with the filled leaves in place of its tensors. A tensor without a counterpart is read whole.
 
     Raises:
         StateMismatchError: a tensor is missing, or has another shape. Nothing was changed.
-        CorruptCheckpointError: a file is not what was written. Nothing was changed.
+        CorruptCheckpointError: a file was damaged or changed after the save. Nothing was changed.
     """
     return _match(saved, targets).run()
