@@ -65,9 +65,9 @@ _MAPPED_SHARE = 0.8
 
 
 class Dispatch:
-    """What dispatching did to a model: where its parts are, and what moves their weights.
+    """Record of a dispatched model: where its parts are, and the streamer or pager that moves their weights.
 
-    A copy of the model has its own weights in memory, and its own mover.
+    A copy of the model has its own weights in memory, and its own streamer or pager.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Dispatch:
     ) -> None:
         self.device_map = dict(device_map)
         self.main_device = main_device
-        """Where modules with offloaded weights compute."""
+        """The device that computes modules with offloaded weights."""
         self.mover = mover
         """The streamer that copies offloaded weights to a device, or the pager that reads them from disk; or None."""
         self.hooks: list[tuple[nn.Module, ModelHook]] = []
@@ -98,22 +98,22 @@ def dispatch_model(
     host_memory: int | str | None = None,
     transfer: Transfer | None = None,
 ) -> Model:
-    """Place the parts of a model according to a device map.
+    """Dispatch a model: place its parts according to a device map, so that it can run.
 
     Modules on an accelerator are moved there. Modules on ``"cpu"`` and ``"disk"`` compute on the main device: their
     weights are copied to it just ahead of their use, and are on the host or on disk between forwards. If the main
     device is the CPU, nothing is copied: weights on disk are views of mapped files, whose pages are read when touched.
-    Parameters keep their identity and always have their real values, so ``state_dict()`` and saving work as usual.
+    Parameters stay the same objects and always have their real values, so ``state_dict()`` and saving work as usual.
 
     Args:
         model: its tensors have values, or ``state_dict`` or ``offload_index`` provides them. Changed in place.
         device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``.
-        main_device: where modules on ``"cpu"`` and ``"disk"`` compute; by default the first accelerator of the map,
-            otherwise the CPU.
+        main_device: device that computes modules on ``"cpu"`` and ``"disk"``; by default the first accelerator of the
+            map, otherwise the CPU.
         state_dict: values of tensors on the meta device.
         offload_dir: folder for weights on ``"disk"`` that are not in a safetensors file yet.
-        offload_index: what ``offload_dir`` holds, as ``save_offload_index`` writes it, for tensors on the meta device;
-            by default its ``index.json``, if there is one.
+        offload_index: index of the tensors in ``offload_dir``, as ``save_offload_index`` writes it, for tensors on the
+            meta device; by default its ``index.json``, if there is one.
         offload_buffers: offload buffers too, instead of keeping them on the main device. Non-persistent buffers always
             stay there.
         skip_keys: keyword arguments and keys of outputs that are not moved between devices.
@@ -121,7 +121,7 @@ def dispatch_model(
             their forward begins, because it uses weights of children itself.
         force_hooks: move inputs to the device even if the map has only one device.
         device_memory: bytes on the main device for offloaded weights; with room to spare, some stay there permanently.
-            By default what two blocks need.
+            By default the memory of two blocks.
         host_memory: bytes of host memory that mapped files may fill when everything computes on the CPU; by default
             80% of the free memory. The weights of a larger model are read ahead of their use and evicted after it.
         transfer: how weights are copied to the main device; by default on a side stream.
@@ -132,7 +132,7 @@ def dispatch_model(
     Raises:
         DeviceMapError: the map does not cover the model, names something that does not exist, or splits tied weights;
             the main device cannot compute, or is not the transfer's.
-        OffloadError: weights on ``"disk"`` are not in a file, and there is no ``offload_dir``; or it is not a path.
+        OffloadError: weights on ``"disk"`` are not in a file, and ``offload_dir`` is missing or not a path.
         UninitializedTensorError: tensors on the meta device have no values.
         StateMismatchError: the values have other shapes.
         ValueError: ``device_memory`` or ``host_memory`` is not a size.
@@ -257,8 +257,9 @@ def disk_offload(
 
 
 def undispatch(model: Model) -> Model:
-    """Remove what ``dispatch_model`` attached, and nothing else. Every tensor keeps its values, on the device where it
-    is between forwards.
+    """Remove everything that ``dispatch_model`` attached, and nothing else.
+
+    Every tensor keeps its values, on the device where it is between forwards.
 
     Args:
         model: a model, dispatched or not.
@@ -290,7 +291,7 @@ def offload_stats(model: nn.Module) -> StreamStats | None:
         ``None`` if its weights need no copies: all are where they compute, or are views of files that fit in memory.
 
     Raises:
-        OffloadError: it was not dispatched.
+        OffloadError: the model was not dispatched.
     """
     dispatch = _dispatch_of(model)
     if dispatch is None:
@@ -332,10 +333,10 @@ def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
 def memory_sizes(
     device_memory: int | str | None, host_memory: int | str | None
 ) -> tuple[int | None, int | None]:
-    """The memory arguments of :func:`dispatch_model`, in bytes.
+    """Convert the memory arguments of :func:`dispatch_model` to bytes.
 
     Raises:
-        ValueError: one is not a size; names it.
+        ValueError: an argument is not a size; names it.
     """
     found: dict[str, int | None] = {}
     for name, size in (("device_memory", device_memory), ("host_memory", host_memory)):
@@ -568,7 +569,7 @@ class WrongDevice(ModelHook):
     """Explains what to do when a forward fails because tensors are on different devices.
 
     Args:
-        names: of the tensors that the model had when it was dispatched.
+        names: names of the tensors that the model had when it was dispatched.
     """
 
     def __init__(self, names: Collection[str]) -> None:

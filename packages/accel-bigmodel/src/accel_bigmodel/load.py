@@ -61,38 +61,38 @@ def load_checkpoint_in_model(
     token: str | bool | None = None,
     progress: bool = True,
 ) -> LoadReport:
-    """Load weights into a model, each tensor to the device that a device map gives it.
+    """Load weights into a model, each tensor to its device in a device map.
 
     The map and the names, shapes and dtypes are checked before a tensor is read or the model is changed. Tensors on the
-    host become private views of mapped safetensors files: nothing is copied, and pages are read when touched. Tensors
-    of ``.bin`` files are read. Tensors on ``"disk"`` stay there: in their safetensors file, or, if there is none or its
-    dtype differs, in a file that is written to ``offload_folder`` once and reused by the next load.
+    host become views of mapped safetensors files (copy on write): nothing is copied, and pages are read when touched.
+    Tensors of ``.bin`` files are read. Tensors on ``"disk"`` stay there: in their safetensors file, or, if there is
+    none or its dtype differs, in a file that is written to ``offload_folder`` once and reused by the next load.
 
     Args:
-        model: changed in place; parameters that have values keep their identity.
+        model: changed in place; parameters that have values stay the same objects.
         checkpoint: a file, an index, a folder with ``model.safetensors``, ``pytorch_model.bin`` or an index, or the
             folder of a distributed checkpoint. A string ``org/name`` that is not a local path is a repository of a hub,
             whose weights are downloaded to huggingface_hub's cache.
         device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``; ``""`` is
             the whole model. Tensors on ``"meta"`` are not read by this process. ``None``: every tensor stays on its
             device; tensors on the meta device go to the CPU.
-        offload_folder: for tensors on ``"disk"`` that are not in a safetensors file in the required dtype.
-        dtype: floating tensors are converted to this dtype; by default to that of the model's tensor.
-        offload_state_dict: no effect: tensors are loaded one by one, so there is never a state dict in memory to
+        offload_folder: folder for tensors on ``"disk"`` that are not in a safetensors file in the required dtype.
+        dtype: floating-point tensors are converted to this dtype; by default to that of the model's tensor.
+        offload_state_dict: has no effect: tensors are loaded one by one, so there is never a state dict in memory to
             offload.
         offload_buffers: buffers on ``"disk"`` that are not in a safetensors file are written to ``offload_folder`` like
             parameters, instead of staying in memory.
-        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these names as a part of theirs, between dots,
-            are converted to float32.
-        offload_8bit_bnb: not available: ``load_and_quantize_model`` quantises what it loads.
+        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these in their name, between dots, are
+            converted to float32.
+        offload_8bit_bnb: not available; use ``load_and_quantize_model``.
         strict: ``None``: a missing name or another shape is an error, an unexpected name a warning. ``True``: all are
             errors. ``False``: all are warnings, and what matches is loaded. A name that is tied to one that is present
             is never missing.
         full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
         broadcast_from_rank0: rank 0 reads, and sends the tensors that any rank needs; the others need no access to the
             files. Maps may differ between ranks. Collective.
-        revision: of the repository: branch, tag or commit.
-        token: for a private repository; by default the token of the login.
+        revision: revision of the repository: branch, tag or commit.
+        token: for a private repository; by default the token of the last login.
         progress: show a progress bar when a load takes longer than a second, on the first process of each node.
 
     Returns:
@@ -101,8 +101,9 @@ def load_checkpoint_in_model(
     Raises:
         DeviceMapError: the map does not cover the model, names something that does not exist, or splits tied weights.
         OffloadError: ``offload_folder`` is needed and missing, is not a path, or cannot be written.
-        StateMismatchError: depending on ``strict``; lists the first names of each kind, and counts the rest.
-        ValueError: ``dtype`` is not a floating dtype.
+        StateMismatchError: names or shapes differ, depending on ``strict``; lists the first names of each kind, and
+            counts the rest.
+        ValueError: ``dtype`` is not a floating-point dtype.
         UninitializedTensorError: a tensor would have no values after the load, unless ``strict=False``.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a file would run code, or a name in the index points outside the folder.
@@ -150,19 +151,19 @@ def load_checkpoint_and_dispatch(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
 ) -> Model:
-    """Load a checkpoint to the devices of a device map, and dispatch the model, so that it runs from there.
+    """Load a checkpoint to the devices of a device map, and dispatch the model, so that it can run.
 
     Args:
         model: usually built under ``init_empty_weights``; changed in place.
         checkpoint: as in :func:`load_checkpoint_in_model`.
-        device_map: a map, or how to make one with :func:`infer_auto_device_map`: ``"auto"`` and ``"balanced"`` fill
+        device_map: a map, or how to infer one with :func:`infer_auto_device_map`: ``"auto"`` and ``"balanced"`` fill
             accelerators evenly, ``"balanced_low_0"`` leaves room on the first, ``"sequential"`` fills one after
             another. ``None`` only loads.
-        max_memory: of each device, for an inferred map; see :func:`get_max_memory`.
+        max_memory: memory of each device, for an inferred map; see :func:`get_max_memory`.
         no_split_module_classes: classes of modules that an inferred map keeps on one device.
         offload_folder: as in :func:`load_checkpoint_in_model`.
         offload_buffers: offload buffers with their parameters.
-        dtype: floating tensors are converted to this dtype.
+        dtype: floating-point tensors are converted to this dtype.
         offload_state_dict: as in :func:`load_checkpoint_in_model`.
         skip_keys: as in :func:`dispatch_model`.
         preload_module_classes: as in :func:`dispatch_model`.
@@ -182,7 +183,7 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         DeviceMapError: ``device_map`` is a word that is not listed above; no accelerator of ``max_memory`` has room for
-            the part that would go to it; or as in :func:`load_checkpoint_in_model`.
+            a part of the model; or as in :func:`load_checkpoint_in_model`.
         UninitializedTensorError: a tensor would have no values after the load, even if ``strict=False``; without a
             device map, as in :func:`load_checkpoint_in_model`.
     """
@@ -264,14 +265,14 @@ class _Destination(NamedTuple):
 
 
 class MapPlacer(Placer):
-    """Puts tensors where a device map says.
+    """Places tensors according to a device map.
 
     Args:
-        destinations: by name of module or tensor; they cover the model.
-        cache: for tensors on ``"disk"`` that no file holds in the required dtype.
+        destinations: devices by name of module or tensor, for the whole model.
+        cache: folder for tensors on ``"disk"`` that no file holds in the required dtype.
         offload_buffers: whether buffers go there too.
-        dtype: of floating tensors.
-        keep_in_fp32: parts of names whose tensors become float32 instead of float16.
+        dtype: dtype of floating-point tensors.
+        keep_in_fp32: tensors with one of these in their name become float32 instead of float16.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class MapPlacer(Placer):
         self._stored: dict[str, Step] = {}
 
     def home(self, target: LoadTarget) -> torch.device | None:
-        """The device that the map gives; the CPU for tensors on disk."""
+        """The device in the map; the CPU for tensors on disk."""
         return self._destination(target).home
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
@@ -320,7 +321,7 @@ class MapPlacer(Placer):
         return not source.is_mapped(step.source) or self.dtype(step) != step.saved
 
     def fills_parts(self, step: Step) -> bool:
-        """No: a device mesh, not a device map, divides tensors among ranks."""
+        """False: a device mesh, not a device map, divides tensors among ranks."""
         return False
 
     def put(self, step: Step, value: torch.Tensor) -> None:

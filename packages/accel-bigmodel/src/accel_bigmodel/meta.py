@@ -29,7 +29,7 @@ _INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside this context new modules have their parameters on the meta device: shapes without memory.
+    """Context in which new modules have their parameters on the meta device: shapes without memory.
 
     Args:
         include_buffers: put persistent buffers there too. Non-persistent buffers keep their values, because only the
@@ -51,13 +51,13 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside this context new modules have their parameters on ``device``. The innermost context applies.
+    """Context in which new modules have their parameters on ``device``. The innermost context applies.
 
     Args:
-        device: where they go.
+        device: device of the parameters.
         include_buffers: put buffers there too; on the meta device, only persistent ones. On other devices, all tensors
-            made in the context without a device are made there, as under ``with device:``. By default the environment
-            variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, otherwise False.
+            created in the context without a device are created there, as under ``with device:``. By default the
+            environment variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, otherwise False.
 
     Raises:
         RuntimeError: this machine has no such device.

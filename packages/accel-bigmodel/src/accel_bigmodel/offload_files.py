@@ -49,7 +49,7 @@ def offload_weight(
         weight: any dense tensor with values.
         weight_name: its name.
         offload_folder: the folder.
-        index: the entry of the tensor, with dtype and shape, is added to it; needed to read the file.
+        index: gets the entry of the tensor, with dtype and shape, which is needed to read the file.
 
     Returns:
         ``index``.
@@ -103,7 +103,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: _Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to the ``index.json`` of a folder, which is replaced atomically; without entries nothing is written.
+    """Add entries to the ``index.json`` of a folder, which is replaced atomically; no entries write nothing.
 
     Raises:
         CorruptCheckpointError: the existing index cannot be read.
@@ -116,7 +116,7 @@ def save_offload_index(index: _Index | None, offload_folder: str | os.PathLike[s
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors to a folder, which is made if it does not exist; the index is written last.
+    """Write tensors to a folder, which is created if it does not exist; the index is written last.
 
     Raises:
         UnsupportedValueError: a tensor has no values, or is not dense; nothing was written.
@@ -141,7 +141,7 @@ def load_offloaded_weights(
     Args:
         model: changed in place, after everything was checked.
         index: dtype and shape of the tensors to load, by name; None or empty loads nothing.
-        offload_folder: where the files are.
+        offload_folder: folder of the files.
 
     Raises:
         StateMismatchError: the index names tensors that the model does not have, or with other shapes: it belongs to
@@ -174,8 +174,7 @@ def load_offloaded_weights(
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Offloaded weights by name: from memory, from ``.dat`` files, or from safetensors files; files are mapped on
-    access.
+    """A mapping of offloaded weights by name: in memory, in ``.dat`` files or in safetensors files, mapped on access.
 
     Args:
         state_dict: tensors in memory; they take precedence.
@@ -254,11 +253,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The items of a mapping whose keys begin with a prefix, with the prefix removed.
+    """A view of the items of a mapping whose keys begin with a prefix, with the prefix removed.
 
     Args:
         dataset: tensors by name; may load them on access.
-        prefix: of the names, with the dot.
+        prefix: prefix of the names, with the dot.
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
@@ -283,7 +282,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: list[str]
 ) -> MutableMapping[str, Tensor]:
-    """The entries of some submodules: names equal to one of these, or below one.
+    """Select the entries of some submodules: names equal to one of these, or below one.
 
     ``"h.1"`` includes ``"h.1.weight"`` but not ``"h.10.weight"``.
     """

@@ -141,7 +141,7 @@ def test_reserve(two_devices):
     # Budgets of 0 exclude devices.
     assert get_max_memory({0: 0, 1: 50}, reserve=20) == {0: 0, 1: 30}
     assert get_max_memory({0: 0, "cpu": 50}, reserve=20) == {0: 0, "cpu": 30}
-    with pytest.raises(DeviceMapError, match="keep 60 bytes free on 1, which has 50"):
+    with pytest.raises(DeviceMapError, match="keep 60 bytes free on 1, which has only 50"):
         get_max_memory({0: 100, 1: 50}, reserve=60)
     with pytest.raises(DeviceMapError, match="names 7, which have no budget; the devices with one are 0"):
         get_max_memory({0: 100}, reserve={7: 60})

@@ -164,7 +164,7 @@ def test_a_tensor_is_no_sequence_of_inputs():
         lambda: estimate_memory(nn.Linear(2, 2), example_args=torch.ones(2, 2)),
     ):
         with pytest.raises(
-            EstimateError, match=r"args is a tensor; give a sequence of inputs, such as \(tensor,\)"
+            EstimateError, match=r"args is a tensor; pass a sequence of inputs, such as \(tensor,\)"
         ):
             estimate()
 

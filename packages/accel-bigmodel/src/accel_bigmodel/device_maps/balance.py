@@ -28,10 +28,10 @@ def get_balanced_memory(
     *,
     reserve: Size | Sizes | None = None,
 ) -> dict[DeviceKey, float]:
-    """Budgets for ``infer_auto_device_map`` that spread the model evenly over the accelerators.
+    """Compute budgets for ``infer_auto_device_map`` that spread the model evenly over the accelerators.
 
-    Each but the last gets its share of the model and 1.25 times the larger of an unsplittable block and the mean
-    layer, but never more than its maximum. A single accelerator keeps a tenth free where neither a budget nor a
+    Each accelerator except the last gets its share of the model plus 1.25 times the larger of an unsplittable block and
+    the mean layer, but never more than its maximum. A single accelerator keeps a tenth free if neither a budget nor a
     reserve is given.
 
     Args:

@@ -16,7 +16,7 @@ from accel_state.host.devices import accelerator_module, default_device, device_
 __all__ = ["available_host_memory", "get_max_memory"]
 
 DeviceKey = int | str
-"""A device of a budget or map: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
+"""A device in a budget or map: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
 Size = float | str
 """Bytes, ``math.inf`` for no limit, or text such as ``"5GB"``."""
 Sizes = Mapping[Any, Size]
@@ -32,17 +32,18 @@ def get_max_memory(
     *,
     reserve: Size | Sizes | None = None,
 ) -> dict[DeviceKey, float]:
-    """Bytes for weights on each device, accelerators first, then ``"mps"``, ``"cpu"`` and ``"disk"``.
+    """Compute the memory budget of each device: bytes for weights, accelerators first, then host and disk.
 
-    Sizes given as text become bytes in the caller's ``max_memory`` too, because clients read them there afterwards
-    (``from_pretrained`` of transformers compares them with what this returns).
+    The keys are indices of accelerators, ``"mps"``, ``"cpu"`` and ``"disk"``. Sizes given as text become bytes in the
+    caller's ``max_memory`` too, because clients read them there afterwards (``from_pretrained`` of transformers
+    compares them with the result).
 
     Args:
         max_memory: bytes, ``math.inf`` for no limit, or sizes such as ``"5GB"``, by device. By default the free memory
             of every accelerator, and for the host ``available_host_memory()``, unless accelerator and host share one
             memory.
-        reserve: bytes to leave free, for activations and the KV cache: of every accelerator with a budget (of the
-            host, if there is none), or by device.
+        reserve: bytes to leave free for activations and the KV cache: on every accelerator with a budget (on the host,
+            if there is none), or by device.
 
     Raises:
         DeviceMapError: a key is not a device, a size cannot be read or is negative, or a reserve is larger than the
@@ -70,8 +71,8 @@ def memory_budgets(
     for device, kept in reserves.items():
         if kept > budgets[device]:
             raise DeviceMapError(
-                f"reserve is to keep {kept} bytes free on {device!r}, which has {budgets[device]}; lower the reserve, "
-                "or give the device more in max_memory"
+                f"reserve must keep {kept} bytes free on {device!r}, which has only {budgets[device]}; lower the "
+                "reserve, or give the device more in max_memory"
             )
         budgets[device] -= kept
     return budgets
@@ -102,14 +103,14 @@ def _in_order(max_memory: Sizes) -> dict[DeviceKey, float]:
 
 
 def size_in_bytes(size: Size, subject: str) -> float:
-    """Bytes of a budget; infinity is no limit.
+    """Convert a budget to bytes; infinity is no limit.
 
     Args:
         size: as a user gave it.
         subject: how the error begins.
 
     Raises:
-        DeviceMapError: it is not a size.
+        DeviceMapError: `size` is not a size.
     """
     return math.inf if size == math.inf else _bytes(size, subject)
 
@@ -171,7 +172,7 @@ def _free_memory() -> dict[DeviceKey, float]:
 
 
 def available_host_memory() -> int:
-    """Bytes that can still be allocated in the host's memory without swapping.
+    """Return the bytes that can still be allocated in the host's memory without swapping.
 
     The minimum of the machine's available memory and of what the control groups of this process (versions 1 and 2,
     including all parents) have left below their limits. File pages that were not used recently count as available,

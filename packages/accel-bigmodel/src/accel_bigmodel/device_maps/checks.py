@@ -102,10 +102,10 @@ def check_tied_parameters_on_same_device(
 
 
 def execution_device(device: AnyDevice) -> torch.device | None:
-    """The device that an entry of a map computes on; None for ``"cpu"`` and ``"disk"``, which only hold weights.
+    """The device that computes an entry of a map; None for ``"cpu"`` and ``"disk"``, which only hold weights.
 
     Raises:
-        DeviceMapError: it is not a device.
+        DeviceMapError: the entry is not a device.
     """
     if device in HOST_PLACES:
         return None
@@ -125,7 +125,7 @@ def check_exists(device: AnyDevice, subject: str) -> None:
         subject: how the message begins, before the device.
 
     Raises:
-        DeviceMapError: it is not there.
+        DeviceMapError: the device does not exist.
     """
     if device not in HOST_PLACES:
         existing_device(device, subject, error=DeviceMapError)

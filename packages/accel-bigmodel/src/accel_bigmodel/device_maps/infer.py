@@ -1,4 +1,4 @@
-"""Device maps: which part of a model goes to which device.
+"""Inferring device maps: which part of a model goes to which device.
 
 A map is a dictionary from names of modules (or tensors) to devices: the index of an accelerator, ``"mps"``, ``"cpu"``
 or ``"disk"``. Inference is a pure function of the model's shapes and the budgets.
@@ -64,17 +64,17 @@ def infer_auto_device_map(
     reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey]:
-    """A device map that fills the accelerators in order, then host memory, then the disk.
+    """Infer a device map that fills the accelerators in order, then host memory, then the disk.
 
     The order of the model's parts is kept, tied parts go to one device, and devices through which offloaded layers pass
     keep room for the largest of them: the accelerator that computes with offloaded layers, and the host for layers on
-    disk. Where greedy assignment does not achieve that, the best partition of the layers in order is searched.
+    disk. If greedy assignment does not achieve that, the best partition of the layers in order is searched.
 
     Args:
         model: on any device, also meta; only names, shapes and dtypes are used.
         max_memory: bytes or sizes by device, as for ``get_max_memory``. The disk has no limit unless one is given.
-        no_split_module_classes: classes whose modules stay whole, because of connections such as residual ones.
-        dtype: dtype that the weights will have; floating tensors count with at most its size.
+        no_split_module_classes: classes whose modules stay whole, for example because of residual connections.
+        dtype: dtype that the weights will have; floating-point tensors count with at most its size.
         special_dtypes: dtypes of single tensors by name.
         verbose: print the map as a table with reasons.
         clean_result: merge parts on one device into their common module.
@@ -86,7 +86,7 @@ def infer_auto_device_map(
             the memory that an accelerator would have needed is logged.
 
     Raises:
-        DeviceMapError: no map fits the budgets; names what is missing. Or as ``get_max_memory``.
+        DeviceMapError: no map fits the budgets; the message says what is missing. Or see ``get_max_memory``.
     """
     budgets = _with_disk(memory_budgets(max_memory, reserve=reserve))
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
@@ -228,14 +228,14 @@ def resolve_device_map(
     reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey] | dict[str, Device]:
-    """The map that ``device_map`` specifies: a copy of a map, or one inferred by a named method.
+    """Resolve ``device_map``: a copy of a given map, or a map inferred by a named method.
 
     ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"`` keeps the first
     one as free as possible, and ``"sequential"`` fills one after another. The other arguments are those of
     ``infer_auto_device_map``.
 
     Raises:
-        DeviceMapError: ``device_map`` is another word; or as ``infer_auto_device_map``.
+        DeviceMapError: ``device_map`` is another word; or see ``infer_auto_device_map``.
     """
     if not isinstance(device_map, str | Mapping):
         raise DeviceMapError(
@@ -288,7 +288,7 @@ def explain_device_map(
     *,
     reserve: Size | Sizes | None = None,
 ) -> DeviceMapExplanation:
-    """For each entry of a map its size, its device and the reason; printed as a table.
+    """Explain a device map: the size, device and reason of each entry; prints as a table.
 
     Args:
         model: on any device, also meta.
@@ -300,7 +300,7 @@ def explain_device_map(
         reserve: bytes to leave free, as for ``get_max_memory``.
 
     Raises:
-        DeviceMapError: as ``resolve_device_map``.
+        DeviceMapError: see ``resolve_device_map``.
     """
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     if isinstance(device_map, Mapping):
@@ -329,7 +329,7 @@ def _with_disk(budgets: Mapping[DeviceKey, float]) -> dict[DeviceKey, float]:
 
 
 def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:
-    """Merge the entries below a module into one where they all have the same device; changes and returns the map.
+    """Merge the entries below a module into one if they all have the same device; changes and returns the map.
 
     Args:
         device_map: devices by name.

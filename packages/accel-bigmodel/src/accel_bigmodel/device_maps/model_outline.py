@@ -23,14 +23,14 @@ Named = tuple[str, Part]
 def class_names(
     classes: str | Iterable[str] | None, argument: str = "no_split_module_classes"
 ) -> frozenset[str]:
-    """The names of classes, from any of the accepted forms.
+    """Read names of classes, from any of the accepted forms.
 
     Args:
         classes: one name, several, or None.
         argument: the name of the argument, for the message.
 
     Raises:
-        DeviceMapError: they are not names. (A class object would equal no name, and so have no effect.)
+        DeviceMapError: a value is not a name. (A class object would equal no name, and so have no effect.)
     """
     if classes is None:
         return frozenset()
@@ -93,8 +93,8 @@ class Outline:
 
     @staticmethod
     def group_of(name: str, part: Part) -> str:
-        """What a layer is streamed with when it is offloaded: itself, or, for a direct tensor of a module that may be
-        split, that module, whose forward needs all its own tensors at once.
+        """The unit in which a layer is streamed when it is offloaded: itself, or, for a direct tensor of a module that
+        may be split, that module, whose forward needs all its own tensors at once.
         """
         return name if isinstance(part, nn.Module) else name.rpartition(".")[0]
 
@@ -140,7 +140,7 @@ class Outline:
 
 
 def parts_around(name: str) -> Iterator[str]:
-    """A name, then those of the modules that contain it, the model's ``""`` last."""
+    """List a name, then the names of the modules that contain it, the model's ``""`` last."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -163,7 +163,7 @@ def _children(prefix: str, module: nn.Module) -> list[Named]:
 
 
 def get_module_leaves(module_sizes: Collection[str]) -> list[str]:
-    """The names that have no other name below them, in order; without ``""``.
+    """List the names that have no other name below them, in order; without ``""``.
 
     Args:
         module_sizes: names, such as the keys of ``compute_module_sizes``.
@@ -178,7 +178,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Iterable[Named],
 ) -> tuple[int, list[str], list[Part]]:
-    """Bytes of a module together with the modules that must be on its device because of a tied parameter.
+    """Compute the bytes of a module together with the modules that must be on its device because of a tied parameter.
 
     Args:
         tied_params: names outside the module that are tied to a parameter in it; their bytes are subtracted, because

@@ -27,7 +27,7 @@ def estimate_activations(
     autocast: torch.dtype | None = None,
     device: str | torch.device = "cpu",
 ) -> int:
-    """Bytes that autograd keeps from a training forward until its backward.
+    """Estimate the activation memory of training: bytes that autograd keeps from a forward until its backward.
 
     Exact for eager execution, as far as PyTorch knows the shapes and dtypes that its kernels save. (It assumes 16 bits
     for the statistics that batch norm saves under autocast, which have 32. It does not know the workspaces of recurrent
@@ -42,8 +42,8 @@ def estimate_activations(
         args: inputs; only shapes, dtypes and ``requires_grad`` matter. A tensor that is passed twice counts once.
         kwargs: keyword inputs.
         autocast: the autocast dtype of the training.
-        device: where it will run, because kernels save different tensors on different devices: ``"cpu"``, or a type
-            that this build of PyTorch supports.
+        device: type of the device that will run it, because kernels save different tensors on different devices:
+            ``"cpu"``, or a type that this build of PyTorch supports.
 
     Raises:
         EstimateError: the model is dispatched; the device is not supported; ``args`` is not a sequence; the forward
@@ -58,7 +58,7 @@ def estimate_activations(
         )
     given: Any = args
     if isinstance(given, Tensor):  # it would be taken as the sequence of its rows
-        raise EstimateError("args is a tensor; give a sequence of inputs, such as (tensor,)")
+        raise EstimateError("args is a tensor; pass a sequence of inputs, such as (tensor,)")
     where = _known(device)
     precision: AbstractContextManager[Any] = (
         torch.autocast(where.type, autocast) if autocast is not None else nullcontext()

@@ -37,8 +37,8 @@ class WeightsEstimate:
     """Bytes of a model's parameters and buffers in one dtype.
 
     Attributes:
-        dtype: its name.
-        total: bytes of all; a tied parameter counts once.
+        dtype: name of the dtype.
+        total: total bytes; a tied parameter counts once.
         largest_layer: bytes of the largest layer, the minimum that a device needs to run the model with offloading.
             Direct tensors of a module with submodules, such as stacked experts, count together as a layer.
         largest_layer_names: the layers of that size; ``""`` stands for the model's direct tensors.
@@ -57,7 +57,7 @@ class TrainingEstimate:
     Attributes:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         weights: parameters and buffers.
-        gradients: of the trainable parameters.
+        gradients: gradients of the trainable parameters.
         optimizer: two moments of each trainable parameter, and its step.
         low_precision_copy: the copies of weights that autocast makes in mixed precision.
     """
@@ -83,10 +83,10 @@ class MemoryEstimate:
         parameters: number of parameters; a tied one counts once.
         weights: one entry per dtype.
         training: one entry per precision.
-        batch_size: of the activations and the cache; None without them.
-        sequence_length: of the activations and the cache; None without them.
-        activations: kept by a training forward; None if not requested.
-        kv_cache: of a generation; None if not requested.
+        batch_size: batch size for the activations and the cache; None without them.
+        sequence_length: sequence length for the activations and the cache; None without them.
+        activations: bytes that a training forward keeps for backward; None if not requested.
+        kv_cache: bytes of the KV cache during generation; None if not requested.
     """
 
     name: str
@@ -135,7 +135,7 @@ def estimate_memory(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory that a model needs. It may be on the meta device, and is not changed.
+    """Estimate the memory to load, train and generate with a model; it may be on the meta device.
 
     Args:
         model: the model.
@@ -179,10 +179,10 @@ def estimate_memory(
 def estimate_weights(
     model: nn.Module, dtypes: DType | Sequence[DType] = DTYPES
 ) -> tuple[WeightsEstimate, ...]:
-    """Bytes of parameters and buffers for each dtype.
+    """Estimate the bytes of parameters and buffers for each dtype.
 
-    A floating dtype applies to every floating tensor. ``int8``, ``int4`` and other integer dtypes apply to the weights
-    of linear layers, as quantisation does; other tensors count with 16 bits, and scales are not counted.
+    A floating-point dtype applies to every floating-point tensor. ``int8``, ``int4`` and other integer dtypes apply to
+    the weights of linear layers, as quantisation does; other tensors count with 16 bits, and scales are not counted.
 
     Args:
         model: on any device, meta included.
@@ -201,7 +201,7 @@ def estimate_weights(
 
 
 def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> TrainingEstimate:
-    """Bytes that a step of Adam or AdamW needs, without activations.
+    """Estimate the bytes for training with Adam or AdamW, without activations.
 
     For n bytes of trainable parameters: n of weights, n of gradients, 2n of moments, and 4 bytes per parameter tensor
     for its count of steps (``torch.optim.Adam`` keeps state in the dtype of the parameter). With mixed precision the
@@ -214,7 +214,7 @@ def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> Train
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
 
     Raises:
-        EstimateError: another precision.
+        EstimateError: the precision is another one.
         TypeError: ``model`` is not a module.
     """
     check_is_module(model)

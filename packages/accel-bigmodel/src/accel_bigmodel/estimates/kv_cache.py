@@ -27,19 +27,20 @@ def estimate_kv_cache(
     dtype: torch.dtype | str | None = None,
     encoder_sequence_length: int | None = None,
 ) -> int:
-    """Bytes of the KV cache while a model generates.
+    """Estimate the bytes of the KV cache while a model generates.
 
-    Sum over layers of ``2 x batch x KV heads x tokens x head size x bytes per number``. A layer with a sliding window
-    keeps at most the tokens of the window, and one that shares another layer's keys and values keeps none. A decoder
-    with cross-attention also keeps the keys and values of the encoder's tokens. Latent attention keeps ``kv_lora_rank +
-    qk_rope_head_dim`` numbers per token in each layer, as in transformers 5; version 4 kept the decompressed values.
+    The sum over layers of ``2 x batch x KV heads x tokens x head size x bytes per number``. A layer with a sliding
+    window keeps at most the tokens of the window, and a layer that shares another layer's keys and values keeps none. A
+    decoder with cross-attention also keeps the keys and values of the encoder's tokens. Latent attention keeps
+    ``kv_lora_rank + qk_rope_head_dim`` numbers per token in each layer, as in transformers 5; version 4 kept the
+    decompressed values.
 
     Args:
         config: the configuration of a transformers model.
         batch_size: number of sequences; beams count as sequences.
-        sequence_length: tokens of each sequence, prompt and output together; for encoder-decoders, those of the
+        sequence_length: tokens of each sequence, prompt and output together; for encoder-decoder models, tokens of the
             decoder.
-        dtype: of the cache, which is that of the activations; None: that of the configuration, otherwise float32.
+        dtype: dtype of the cache, which is that of the activations; None: that of the configuration, otherwise float32.
         encoder_sequence_length: tokens (or frames) in the encoder's output; None: ``sequence_length``.
 
     Raises:
@@ -69,7 +70,7 @@ def check_counts(**counts: Any) -> None:
     """Refuse counts that are not natural numbers.
 
     Raises:
-        EstimateError: one is negative, or not whole.
+        EstimateError: a count is negative, or not whole.
     """
     if wrong := [
         f"{name} is {count!r}"

@@ -34,14 +34,14 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class AlignDevicesHook(ModelHook):
-    """Move inputs to the execution device, and optionally weights for the duration of the forward.
+    """Hook that moves inputs to the execution device, and optionally weights for the duration of the forward.
 
-    With ``offload`` the weights are on the meta device between calls. Weights in training cannot be offloaded: a
+    With ``offload`` the weights are on the meta device between calls. Weights that are trained cannot be offloaded: a
     gradient for an offloaded weight is refused. A tensor with values that replaces an offloaded one on the module is
     used as it is, and stays.
 
     Args:
-        execution_device: where inputs and weights are during the forward; ``None`` moves nothing.
+        execution_device: device of inputs and weights during the forward; ``None`` moves nothing.
         offload: take the weights from ``weights_map`` before each forward, and free them after it.
         io_same_device: move the output to the device of the first input tensor.
         weights_map: values by name, relative to the module; may load them on access. Default: the module's values when
@@ -49,8 +49,8 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: offload persistent buffers too; other buffers stay on the execution device.
         place_submodules: handle the weights of submodules too.
         skip_keys: keyword arguments, and keys of outputs, that are not moved.
-        tied_params_map: address of a tied tensor's values → device → the tensor with these values there; hooks that
-            share the map share these tensors.
+        tied_params_map: address of a tied tensor's values → device → the tensor with these values on this device; hooks
+            that share the map share these tensors.
 
     Raises:
         DeviceMapError: when added, if there is no such device.
@@ -282,7 +282,7 @@ def align_inputs(
     io_same_device: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> AlignDevicesHook:
-    """A hook that moves inputs to a device and does not touch weights, which are there or are streamed.
+    """Make a hook that moves inputs to a device, but not weights, which are on the device or are streamed.
 
     Not a separate class, because other libraries rebuild a hook from the name that its class has in Accelerate, as PEFT
     does for modules that are trained beside an adapter.
@@ -352,7 +352,7 @@ def _home_of(offloaded: OffloadedTensor) -> torch.device:
 
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device: the same object where torch allows that, so that ties and optimizers keep it."""
+    """Move a tensor to a device; it stays the same object if torch allows that, so that ties and optimizers keep it."""
     if tensor.device == device:
         return tensor
     data = tensor.detach().to(device)

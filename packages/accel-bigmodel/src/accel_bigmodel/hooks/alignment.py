@@ -25,7 +25,7 @@ __all__ = [
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether a hook or wrapper on this module itself loads its parameters for each forward.
 
-    True for a hook whose attribute ``offload`` is true, and for a wrapper of its ``forward`` of which the same holds,
+    True for a hook whose attribute ``offload`` is true, and for a wrapper of its ``forward`` with such an attribute,
     such as those that stream the weights of a dispatched model.
     """
     return bool(_offloading(module))
@@ -35,7 +35,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: int | str | torch.device | None = None
 ) -> Iterator[None]:
-    """Have the parameters of a module, not of its submodules, on a device inside the ``with`` block.
+    """Context in which the parameters of a module, not of its submodules, are on a device.
 
     Values that were loaded for the block are discarded after it, including changes; others move back and keep changes.
 
@@ -60,7 +60,7 @@ def align_module_device(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with its values in host memory, offloaded or not; tied entries share memory.
+    """Return the state dict of a model with its values in host memory, offloaded or not; tied entries share memory.
 
     Raises:
         UninitializedTensorError: a tensor has no values anywhere.
@@ -90,7 +90,7 @@ def get_state_dict_from_offload(
 
     Args:
         module: offloaded or not; values that are not offloaded stay on their device.
-        module_name: what one of the module's parameters is called in ``state_dict``, as ``"block.linear.weight"``.
+        module_name: name of one of the module's parameters in ``state_dict``, such as ``"block.linear.weight"``.
         state_dict: changed in place; only its existing entries.
         device_to_put_offload: device of the values of an offloaded module.
 

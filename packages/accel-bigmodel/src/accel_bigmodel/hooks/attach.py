@@ -29,13 +29,13 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Place a module and everything in it on a device, and make each submodule move its inputs there.
+    """Move a module and everything in it to a device, and make each submodule move its inputs there.
 
     Submodules that have a hook already, or have an empty state dict, get none.
 
     Args:
         module: changed in place.
-        execution_device: where weights and inputs go.
+        execution_device: device for weights and inputs.
         skip_keys: keyword arguments, and keys of outputs, that are not moved.
         preload_module_classes: names of classes whose submodules are not called themselves, so need no hook.
         tied_params_map: as for :class:`AlignDevicesHook`.
@@ -59,7 +59,7 @@ def attach_align_device_hook(
 
     Args:
         module: changed in place.
-        execution_device: where weights and inputs are during a forward.
+        execution_device: device of weights and inputs during a forward.
         offload: load the weights from ``weights_map`` for the duration of each forward.
         weights_map: values by name, from the model down.
         offload_buffers: offload persistent buffers too.
@@ -90,15 +90,15 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put hooks on a model whose blocks compute on different devices, or are offloaded or not.
+    """Put hooks on a model whose blocks compute on different devices, or of which only some are offloaded.
 
-    With mappings, each named block is placed or offloaded as its entry says, and the outermost module moves its output
-    back to where its input was.
+    With mappings, each named block is placed or offloaded according to its entry, and the outermost module moves its
+    output back to the device of its input.
 
     Args:
         module: changed in place.
-        execution_device: one for all, or by name of the block.
-        offload: one for all, or by name of the block.
+        execution_device: one device for all, or devices by name of the block.
+        offload: one value for all, or values by name of the block.
         weights_map: values of offloaded weights by name, relative to the model.
         offload_buffers: offload persistent buffers too.
         module_name: the name of ``module`` in the mappings; empty for the model itself.

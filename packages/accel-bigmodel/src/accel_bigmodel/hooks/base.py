@@ -53,7 +53,7 @@ MOVES = (
 
 
 class ModelHook:
-    """Code that runs around the ``forward`` of a module; this base class does nothing.
+    """Base class of hooks that run around the ``forward`` of a module; by itself it does nothing.
 
     Unlike PyTorch's own hooks it sees and may change keyword arguments, and is called when ``forward`` fails.
 
@@ -122,7 +122,7 @@ class SequentialHook(ModelHook):
 
     @property
     def execution_device(self) -> Any:
-        """The first device that a hook names: pipelines of diffusers and transformers read it from a model's hook."""
+        """The execution device of the first hook that has one; pipelines of diffusers and transformers read it here."""
         named = (getattr(hook, "execution_device", None) for hook in self.hooks)
         return next((device for device in named if device is not None), None)
 
@@ -163,7 +163,7 @@ class SequentialHook(ModelHook):
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
-        """Call it on each hook."""
+        """Call ``forward_failed`` of each hook."""
         _notify_failure(self.hooks, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -183,7 +183,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
     Args:
         module: changed in place. Its copies and pickles contain copies of the hook.
-        hook: what to run. Its ``init_hook`` is called now.
+        hook: the hook. Its ``init_hook`` is called now.
         append: run it after the existing hook, instead of replacing that one.
 
     Returns:
@@ -285,7 +285,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def remove_one_hook(module: nn.Module, hook: ModelHook) -> None:
-    """Remove one hook from a module, if it is there, and keep the others."""
+    """Remove one hook from a module, if the module has it, and keep the others."""
     present = hook_of(module)
     left = _all_but(hook, present)
     if left is not present:
@@ -306,7 +306,7 @@ def _all_but(hook: ModelHook, present: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook from a module, which is then as it was before.
+    """Remove the hook from a module, and restore its former ``forward``.
 
     Overrides of ``to``, ``cuda`` and similar methods that dispatching added are removed too.
 

@@ -38,7 +38,7 @@ _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Store the floating tensors of a module in one dtype, and compute with copies in another.
+    """Hook that stores the floating-point tensors of a module in one dtype, and computes with copies in another.
 
     The stored values are never written back, so calls do not change them. When the hook is removed, tensors get their
     original dtypes back, but not the precision lost by storing them.
@@ -144,11 +144,11 @@ def attach_layerwise_casting_hooks(
         non_blocking: as in ``Tensor.to``.
 
     Raises:
-        ValueError: a dtype is not a floating dtype, or PyTorch cannot convert to it; nothing was changed.
+        ValueError: a dtype is not a floating-point dtype, or PyTorch cannot convert to it; nothing was changed.
     """
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"{name} must be a floating dtype such as torch.bfloat16, got {dtype!r}")
+            raise ValueError(f"{name} must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
         try:
             torch.zeros(1).to(dtype)
         except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""Models of a pipeline that use the accelerator in turn, each staying there until another one is called."""
+"""CPU offload of whole models in a pipeline: each stays on the accelerator until another one is called."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Keep a model on the CPU until it is called; it then stays on the device until it is offloaded.
+    """Hook that keeps a model on the CPU until it is called; it then stays on the device until it is offloaded.
 
     Args:
-        execution_device: where it computes. Default: this machine's accelerator, or the CPU.
+        execution_device: the device that computes. Default: this machine's accelerator, or the CPU.
         prev_module_hook: hook of the previous model of the pipeline, which is moved to the CPU before this one is moved
             to the device.
 
@@ -99,19 +99,19 @@ def cpu_offload_with_hook(
 ) -> tuple[Model, UserCpuOffloadHook]:
     """Move a model to the CPU until it is called, and then to a device, where it stays until it is offloaded.
 
-    For pipelines in which one model is called several times in a row, such as the denoiser of a diffusion model: give
+    For pipelines in which one model is called several times in a row, such as the denoiser of a diffusion model: pass
     each model the hook of the previous one, so that only one is on the device at a time.
 
     Args:
         model: changed in place.
-        execution_device: where it computes. Default: this machine's accelerator, or the CPU.
+        execution_device: the device that computes. Default: this machine's accelerator, or the CPU.
         prev_module_hook: the hook that this function returned for the previous model.
 
     Returns:
         The model, and the hook that moves it back (``offload()``) or is taken off it (``remove()``).
 
     Raises:
-        TypeError, DeviceMapError: as :class:`CpuOffload`.
+        TypeError, DeviceMapError: see :class:`CpuOffload`.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

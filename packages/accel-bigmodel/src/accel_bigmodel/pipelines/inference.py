@@ -55,7 +55,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> M:
-    """Split a model into stages, one per process, which work on different micro-batches at a time. Collective.
+    """Split a model into pipeline stages, one per process, which work on different micro-batches at once. Collective.
 
     Afterwards all processes call the model, under ``torch.no_grad()``. The inputs of rank 0 are used; other ranks pass
     nothing, or inputs of the same shapes. A batch of any size is split into ``num_chunks`` micro-batches along the
@@ -76,11 +76,11 @@ def prepare_pippy(
         gather_output: return the output on every rank, not only on the last one (None on the others).
 
     Returns:
-        the model.
+        The model.
 
     Raises:
-        PipelineError: on all ranks: the model is in training mode, cannot be traced, or has fewer parts than there are
-            processes; a split point is wrong; ranks have different arguments.
+        PipelineError: raised on all ranks: the model is in training mode, cannot be traced, or has fewer parts than
+            there are processes; a split point is wrong; or ranks have different arguments.
     """
     state = PartialState()
     size = state.num_processes
@@ -157,7 +157,7 @@ class Pipeline:
         """Run a batch whose size is a multiple of ``num_chunks``. Collective; inputs as for ``prepare_pippy``.
 
         Returns:
-            the output on the last rank, None on the others.
+            The output on the last rank, None on the others.
 
         Raises:
             PipelineError: on all ranks, before anything is computed, or because the stage of another rank failed.
@@ -264,16 +264,16 @@ def pippy_forward(
 
     Args:
         forward: ``Pipeline.step``; in a world of one, any function.
-        num_chunks: of the pipeline; the batch is padded to a multiple of it by repeating its last row.
+        num_chunks: number of micro-batches; the batch is padded to a multiple of it by repeating its last row.
         gather_output: return the output on every rank.
         *args: inputs of rank 0; other ranks pass nothing, or inputs of the same shapes.
         **kwargs: keyword inputs.
 
     Returns:
-        the output for the given rows, on the last rank or on all.
+        The output for the given rows, on the last rank or on all.
 
     Raises:
-        PipelineError: on all ranks, as :meth:`Pipeline.step`.
+        PipelineError: on all ranks, see :meth:`Pipeline.step`.
     """
     state = PartialState()
     if state.num_processes == 1:

@@ -34,7 +34,7 @@ def generate_device_map(
 ) -> dict[str, int]:
     """Split a model, in the order of its modules, into one part per process, minimising the largest part.
 
-    Repeated blocks (the children of a ``ModuleList``) stay whole where there are enough of them.
+    Repeated blocks (the children of a ``ModuleList``) stay whole if there are enough of them.
 
     Args:
         model: on any device, meta included.
@@ -44,7 +44,7 @@ def generate_device_map(
         max_memory: bytes (or ``"2GB"``) that each process may hold; None: no limit.
 
     Returns:
-        the process of every module or tensor, covering the model.
+        The process of every module or tensor of the model.
 
     Raises:
         PipelineError: there are fewer parts than processes, a part is larger than its limit, or a limit is not a size.
@@ -61,7 +61,7 @@ def generate_device_map(
 def choose_split_points(
     model: nn.Module, parts: int, no_split_module_classes: str | Collection[str] | None = None
 ) -> list[str]:
-    """The modules that begin the second and later parts of ``generate_device_map``."""
+    """Choose the modules that begin the second and later parts of ``generate_device_map``."""
     device_map = generate_device_map(model, parts, no_split_module_classes)
     return [next(name for name, part in device_map.items() if part == index) for index in range(1, parts)]
 
@@ -70,7 +70,7 @@ def check_split_points(model: nn.Module, points: Collection[str], parts: int) ->
     """Check that ``points`` are modules of the model and make ``parts`` stages.
 
     Raises:
-        PipelineError: names what is wrong.
+        PipelineError: they do not; the message says why.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     unknown = [point for point in points if point not in modules or not point]

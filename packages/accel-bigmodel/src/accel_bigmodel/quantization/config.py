@@ -30,8 +30,8 @@ class BnbQuantizationConfig:
         bnb_4bit_quant_type: with 4 bits: the data type, ``"fp4"`` or ``"nf4"``.
         bnb_4bit_use_double_quant: with 4 bits: quantise the scales too.
         bnb_4bit_compute_dtype: with 4 bits: the dtype of computation: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
-        torch_dtype: dtype of tensors that are not quantised, and to which weights are converted before quantisation; by
-            default float16 with 8 bits and the compute dtype with 4 bits.
+        torch_dtype: dtype of tensors that are not quantised, and of weights just before quantisation; by default
+            float16 with 8 bits and the compute dtype with 4 bits.
         skip_modules: names of modules that are not quantised: a full name, or a part of one between dots. By default
             those of `get_keys_to_not_convert`. A weight with several names is never quantised.
         keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
@@ -42,7 +42,7 @@ class BnbQuantizationConfig:
             whose outputs are a multiple of 32 and inputs of 64.
 
     Raises:
-        QuantizationError: an invalid value, or options that contradict each other.
+        QuantizationError: a value is invalid, or options contradict each other.
     """
 
     load_in_8bit: bool = False
@@ -116,15 +116,15 @@ class TorchAoQuantizationConfig:
     Args:
         weights: ``"int8"`` or ``"float8"`` (e4m3): one scale per row; ``"int4"``: scale and zero point per group.
         group_size: with ``"int4"``: weights of a row per scale: 32, 64 or 128.
-        torch_dtype: dtype of computation and of tensors that are not quantised, and to which weights are converted
-            before quantisation: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
+        torch_dtype: dtype of computation, of tensors that are not quantised, and of weights just before quantisation:
+            ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
         skip_modules: names of modules that are not quantised: a full name, or a part of one between dots. By default
             those of `get_keys_to_not_convert`. A weight with several names is never quantised.
         keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
             transformers lists for the model's class, such as ``wo`` of T5.
 
     Raises:
-        QuantizationError: an invalid value.
+        QuantizationError: a value is invalid.
     """
 
     weights: str

@@ -76,7 +76,7 @@ def get_quantized_model_device_map(
     max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
 ) -> dict[str, Device]:
-    """The device map of a model whose linear layers will be quantised.
+    """Compute the device map of a model whose linear layers will be quantised.
 
     Args:
         model: not quantised yet, on any device.

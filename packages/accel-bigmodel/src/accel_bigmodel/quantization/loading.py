@@ -64,7 +64,7 @@ def load_and_quantize_model(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Model:
-    """Quantise the linear layers of a model, with the weights of a checkpoint or its own.
+    """Load a model with quantised linear layers, from a checkpoint or from the model's own weights.
 
     One weight at a time is read, quantised and put on its device, so that at most one layer of a model built under
     ``init_empty_weights`` is in memory in full precision. Quantised layers become layers of the engine, whose weights
@@ -81,11 +81,11 @@ def load_and_quantize_model(
         max_memory: bytes by device, for an inferred map.
         offload_folder: for unquantised modules on ``"disk"``, if the checkpoint does not hold them in the required
             dtype.
-        offload_state_dict: accepted for compatibility with Accelerate; no effect, because weights are read one at a
-            time.
+        offload_state_dict: has no effect, because weights are read one at a time; accepted for compatibility with
+            Accelerate.
         strict: which missing, unexpected and mismatched names are errors: see ``load_checkpoint_in_model``.
-        revision: of a repository: branch, tag or commit.
-        token: for a private repository; by default the token of the login.
+        revision: revision of a repository: branch, tag or commit.
+        token: for a private repository; by default the token of the last login.
 
     Returns:
         The model, with ``hf_device_map``, ``quantization_method`` and, for bitsandbytes, ``is_loaded_in_8bit`` and
@@ -99,7 +99,8 @@ def load_and_quantize_model(
         DeviceMapError: the map omits a tensor, or names a device that does not exist.
         UninitializedTensorError: the model has tensors on the meta device without values.
         OffloadError: ``offload_folder`` is needed and missing, is not a path, or cannot be written.
-        StateMismatchError: depending on ``strict``; lists the first names of each kind, and counts the rest.
+        StateMismatchError: names or shapes differ, depending on ``strict``; lists the first names of each kind, and
+            counts the rest.
     """
     check_is_module(model)
     check_folder(offload_folder, "offload_folder")

@@ -32,14 +32,13 @@ class SelectedLayer:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """The modules that are most sensitive to precision: the last one, which makes the output, and those with tied
-    weights.
+    """Find the modules that are most sensitive to precision: the output layer, and those with tied weights.
 
     Args:
         model: on any device. For the body of a transformers model, without a head, only tied modules are returned.
 
     Returns:
-        Their names; that of the last module first.
+        Their names; the output layer, which is the last module, comes first.
     """
     tied = sorted({name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group})
     prefix = getattr(model, "base_model_prefix", None)
@@ -49,7 +48,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def is_named(name: str, wanted: Iterable[str]) -> bool:
-    """Whether a name is one of those wanted, is below one, or contains one of them between dots."""
+    """Whether a name is one of `wanted`, is below one of them, or contains one of them between dots."""
     dotted = f".{name}."
     return any(f".{each}." in dotted for each in wanted)
 
@@ -68,13 +67,13 @@ def kept_in_float32(model: nn.Module, config: QuantizationConfig) -> list[str]:
 
 
 def select_layers(model: nn.Module, config: QuantizationConfig) -> list[SelectedLayer]:
-    """The layers to quantise: of the class ``nn.Linear`` itself, not skipped, with a weight that is not shared.
+    """Select the layers to quantise: of the class ``nn.Linear`` itself, not skipped, with a weight that is not shared.
 
-    A subclass may compute something else than the engine's layer that would replace it, or have its weight used by
-    another module, as in `nn.MultiheadAttention`.
+    A subclass may compute something else than the engine's layer that would replace it, or another module may use its
+    weight, as in `nn.MultiheadAttention`.
 
     Raises:
-        QuantizationError: there is none, or one has hooks, which its replacement would not have.
+        QuantizationError: there is no such layer, or one has hooks, which its replacement would not have.
     """
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skipped, *kept_in_float32(model, config)]

@@ -1,4 +1,4 @@
-"""Which format runs on which device, as data: the guide shows this table, and tests check each of its cells."""
+"""Support table: which format runs on which device. The guide shows it, and tests check each of its cells."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_support(format: str, device: str) -> None:
 
 
 def support_table() -> str:
-    """The table in Markdown: a row per format, a column per device, then the conditions and reasons as notes."""
+    """Write the table in Markdown: a row per format, a column per device, then the conditions and reasons as notes."""
     devices = list(dict.fromkeys(cell.device for cell in QUANTIZATION_SUPPORT))
     cells = {(cell.format, cell.device): cell for cell in QUANTIZATION_SUPPORT}
     notes = list(dict.fromkeys(cell.why for cell in QUANTIZATION_SUPPORT if cell.why))

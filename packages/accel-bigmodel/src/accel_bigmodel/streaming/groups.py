@@ -1,4 +1,4 @@
-"""Which weights are copied together: the repeated blocks of a model, and single modules where nothing repeats."""
+"""Groups of weights that are copied together: the repeated blocks of a model, or single modules."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Group:
 
     Attributes:
         name: full name of the module; ``""`` is the model.
-        module: whose forward needs them.
-        tensors: parameters, and buffers where they are streamed, by one full name each. A tied parameter
+        module: the module whose forward needs them.
+        tensors: parameters, and buffers if they are streamed, by one full name each. A tied parameter
             is in every group that uses it.
     """
 
@@ -54,7 +54,7 @@ def plan_groups(
     submodules, because such modules may use the weights of their children without calling them.
 
     Args:
-        model: where the weights are.
+        model: the model.
         streamed: names of modules and tensors whose weights are offloaded; ``""`` is the whole model. A parameter that
             is tied to a name outside of them is in no group, because it stays on the device.
         preload_module_classes: names of classes whose modules are one group each, including all their submodules.

@@ -9,15 +9,15 @@ __all__ = ["StreamStats"]
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Counts since streaming or paging began.
+    """Counts and times since streaming or paging began.
 
     Attributes:
         bytes_moved: bytes of the requested copies, without those of resident weights.
         seconds_moving: seconds that copies took.
-        seconds_waited: seconds that forwards waited for weights. On an accelerator only waiting of the host counts; the
+        seconds_waited: seconds that forwards waited for weights. On an accelerator only the host's waiting counts; the
             device waits for requested copies by itself.
-        hits: uses of groups whose copy was requested ahead.
-        misses: uses of groups whose copy was requested when they were needed.
+        hits: uses of groups whose copy was requested ahead of time.
+        misses: uses of groups whose copy was requested only when they were needed.
         slot_bytes: bytes on the device for streamed weights, now.
         resident_bytes: bytes on the device of resident weights.
         peak_bytes: the most bytes on the device at one time, of both kinds.

@@ -1,4 +1,4 @@
-"""The streamer: keeps weights in host memory, and on the device while the module that needs them runs."""
+"""The streamer: weights are in host memory, and on the device only while the module that needs them runs."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Streamer:
-    """Streams the weights of a model's groups to the device of a transfer.
+    """Streams a model's offloaded weights to the device, group by group, ahead of their use.
 
-    Parameters keep their identity. While a group's module runs, the ``data`` of its parameters are views of a slot on
+    Parameters stay the same objects. While a group's module runs, the ``data`` of its parameters are views of a slot on
     the device; otherwise they are tensors in host memory, which are authoritative: every forward copies them again, and
     in-place changes made by a forward are written back to them. Changes of weights through ``.data`` inside a forward
     are not detected. Only the weights of resident groups are always on the device.
@@ -65,11 +65,11 @@ class Streamer:
 
     Args:
         model: contains the groups.
-        groups: what ``plan_groups`` returned for the model.
-        transfer: to the device; not shared with another streamer.
-        budget: bytes on the device for slots and resident groups. ``None``: room for the prefetched groups; resident
-            are only groups that are too small to be worth copying, that are in use while others are, or whose weights
-            are needed before their forward.
+        groups: the groups that ``plan_groups`` returned for the model.
+        transfer: copies to the device; not shared with another streamer.
+        budget: bytes on the device for slots and resident groups. ``None``: room for the prefetched groups; the only
+            resident groups are then those that are too small to be worth copying, that are in use while others are, or
+            whose weights are needed before their forward.
         prefetch: number of groups that are copied ahead of their use.
         in_memory: names of groups whose weights stay in host memory permanently. Attaching packs them into host blocks
             of the transfer, where they stay after detaching.
@@ -125,7 +125,7 @@ class Streamer:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights go."""
+        """The device that weights are copied to."""
         return self._transfer.device
 
     # Attaching

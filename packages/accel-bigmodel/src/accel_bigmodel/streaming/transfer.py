@@ -68,7 +68,7 @@ class HostTransfer:
         self._seconds += time.perf_counter() - begin
 
     def mark(self, previous: Any) -> None:
-        """Does nothing: computation on the CPU is done when the call returns."""
+        """Do nothing: computation on the CPU is done when the call returns."""
 
     def seconds(self) -> float:
         """Seconds that finished copies took."""
