@@ -233,7 +233,7 @@ def test_what_one_rank_may_not_save_as_its_own(tmp_path):
         save_training_state(tmp_path / "c", models=[], shared={}, per_rank={"tree": {"x": part}})
     mixed = [Part.whole(torch.ones(2)), Part.whole(torch.ones(3))]
     with pytest.raises(
-        UnsupportedValueError, match=r"\['tree'\]\['x'\] cannot be saved: a list of parts holds"
+        UnsupportedValueError, match=r"\['tree'\]\['x'\] cannot be saved: a list of parts must hold"
     ):
         save_training_state(tmp_path / "c", models=[], shared={"tree": {"x": mixed}}, per_rank={})
 

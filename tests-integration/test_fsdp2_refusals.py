@@ -113,7 +113,7 @@ def test_t45_an_optimizer_of_other_parameters_is_refused(make):
     assert first == second
     kind, message = first
     assert kind == "PrepareError"
-    assert "and none of them is of Net" in message
+    assert "and none of them belongs to Net" in message
     assert "would train nothing. Build it from the parameters() of the model that is prepared" in message
 
 

@@ -275,12 +275,12 @@ def test_lomo_s_updates_cannot_be_guarded(on_cpu: None) -> None:
     accelerator = Accelerator()
     model = make()
     accelerator.prepare(model, lomo_optim.Lomo(model))
-    with pytest.raises(ValueError, match="which Lomo makes during backward"):
+    with pytest.raises(ValueError, match="but Lomo updates during backward"):
         accelerator.guard_steps()
     assert accelerator.step_guard is None
     guarded = Accelerator()
     guarded.guard_steps()
-    with pytest.raises(ValueError, match="which Lomo makes during backward"):
+    with pytest.raises(ValueError, match="but Lomo updates during backward"):
         guarded.prepare(lomo_optim.Lomo(make()))
     assert not guarded.has_lomo_optimizer
 

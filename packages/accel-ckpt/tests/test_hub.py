@@ -135,7 +135,7 @@ def test_without_the_right_to_write(hub, python):
 def test_private_weights_do_not_go_to_a_public_repository(hub, python):
     hub.add("org/net", {"README.md": b"x"})
     code = 'save_model(build(), "out", push_to_hub="org/net", private=True)'
-    bad(python(code), "org/net exists and is public, and a private one was asked for")
+    bad(python(code), "org/net exists and is public, but private=True was given")
     assert sorted(hub.files("org/net")) == ["README.md"]
 
 

@@ -90,7 +90,7 @@ def test_a_scaler_can_be_written_where_it_has_a_meaning():
     model = nn.Linear(1, 1)
     _, optimizer = scaled.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert optimizer.scaler is mine
-    with pytest.raises(OptionError, match="cannot go without"):
+    with pytest.raises(OptionError, match="so it needs a scaler"):
         optimizer.scaler = None
 
 

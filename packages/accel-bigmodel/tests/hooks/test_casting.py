@@ -197,8 +197,8 @@ def test_only_floating_tensors_are_cast():
 @pytest.mark.parametrize(
     ("dtypes", "message"),
     [
-        ((torch.int8, LARGE), "storage_dtype must be a floating dtype"),
-        ((SMALL, "bfloat16"), "compute_dtype must be a floating dtype"),
+        ((torch.int8, LARGE), "storage_dtype must be a floating-point dtype"),
+        ((SMALL, "bfloat16"), "compute_dtype must be a floating-point dtype"),
         ((torch.float4_e2m1fn_x2, LARGE), "storage_dtype: PyTorch cannot convert weights to"),
     ],
 )

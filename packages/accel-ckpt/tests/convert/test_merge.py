@@ -142,7 +142,7 @@ def test_names_that_wrappers_add_are_left_out(tmp_path):
 def test_extra_state_of_a_training_state_is_said(tmp_path):
     model = {"weight": torch.ones(2), "_extra_state": {"scale": 2.0}}
     save_training_state(tmp_path / "state", models=[model], shared={}, per_rank={})
-    with pytest.warns(UserWarning, match="not tensors, and no weights: _extra_state"):
+    with pytest.warns(UserWarning, match="not tensors, so they are not merged: _extra_state"):
         merge_weights(tmp_path / "state", tmp_path / "out")
     assert [*load_file(tmp_path / "out" / "model.safetensors")] == ["weight"]
 
@@ -157,7 +157,7 @@ def test_the_prefix_of_a_wrapper_is_left_out(tmp_path):
 
 def test_what_is_no_tensor_is_said(tmp_path):
     folder = write_dcp({"model": {"w": torch.ones(2), "_extra_state": "x"}}, tmp_path / "d")
-    with pytest.warns(UserWarning, match=r"no weights: model\._extra_state"):
+    with pytest.warns(UserWarning, match=r"they are left out: model\._extra_state"):
         merge_weights(folder, tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w"}
 

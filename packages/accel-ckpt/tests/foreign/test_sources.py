@@ -289,7 +289,7 @@ def test_what_is_no_model_or_several_is_named(tmp_path, content, told, pickled):
 
 def test_what_is_no_tensor_is_left_out_and_said(tmp_path):
     folder = write_dcp({"model": {**WEIGHTS, "version": 3}}, tmp_path / "dcp")
-    with pytest.warns(UserWarning, match=r"not tensors, and no weights: model\.version"):
+    with pytest.warns(UserWarning, match=r"not tensors, so they are left out: model\.version"):
         pieces = open_pieces(find_source(folder))
     same(pieces, WEIGHTS)
 

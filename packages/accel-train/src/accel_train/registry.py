@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Built-in and installed implementations of one axis.
+    """Built-in and installed implementations of one kind, by name.
 
     Args:
-        kind: the word for one of them in messages.
+        kind: the word for the kind in messages.
         group: entry-point group under which installed packages add theirs.
         builtins: name to `module:attribute`, the same form that an entry point has.
     """
@@ -33,10 +33,10 @@ class Registry(Generic[T]):
         return sorted({*self._builtins, *self._installed()})
 
     def get(self, name: str) -> T:
-        """The implementation called `name`.
+        """Return the implementation called `name`.
 
         Raises:
-            OptionError: there is none; names the known ones and the nearest.
+            OptionError: there is none; the message has the known names and the nearest one.
         """
         place = self._builtins.get(name) or self._installed().get(name)
         if place is None:

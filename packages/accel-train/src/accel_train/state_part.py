@@ -1,7 +1,7 @@
-"""`StatePart`, the protocol of what has a state, and what the parts of this package share.
+"""`StatePart`, the protocol of objects with a state, and helpers of the parts of this package.
 
-What has a state gives a part: optimizers, schedulers, loaders, the guard of steps, the random numbers. `save_state`
-and `load_state` collect them. A new kind of state is a class beside what has it, and a line where the parts are listed
+Every object with a state has a part: optimizers, schedulers, loaders, the step guard, the random numbers. `save_state`
+and `load_state` collect them. A new kind of state is a class beside its object, and a line in the list of parts
 (`accel_train.checkpoints.parts`); a feature that scripts switch on appends its part to `Prepared.parts` then, as
 `guard_steps` does.
 """
@@ -39,7 +39,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 @contextmanager
 def taken_up(what: str, directory: Path) -> Iterator[None]:
-    """What objects raise when a state is not what they have written is one error, that names the checkpoint."""
+    """Context that turns errors of objects which load a damaged state into one error that names the checkpoint."""
     try:
         yield
     except (AccelError, MemoryError, OSError, torch.OutOfMemoryError, DistError):

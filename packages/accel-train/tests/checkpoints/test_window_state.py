@@ -115,7 +115,7 @@ def test_prepared_models_and_parts_of_models_are_found_again_by_name():
     for module, name in named.items():
         assert trained.name_of(module) == name
         assert trained.model_called(name) is module
-    with pytest.raises(AccumulationError, match="given a Linear that is no part of a prepared model"):
+    with pytest.raises(AccumulationError, match="given a Linear that is not part of a prepared model"):
         trained.name_of(nn.Linear(1, 1))
 
 

@@ -128,7 +128,7 @@ def test_masks_that_are_needed_are_refused():
 def test_lengths_that_cannot_be_divided():
     with pytest.raises(IncompatibleOptionsError, match=r"8 positions, which cp_size=2 cannot divide into 3"):
         cut_batch(IDS, place(parts=3), NOTHING)
-    with pytest.raises(IncompatibleOptionsError, match=r"8 positions, and sp_seq_length is 16"):
+    with pytest.raises(IncompatibleOptionsError, match=r"8 positions, but sp_seq_length is 16"):
         cut_batch(IDS, place(length=16), NOTHING)
     assert cut_batch(IDS, place(length=8), NOTHING).shape == (2, 4)
     for batch in (torch.ones(4), {"kind": "text"}, []):

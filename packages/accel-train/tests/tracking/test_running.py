@@ -332,9 +332,9 @@ def test_by_name():
     accelerator.init_trackers("proj")
     assert accelerator.get_tracker("recorder") is mine
     assert accelerator.get_tracker("recorder", unwrap=True) is mine.calls
-    with pytest.raises(ValueError, match="this tracker is not in log_with; it asked for recorder"):
+    with pytest.raises(ValueError, match="this tracker is not in log_with, which has recorder"):
         accelerator.get_tracker("wandb")
-    with pytest.raises(OptionError, match="it asked for none"):
+    with pytest.raises(OptionError, match="which has none"):
         Accelerator().get_tracker("wandb")
 
 

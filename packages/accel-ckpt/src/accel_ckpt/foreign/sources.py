@@ -161,7 +161,8 @@ def _open_dcp(folder: Path) -> PiecedWeights:
     left_out = [name for name in names if name not in content.tensors]
     if left_out:
         warnings.warn(
-            f"{folder}: these entries are not tensors, and no weights: {', '.join(left_out)}", stacklevel=2
+            f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}",
+            stacklevel=2,
         )
     return PiecedWeights(
         {plain: content.tensors[name] for name, plain in names.items() if name in content.tensors}

@@ -438,7 +438,7 @@ def refuse_irregular(path: Path) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse the Git LFS pointer that stands in place of a file in a clone made without Git LFS.
+    """Refuse the Git LFS pointer in place of a file in a clone made without Git LFS.
 
     Raises:
         CorruptCheckpointError: the file is a pointer; says how to get the real file.

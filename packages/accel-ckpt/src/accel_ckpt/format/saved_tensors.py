@@ -106,7 +106,7 @@ class _Saved:
 class SavedTensor:
     """A tensor of a checkpoint, of which only the header has been read.
 
-    In a saved state it stands in the place of a tensor that ranks divide, so that each reads its part with ``fill``.
+    In a saved state it takes the place of a tensor that ranks divide, so that each reads its part with ``fill``.
     """
 
     name: str

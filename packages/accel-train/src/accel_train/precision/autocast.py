@@ -1,4 +1,4 @@
-"""What the autocast precisions share: a reversible wrapper around `forward`."""
+"""Base of the autocast precisions: a reversible wrapper around `forward`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AutocastForward", "AutocastPrecision", "PrecisionForward", "restore_
 
 
 class PrecisionForward:
-    """A model's forward with a precision around it."""
+    """A model's forward, wrapped in a precision."""
 
     forward: Callable[..., Any]
 
@@ -28,9 +28,9 @@ class PrecisionForward:
 
 
 class AutocastForward(PrecisionForward):
-    """A model's forward under autocast, whose floating outputs come back in float32.
+    """A model's forward under autocast; floating-point outputs are converted to float32.
 
-    A fresh autocast context per call keeps it right when it is entered again (activation checkpointing runs forward
+    A new autocast context per call keeps it correct when it is entered again (activation checkpointing runs forward
     inside backward) and after an exception.
     """
 
@@ -56,7 +56,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class AutocastPrecision(Precision):
-    """Parameters stay as they are; forward runs under autocast in `dtype`."""
+    """Base of precisions that run forward under autocast in `dtype`; parameters keep their dtype."""
 
     dtype: ClassVar[torch.dtype | None]
 
@@ -67,7 +67,7 @@ class AutocastPrecision(Precision):
 
     @property
     def dtypes(self) -> DTypePolicy:
-        """Parameters as they are, computation in `dtype`, outputs in float32."""
+        """The dtypes: parameters keep theirs, computation in `dtype`, outputs in float32."""
         return DTypePolicy(compute=self._low, output=torch.float32)
 
     def autocast(

@@ -1,6 +1,6 @@
-"""The precision axis: which numbers are computed with.
+"""Precisions: the dtypes that models compute in.
 
-`Precision` is the null object of the axis: everything in the dtype that the user chose.
+`Precision` is the null object: everything stays in the dtype that the user chose.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["DTypePolicy", "Precision", "PrecisionOptions"]
 
 @dataclass(frozen=True)
 class DTypePolicy:
-    """The dtypes of a precision, for strategies that cast by themselves; None: as they are.
+    """The dtypes of a precision, for strategies that cast by themselves; None: unchanged.
 
     Attributes:
-        param: what parameters are stored in.
-        compute: what forward and backward compute in.
-        reduce: what gradients are reduced in.
-        output: what floating outputs of a model are cast to.
+        param: dtype that parameters are stored in.
+        compute: dtype that forward and backward compute in.
+        reduce: dtype that gradients are reduced in.
+        output: dtype that floating-point outputs of a model are cast to.
     """
 
     param: torch.dtype | None = None
@@ -38,14 +38,14 @@ class DTypePolicy:
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """What the resolver hands to a precision.
+    """The options that a precision is created with.
 
     Attributes:
         device_type: type of the device that computes, as in `torch.device.type`.
-        autocast_enabled: whether the automatic cast of prepared models is on (`AutocastKwargs.enabled`).
+        autocast_enabled: whether prepared models run under autocast (`AutocastKwargs.enabled`).
         cache_enabled: autocast's weight cache; None is torch's default.
         scaler_kwargs: keyword arguments of `torch.amp.GradScaler`.
-        recipe: how fp8 is computed: `AORecipeKwargs` or `TERecipeKwargs`.
+        recipe: the fp8 recipe: `AORecipeKwargs` or `TERecipeKwargs`.
     """
 
     device_type: str = "cpu"
@@ -56,7 +56,7 @@ class PrecisionOptions:
 
 
 class Precision:
-    """Nothing is cast and nothing is scaled."""
+    """Base class of all precisions, and itself the precision "no": nothing is cast or scaled."""
 
     name: ClassVar[str] = "no"
     #: The dtype that autocast computes in, None without autocast.
@@ -68,10 +68,10 @@ class Precision:
     scaler: torch.amp.GradScaler | None = None
 
     def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Use another scaler, of a precision that has one; None where there is none changes nothing.
+        """Use another gradient scaler, if the precision has one; None changes nothing if it has none.
 
         Raises:
-            OptionError: this precision scales no losses, or cannot go without.
+            OptionError: this precision does not scale losses, or needs a scaler.
         """
         if scaler is self.scaler:
             return
@@ -82,7 +82,7 @@ class Precision:
             )
         if scaler is None:
             raise OptionError(
-                f"mixed_precision={self.name!r} scales its losses and cannot go without a scaler. Create "
+                f"mixed_precision={self.name!r} scales losses, so it needs a scaler. Create "
                 "Accelerator(mixed_precision='no'), or a scaler with enabled=False."
             )
         self.scaler = scaler
@@ -97,7 +97,7 @@ class Precision:
         return DTypePolicy()
 
     def on_scale_change(self, rescale: Callable[[float], None]) -> None:
-        """Register what multiplies the gradients of all open windows when the loss scale changes under them."""
+        """Register the function that rescales the gradients of all open windows when the loss scale changes."""
 
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
@@ -117,7 +117,7 @@ class Precision:
 
         Raises:
             ArgumentTypeError: `enabled` is neither True nor False.
-            OptionError: it is to be switched on, and this precision has none.
+            OptionError: `enabled` is True, and this precision has no autocast.
         """
         if not isinstance(cast(object, enabled), bool):
             raise ArgumentTypeError(
@@ -139,39 +139,39 @@ class Precision:
         return model
 
     def restore(self, model: nn.Module) -> None:
-        """Give `model` its own forward back, if this precision had replaced it."""
+        """Restore the own forward of `model`, if this precision has replaced it."""
 
     def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Parameters are about to be divided among ranks, and gathered whenever they are used.
+        """Called before parameters are divided among ranks, and gathered whenever they are used.
 
         Args:
             module: a model or a part of it, converted.
-            whole: those of its parameters that are not divided.
+            whole: its parameters that are not divided.
         """
 
     def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
-        """The parameters of a model are divided.
+        """Called after the parameters of a model are divided.
 
         Args:
             model: the model.
-            prepared: what the script calls for it.
+            prepared: the module that the script calls for it.
         """
 
     def values_changed(self, model: nn.Module) -> None:
-        """A divided model was given other values than an optimizer's step gives it. On all ranks."""
+        """Called on all ranks after the values of a divided model changed by other means than an optimizer's step."""
 
     def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
         """Run backward.
 
         Args:
-            loss: what to differentiate.
+            loss: the loss.
             has_pending_grads: gradients of an open window, computed before this call, wait for a step.
             kwargs: arguments of `Tensor.backward`.
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of an optimizer to their true size, once per step however often it is asked."""
+        """Divide an optimizer's gradients by the loss scale; further calls in the same step change nothing."""
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
@@ -179,43 +179,43 @@ class Precision:
         """Step an optimizer.
 
         Returns:
-            Whether it really stepped (False: gradients were not finite), and what its `step` returned.
+            Whether it stepped (False: gradients were not finite), and the return value of its `step`.
         """
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with, and so the gradients before `unscale_`."""
+        """The factor of losses, and so of gradients before `unscale_`."""
         return 1.0
 
     def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer's gradients are dropped, unscaled or not."""
+        """Record that an optimizer's gradients are dropped, unscaled or not."""
 
     def update_scale(self) -> None:
-        """Apply an update of the loss scale that was put off until no scaled gradient waits."""
+        """Apply an update of the loss scale that was postponed until no scaled gradient waits."""
 
     def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
-        """Use the lowest loss scale of any rank, after ranks stepped with gradients of their own.
+        """Use the lowest loss scale of any rank, after ranks stepped with their own gradients.
 
         Args:
-            lowest: the collective that gives the lowest values of any rank.
+            lowest: a collective that returns the lowest values of any rank.
         """
 
     @property
     def has_state(self) -> bool:
-        """Whether a checkpoint keeps anything of this precision: where it has its own `state_dict`."""
+        """Whether checkpoints include a state of this precision, because it overrides `state_dict`."""
         return type(self).state_dict is not Precision.state_dict
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
-        """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.
+        """The state for a checkpoint, including values that wait between steps; None: there is none.
 
         Args:
-            optimizers: all that are trained, in an order that `load_state_dict` is given again.
+            optimizers: all optimizers, in the order in which `load_state_dict` will get them.
         """
         return None
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Load what `state_dict` returned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         return self  # a copied optimizer still uses its accelerator's scaler

@@ -18,7 +18,7 @@ __all__ = ["FP16Precision", "Scaler"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's, which may also unscale gradients in host memory of parameters that compute on a device.
+    """torch's gradient scaler, which can also unscale gradients in host memory of parameters that compute on a device.
 
     Torch (2.13) copies the factor and the flag to the host without waiting for them, and reads them there at once.
     """
@@ -37,9 +37,9 @@ class FP16Precision(AutocastPrecision):
     """Autocast in float16; losses are scaled so that small gradients survive, steps with inf or NaN are skipped.
 
     One scaler serves every optimizer. Its scale may only change when no scaled gradient is waiting, so `update()` is
-    put off from the step to the next backward that opens a window; with several optimizers, torch's rule "update once,
-    after all of them" holds whatever their order. An optimizer that steps again while gradients of another wait forces
-    the update; what waits is then brought to the new scale.
+    postponed from the step to the next backward that opens a window; with several optimizers, torch's rule "update
+    once, after all of them" holds whatever their order. An optimizer that steps again while gradients of another wait
+    forces the update; the waiting gradients are then rescaled.
     """
 
     name: ClassVar[str] = "fp16"
@@ -60,7 +60,7 @@ class FP16Precision(AutocastPrecision):
         self._rescale: Callable[[float], None] | None = None
 
     def on_scale_change(self, rescale: Callable[[float], None]) -> None:
-        """Register what multiplies the gradients of all open windows when the loss scale changes under them."""
+        """Register the function that rescales the gradients of all open windows when the loss scale changes."""
         self._rescale = rescale
 
     def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class FP16Precision(AutocastPrecision):
             self._update_due = True
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """`GradScaler.unscale_`, once until the optimizer steps."""
+        """Call `GradScaler.unscale_`, once until the optimizer steps."""
         key = id(optimizer)
         if key in self._unscaled or key in self._spent:
             return
@@ -149,12 +149,12 @@ class FP16Precision(AutocastPrecision):
         return self.scaler.get_scale()
 
     def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget that the gradients, now thrown away, were unscaled."""
+        """Forget that the gradients, which are dropped now, were unscaled."""
         if self._unscaled.pop(id(optimizer), None) is not None:
             self._update_due = True
 
     def update_scale(self) -> None:
-        """Let the scale grow or shrink by what the last steps found."""
+        """Let the scale grow or shrink after the last steps."""
         # An update would forget which optimizers were unscaled, and their step would unscale them again.
         if self._update_due and not self._unscaled:
             self.scaler.update()
@@ -180,7 +180,7 @@ class FP16Precision(AutocastPrecision):
             self._rescale(factor)
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """The scaler's own state, and under ``pending`` what its next update will go by."""
+        """The scaler's own state, and under ``pending`` the values for its next update."""
         waiting = self.scaler._per_optimizer_states
         pending = {}
         for number, optimizer in enumerate(optimizers):
@@ -198,7 +198,7 @@ class FP16Precision(AutocastPrecision):
         return {**self.scaler.state_dict(), "pending": pending, "update_due": self._update_due}
 
     def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         own = {key: value for key, value in state.items() if key not in ("pending", "update_due")}
         self.scaler.load_state_dict(own)
         device = torch.device(self.options.device_type)

@@ -1,4 +1,4 @@
-"""Precisions by name; outside packages add theirs through the entry-point group `accel_train.precision`."""
+"""Precisions by name; other packages add theirs through the entry-point group `accel_train.precision`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["restore_model"]
 
 
 def restore_model(model: nn.Module) -> None:
-    """Give a model its own forward and its own layers back, but for layers that are divided among ranks."""
+    """Restore a model's own forward and layers, except layers that are divided among ranks."""
     restore_forward(model)
     # Nothing was converted by a library that is not imported.
     if "torchao.float8" in sys.modules:

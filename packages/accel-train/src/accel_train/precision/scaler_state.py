@@ -1,4 +1,4 @@
-"""What a precision keeps between steps, such as the loss scale, as part of a training state."""
+"""The state of a precision, such as the loss scale, as part of a training state."""
 
 from __future__ import annotations
 

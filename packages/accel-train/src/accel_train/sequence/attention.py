@@ -27,7 +27,7 @@ __all__ = ["DividedAttention"]
 
 @dataclass(frozen=True)
 class DividedAttention:
-    """Attends from this rank's positions to those of all ranks.
+    """Attention from this rank's positions to those of all ranks.
 
     Ulysses (sequence parallelism; Jacobs et al. 2023, arXiv 2309.14509) exchanges heads for positions before and after.
     Context parallelism gathers keys and values, or passes them around. With both, Ulysses comes first: its groups hold
@@ -55,11 +55,11 @@ class DividedAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As `torch.nn.functional.scaled_dot_product_attention`, for this rank's positions.
+        """Compute `torch.nn.functional.scaled_dot_product_attention` for this rank's positions.
 
         Raises:
-            IncompatibleOptionsError: a mask, which would be of this rank's positions alone; a query and a key of
-                different lengths; a number of heads that the ranks cannot divide; dropout under "alltoall".
+            IncompatibleOptionsError: there is a mask, which covers only this rank's positions; query and key have
+                different lengths; the number of heads cannot be divided among the ranks; or dropout under "alltoall".
         """
         self._check(query, key, attn_mask, dropout_p)
         if scale is None:
@@ -75,27 +75,27 @@ class DividedAttention:
     def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
         if attn_mask is not None:
             raise IncompatibleOptionsError(
-                f"Attention was called with a mask of shape {tuple(attn_mask.shape)}, which was made for the "
-                f"{query.shape[SEQUENCE]} positions of this rank; with a divided sequence it would need those of all "
+                f"Attention was called with a mask of shape {tuple(attn_mask.shape)}, which covers only the "
+                f"{query.shape[SEQUENCE]} positions of this rank; with a divided sequence it must cover those of all "
                 "ranks. Pass is_causal=True or no mask: pad sequences on the right, leave `attention_mask` out of the "
                 "batch, and use models without a sliding window."
             )
         if query.dim() != 4 or query.shape[SEQUENCE] != key.shape[SEQUENCE]:
             raise IncompatibleOptionsError(
                 f"Attention was called with a query of shape {tuple(query.shape)} and a key of shape "
-                f"{tuple(key.shape)}; with a divided sequence both have the shape (batch, heads, positions, features) "
-                "and the same number of positions. Cross-attention and caches of keys are not divided: train without "
-                "them."
+                f"{tuple(key.shape)}; with a divided sequence both must have the shape (batch, heads, positions, "
+                "features) and the same number of positions. Cross-attention and caches of keys are not divided: "
+                "train without them."
             )
         if dropout_p and self.cp_group is not None and self.rotation == "alltoall":
             raise IncompatibleOptionsError(
-                f"Attention was called with dropout {dropout_p}, which cp_comm_strategy 'alltoall' does not have. Use "
-                "'allgather', or set the model's attention dropout to 0."
+                f"Attention was called with dropout {dropout_p}, which cp_comm_strategy 'alltoall' does not support. "
+                "Use 'allgather', or set the model's attention dropout to 0."
             )
         if self.sp_group is not None and query.shape[HEADS] % dist.get_world_size(self.sp_group):
             ranks = dist.get_world_size(self.sp_group)
             raise IncompatibleOptionsError(
-                f"sp_size {ranks} does not divide the {query.shape[HEADS]} attention heads, and sequence parallelism "
+                f"sp_size {ranks} does not divide the {query.shape[HEADS]} attention heads, but sequence parallelism "
                 "gives each rank the same number. Choose an sp_size that does, or context parallelism (cp_size)."
             )
 

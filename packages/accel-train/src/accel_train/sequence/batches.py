@@ -1,4 +1,4 @@
-"""This rank's positions of a batch that all ranks of a sequence read."""
+"""Cutting a batch that several ranks read to this rank's positions of each sequence."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of each sequence a rank has.
+    """The part of each sequence that a rank has.
 
     Attributes:
-        index: of the part, from 0.
-        parts: how many there are.
+        index: index of the part, from 0.
+        parts: number of parts.
         name: the degrees that divide sequences, for errors.
-        length: what every sequence must have; None: anything that can be divided.
+        length: required length of every sequence; None: any length that can be divided.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model takes besides its inputs.
+    """Which arguments a model takes besides its inputs.
 
     Attributes:
         positions: it takes `position_ids`.
@@ -52,7 +52,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFacts:
-        """Find out, without running the model."""
+        """Inspect a model, without running it."""
         parameters = inspect.signature(model.forward).parameters
         keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")  # of transformers
@@ -66,17 +66,18 @@ class ModelFacts:
 def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
     """Cut every tensor of (samples, positions, …) to the positions of this rank.
 
-    A mapping with `input_ids` or `inputs_embeds` also gets what a transformers model would otherwise take from the
-    positions that it sees: `position_ids`; `shift_labels`, because the label of a rank's last position is on the next
-    rank; and `num_items_in_batch`, so that the mean of the ranks' losses is the loss over all positions that count.
+    A mapping with `input_ids` or `inputs_embeds` also gets arguments that a transformers model would otherwise compute
+    from the positions that it sees: `position_ids`; `shift_labels`, because the label of a rank's last position is on
+    the next rank; and `num_items_in_batch`, so that the mean of the ranks' losses is the loss over all positions that
+    count.
 
     Args:
-        batch: of all positions, on any device.
-        place: this rank's.
-        facts: of the model that is trained.
+        batch: a batch of all positions, on any device.
+        place: this rank's part.
+        facts: facts about the model that is trained.
 
     Raises:
-        IncompatibleOptionsError: sequences that cannot be divided, of another length than was set, or padded so that
+        IncompatibleOptionsError: sequences cannot be divided, have another length than was set, or are padded so that
             attention needs a mask.
     """
     length = _length(batch)
@@ -87,7 +88,7 @@ def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
         )
     if place.length not in (None, length):
         raise IncompatibleOptionsError(
-            f"A batch has sequences of {length} positions, and sp_seq_length is {place.length} with "
+            f"A batch has sequences of {length} positions, but sp_seq_length is {place.length} with "
             "sp_seq_length_is_variable=False. Pad to that length, or let lengths vary."
         )
     if length % place.parts:

@@ -17,12 +17,12 @@ SEQUENCE = 2
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """In what to sum numbers of a dtype: in float32 at least."""
+    """The dtype for sums of numbers of a dtype: float32 at least."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def sequence_to_heads(tensor: Tensor, group: Any) -> Tensor:
-    """All positions of some heads, from some positions of all heads: Ulysses' exchange before attention.
+    """Ulysses' exchange before attention: from some positions of all heads to all positions of some heads.
 
     Args:
         tensor: (batch, heads, local positions, features); the number of heads is a multiple of the group's size.
@@ -40,7 +40,7 @@ def heads_to_sequence(tensor: Tensor, group: Any) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, group: Any) -> Tensor:
-    """The positions of all ranks; gradients are summed over the ranks.
+    """Gather the positions of all ranks; gradients are summed over the ranks.
 
     Args:
         tensor: (batch, heads, local positions, features).

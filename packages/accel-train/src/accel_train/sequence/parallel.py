@@ -1,4 +1,4 @@
-"""Sequence parallelism of a run: which part of each sequence this rank has, and how its models attend to the others."""
+"""Context and sequence parallelism of a run: this rank's part of each sequence, and attention to the others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["SequenceParallel"]
 
 
 class SequenceParallel:
-    """Cuts batches, and puts divided attention in the place of `scaled_dot_product_attention` in prepared models.
+    """Cuts batches, and replaces `scaled_dot_product_attention` by divided attention in prepared models.
 
     Args:
-        mesh: with several ranks in "cp", "sp" or both.
+        mesh: a mesh with several ranks in "cp", "sp" or both.
         rotation: how context parallelism exchanges keys and values.
-        length: what every sequence must have; None: any.
+        length: required length of every sequence; None: any.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SequenceParallel:
         """Make a model attend to the positions of all ranks; it is changed in place, once.
 
         Raises:
-            IncompatibleOptionsError: it has attention that cannot be divided.
+            IncompatibleOptionsError: the model has attention that cannot be divided.
         """
         if model in self._prepared:
             return model
@@ -71,7 +71,7 @@ class SequenceParallel:
         return model
 
     def shard_batch(self, batch: Any) -> Any:
-        """This rank's positions of a batch."""
+        """Cut a batch to this rank's positions."""
         found = cut_batch(batch, self._place, self._facts or ModelFacts())
         recursively_apply(self._remember, found)
         return found
@@ -87,16 +87,16 @@ class SequenceParallel:
         dimensions: Sequence[int],
         kept: Sequence[Tensor] = (),
     ) -> Iterator[None]:
-        """Context in which tensors hold this rank's positions; those that a prepared loader has cut stay as they are.
+        """Context in which tensors hold this rank's positions; tensors that a prepared loader has cut do not change.
 
         Args:
             buffers: changed in place.
-            dimensions: that of the positions, for each.
+            dimensions: the sequence dimension of each buffer.
             kept: buffers that stay cut when the context ends.
 
         Raises:
-            OptionError: not as many dimensions as buffers.
-            IncompatibleOptionsError: a size that cannot be divided.
+            OptionError: the number of dimensions differs from the number of buffers.
+            IncompatibleOptionsError: the length of a sequence cannot be divided.
         """
         if len(buffers) != len(dimensions):
             raise OptionError(

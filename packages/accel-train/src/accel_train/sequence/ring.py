@@ -28,10 +28,10 @@ def ring_attention(
         value: the same shape.
         group: the ranks.
         is_causal: positions attend to themselves and to earlier ones.
-        scale: what scores are multiplied with.
+        scale: factor of the scores.
 
     Returns:
-        like `query`.
+        A tensor like `query`.
     """
     return _Ring.apply(query, key, value, group, is_causal, scale)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -125,10 +125,10 @@ def _attend(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The same without a kernel, for devices and dtypes that have none: all scores exist at a time.
+    """Compute attention without a fused kernel, for devices and dtypes that have none: all scores exist at once.
 
     Returns:
-        output, in float32 or more, and the logarithm of the softmax denominator of each query.
+        The output, in float32 or more, and the logarithm of the softmax denominator of each query.
     """
     scores = _scores(query, key, is_causal, scale)
     logs = scores.logsumexp(-1)
@@ -171,7 +171,7 @@ def attend_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same without a kernel; gradients of query, key and value in float32 or more."""
+    """Backward of `attend`, without a fused kernel; gradients of query, key and value in float32 or more."""
     weights = (_scores(query, key, is_causal, scale) - logs.unsqueeze(-1)).exp()
     gradient = gradient.to(weights.dtype)
     through = gradient @ value.to(weights.dtype).transpose(-2, -1)

@@ -1,4 +1,4 @@
-"""Which modules of a model repeat: what is compiled once, and sharded and checkpointed as one unit."""
+"""Finding the repeated blocks of a model, which are compiled once, and sharded and checkpointed as units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["repeated_blocks"]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of every non-empty `ModuleList` whose members are all of one class, outermost lists only."""
+    """Find the members of every non-empty `ModuleList` whose members are all of one class, outermost lists only."""
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(item) for item in child}) == 1:

@@ -34,30 +34,30 @@ __all__ = ["DDPStates", "DDPStrategy", "inside_parallel"]
 
 
 class DDPStates(StateAdapter):
-    """Replicas, with what PowerSGD and LocalSGD have on each rank."""
+    """Saves and loads the states of replicas, with the state of PowerSGD and LocalSGD on each rank."""
 
     strategy: DDPStrategy
     window_tensors: ClassVar[str] = "errors of compressed gradients (comm_hook)"
 
     def keeps_replicas(self, model: nn.Module) -> bool:
-        """True of a model whose gradients are averaged."""
+        """True for a model whose gradients are averaged."""
         return _ddp(model) is not None
 
     def replicated_optimizers(
         self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
     ) -> list[int]:
-        """None from a use of LocalSGD until all have stepped with the gradients of all ranks."""
+        """No optimizers after LocalSGD, until all of them have stepped with the gradients of all ranks."""
         differ = self.strategy.local.optimizers_differ(optimizers)
         return [] if differ else super().replicated_optimizers(optimizers, models)
 
     def parts(self, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> list[StatePart]:
-        """What LocalSGD leaves different on each rank."""
+        """The part for optimizer states that LocalSGD leaves different on each rank."""
         return [LocalOptimizerStates(self, self.strategy.local, optimizers, named)]
 
     def needs_all_ranks(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> str | None:
-        """Also because of states of optimizers that LocalSGD has left different."""
+        """Extends the base class: LocalSGD has left optimizer states that differ between ranks."""
         if self.strategy.local.optimizers_differ(optimizers):
             return (
                 "and ranks have optimizer states of their own since they trained inside LocalSGD. Call save_state() on "
@@ -68,7 +68,7 @@ class DDPStates(StateAdapter):
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
 
-        With PowerSGD also what its communication hook remembers.
+        With PowerSGD also the state of its communication hook.
         """
         inner = _ddp(model)
         if inner is None:
@@ -125,7 +125,7 @@ class DDPStrategy(Strategy):
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
-        """Wrap each model; gradients that several reduce are no views of the buckets of one."""
+        """Wrap each model; gradients that several wrappers reduce are not views of one wrapper's buckets."""
         self._shared = set()
         if len(parts.models) > 1:
             times = Counter(id(p) for model in parts.models for p in self.plain(model).parameters())
@@ -133,12 +133,12 @@ class DDPStrategy(Strategy):
         return super().prepare(parts, steps)
 
     def needs_all_ranks(self, model: nn.Module) -> bool:
-        """Only where it is wrapped: a frozen model stays itself."""
+        """True if the model is wrapped: a frozen model is not."""
         wrapped = _ddp(model) is not None or is_sharded_by_script(model, self.batch)
         return not wrapped and any(parameter.requires_grad for parameter in model.parameters())
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
-        """Wrap a model that has something to train; a frozen one needs no reduction and stays itself."""
+        """Wrap a model with trainable parameters; a frozen model needs no reduction and is not wrapped."""
         return steps.compile(self._wrap(steps.place(steps.convert(model))))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -211,7 +211,7 @@ class DDPStrategy(Strategy):
         return inside_parallel(model)
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether other parameters are trained now than when the model was wrapped."""
+        """Whether the set of trained parameters has changed since the model was wrapped."""
         if any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model))):
             return True
         inner = _ddp(model)
@@ -244,7 +244,7 @@ class DDPStrategy(Strategy):
     def backward(
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
     ) -> None:
-        """DDP reduces in backward; what it was not told of is found at the first ones, and averaged afterwards."""
+        """Run backward, in which DDP reduces; first passes find gradients that it misses, which are averaged later."""
         if self._joins:
             super().backward(models, loss, pending=pending, kwargs=kwargs)
             return
@@ -253,7 +253,7 @@ class DDPStrategy(Strategy):
         self._replicas.after_backward()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """DDP's `no_sync`."""
+        """Enter DDP's `no_sync`."""
         inner = _ddp(model)
         if inner is not None and _can_hold_back(inner):
             return cast("AbstractContextManager[None]", inner.no_sync())
@@ -261,7 +261,7 @@ class DDPStrategy(Strategy):
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce in the next backward although its forwards ran under `no_sync`.
+        """Reduce in the next backward even though its forwards ran under `no_sync`.
 
         DDP decides in forward whether to reduce; this prepares its reducer after the fact.
         """
@@ -305,7 +305,7 @@ class DDPStrategy(Strategy):
 
     @property
     def trained_alone(self) -> Sequence[nn.Module]:
-        """The models of which this rank trains a copy of its own, inside LocalSGD; always the same list."""
+        """The models of which this rank trains its own copy, inside LocalSGD; always the same list object."""
         return self.local.trained_alone
 
     def check_local(self, model: nn.Module) -> None:
@@ -382,7 +382,7 @@ class DDPStrategy(Strategy):
         self._replicas.check_equal(parameters, [self.plain(model) for model in models])
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop an optimizer's gradients; how they came is of no interest any more."""
+        """Drop an optimizer's gradients, and forget how they were computed."""
         self._replicas.forget_gradients(optimizer)
         super().zero_grad(optimizer, set_to_none)
 
@@ -416,7 +416,7 @@ class DDPStrategy(Strategy):
 
 
 def inside_parallel(model: nn.Module) -> nn.Module:
-    """The module inside a wrapper of `torch.nn.parallel`; `model` itself if it is none."""
+    """The module inside a wrapper of `torch.nn.parallel`; `model` itself if it is not wrapped."""
     return (
         cast(nn.Module, model.module) if isinstance(model, (DistributedDataParallel, DataParallel)) else model
     )

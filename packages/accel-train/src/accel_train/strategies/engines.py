@@ -1,4 +1,4 @@
-"""What strategies have in common whose engine holds gradients and steps: DeepSpeed's and Megatron-core's."""
+"""Base of strategies whose engine holds gradients and steps: DeepSpeed and Megatron-core."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MadeT = TypeVar("MadeT", bound=_Made)
 
 
 class EngineStates(StateAdapter):
-    """Asks the engines for the groups of the script, and for gradients that wait."""
+    """State adapter that asks the engines for the script's parameter groups, and for gradients that wait."""
 
     strategy: EngineStrategy[Any]
 
@@ -65,10 +65,10 @@ class EngineStates(StateAdapter):
 
 
 class EngineStrategy(Strategy, Generic[MadeT]):
-    """Finds the engine of a model or an optimizer, and leaves to it what concerns gradients.
+    """Finds the engine of a model or an optimizer, and delegates work on gradients to it.
 
     Attributes:
-        made: the engines, and what they were made of.
+        made: the engines, and the objects that they were made from.
     """
 
     #: What steps, as errors call it.
@@ -80,7 +80,7 @@ class EngineStrategy(Strategy, Generic[MadeT]):
         self.made: list[MadeT] = []
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Never: an engine places the parameters that it holds itself."""
+        """False: an engine places the parameters that it holds itself."""
         return False
 
     def of_model(self, model: nn.Module) -> MadeT | None:
@@ -93,11 +93,11 @@ class EngineStrategy(Strategy, Generic[MadeT]):
         return next((item for item in self.made if item.optimizer is optimizer), None)
 
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
+        """Norm of complete gradients; inside a window they are not complete, and completing them would end it."""
         return torch.zeros((), device=self.options.device)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: an engine that scales losses undoes it in its step."""
+        """Do nothing: an engine that scales losses unscales gradients in its step."""
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
@@ -105,7 +105,7 @@ class EngineStrategy(Strategy, Generic[MadeT]):
         """Let the engine of an optimizer reduce and clip gradients, and step.
 
         Raises:
-            ArgumentTypeError: a closure, which the engine does not take.
+            ArgumentTypeError: a closure is given, which the engine does not take.
         """
         item = self.of_optimizer(optimizer)
         if item is None or item.gradients is None:
@@ -117,7 +117,7 @@ class EngineStrategy(Strategy, Generic[MadeT]):
         return item.gradients.step(), None
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop what waits; after a step the engine has done so itself."""
+        """Drop gradients that wait; after a step the engine has done so itself."""
         item = self.of_optimizer(optimizer)
         if item is None or item.gradients is None:
             super().zero_grad(optimizer, set_to_none)
@@ -126,24 +126,24 @@ class EngineStrategy(Strategy, Generic[MadeT]):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing to hold back: the engine decides when it reduces, in its step at the latest."""
+        """Do nothing: the engine decides when it reduces, in its step at the latest."""
         yield
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: the step reduces whatever waits."""
+        """Do nothing: the step reduces all gradients that wait."""
         yield
 
 
 def check_groups(groups: Sequence[Sequence[str]], tree: Mapping[str, Any]) -> None:
-    """Check that a saved optimizer has the parameters of one here, in the same groups; empty groups do not count.
+    """Check that a saved optimizer has the same parameters in the same groups; empty groups do not count.
 
     Args:
         groups: names of the parameters here, by group.
         tree: the saved state by parameter name.
 
     Raises:
-        StateMismatchError: it is of other parameters, or groups them otherwise.
+        StateMismatchError: the parameters or their groups differ.
     """
     here = {frozenset(names) for names in groups if names}
     there = {frozenset(group["params"]) for group in tree["param_groups"] if group["params"]}

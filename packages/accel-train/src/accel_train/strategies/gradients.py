@@ -34,13 +34,13 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Norm of all gradients together as if they were whole; a collective of the ranks that hold parts.
+    """Compute the total norm of all gradients, as if they were whole; a collective of the ranks that hold parts.
 
     Gradients are grouped by the ranks that they are divided among. Each group's sum of powers is reduced once, so no
     gradient is gathered, whatever meshes there are.
 
     Args:
-        parameters: those whose gradients count; the same on all ranks that hold parts of one.
+        parameters: the parameters whose gradients count; the same on all ranks that hold parts of one.
         norm_type: as in `torch.nn.utils.clip_grad_norm_`.
 
     Returns:
@@ -70,11 +70,11 @@ def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def any_nonfinite(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether any gradient, of divided ones this rank's part, is inf or NaN.
+    """Whether any gradient, or this rank's part of a divided one, is inf or NaN.
 
     Args:
-        parameters: those whose gradients are looked at.
-        device: where the answer is, a 0-d boolean tensor.
+        parameters: the parameters whose gradients are checked.
+        device: device of the result, a 0-d boolean tensor.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
@@ -203,8 +203,8 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     A parameter that no rank has a gradient of keeps none.
 
     Args:
-        parameters: the same on every rank, on one device and of one dtype or of several.
-        ranks: those that are averaged over.
+        parameters: the same on every rank, on one device, of one or several dtypes.
+        ranks: the ranks to average over.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -235,7 +235,7 @@ def _average(bucket: Sequence[nn.Parameter], ranks: Ranks) -> None:
 
 
 def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Tensors, or parameters of gradients, that are copied and reduced together, so that the copy stays small."""
+    """Group tensors, or parameters of gradients, that are copied and reduced together, so that the copy stays small."""
     bucket: list[_Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Copies of one model that ranks train for themselves, and average now and then (local SGD)."""
+"""Local SGD: copies of one model that ranks train separately, and average now and then."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class LocalCopy:
         self._guard: Any = None
 
     def hold(self) -> None:
-        """Backward reduces no gradients from here on, and forward takes over no buffers of rank 0."""
+        """From now on, backward reduces no gradients, and forward takes over no buffers of rank 0."""
         self._held = self.wrapped.require_backward_grad_sync, self.wrapped.require_forward_param_sync
         self.wrapped.require_backward_grad_sync = self.wrapped.require_forward_param_sync = False
         self.unguard()
 
     def release(self) -> None:
-        """Reduce again; while the copies differ, the model is not trained."""
+        """Reduce again; while the copies differ, training is refused."""
         assert self._held is not None, "it was held"
         self.wrapped.require_backward_grad_sync, takes_buffers = self._held
         set_takes_buffers(self.wrapped, takes_buffers)
@@ -65,14 +65,14 @@ class LocalCopy:
 
     @torch.no_grad()
     def average(self, ranks: Ranks, *, finished: bool) -> bool:
-        """Replace all copies by their mean: parameters that are trained, and buffers unless ranks keep their own.
+        """Replace all copies by their mean: trained parameters, and buffers unless ranks keep their own.
 
         Args:
-            ranks: those that have a copy.
+            ranks: the ranks that have a copy.
             finished: this rank takes no more steps.
 
         Returns:
-            Whether that is so on all ranks.
+            Whether `finished` is true on all ranks.
         """
         mean: list[Tensor] = [*self._parameters]
         taken: list[Tensor] = []
@@ -94,7 +94,7 @@ class LocalCopy:
 
 
 class LocalCopies:
-    """The copies of all models that ranks train, or have trained, for themselves.
+    """The copies of all models that ranks train, or have trained, separately.
 
     Attributes:
         trained_alone: the models, without wrappers, of which this rank trains a copy at this time.
@@ -109,11 +109,11 @@ class LocalCopies:
         self._equal: dict[int, torch.optim.Optimizer] = {}
 
     def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether ranks may have other states of one of these."""
+        """Whether the states of one of these optimizers may differ between ranks."""
         return self.in_use and any(id(optimizer) not in self._equal for optimizer in optimizers)
 
     def of(self, wrapped: DistributedDataParallel) -> LocalCopy:
-        """The copy of a model, of now or before."""
+        """The copy of a model, current or former."""
         self.in_use = True
         return self._copies.setdefault(wrapped, LocalCopy(wrapped))
 
@@ -123,7 +123,7 @@ class LocalCopies:
         return copy is not None and copy.is_held
 
     def hold(self, wrapped: DistributedDataParallel) -> None:
-        """This rank trains its copy of a model from here on."""
+        """From now on, this rank trains its copy of a model."""
         self.of(wrapped).hold()
         self.trained_alone.append(wrapped.module)
 
@@ -136,7 +136,7 @@ class LocalCopies:
             del self._copies[wrapped]
 
     def before_step(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        """An optimizer steps; whose parameters it has is not asked, because scripts may train several models.
+        """Called when an optimizer steps, whatever models its parameters belong to.
 
         With the gradients of all ranks it continues from the states of rank 0, so that ranks do not drift apart.
         """
@@ -150,11 +150,11 @@ class LocalCopies:
             _take_first_state(optimizer, ranks)
 
     def changed(self) -> list[nn.Module]:
-        """The models of which ranks may have other parameters."""
+        """The models whose parameters may differ between ranks."""
         return [copy.wrapped for copy in self._copies.values() if copy.changed]
 
     def loaded(self, *, optimizers_differ: bool) -> None:
-        """All ranks have loaded the same parameters, and the states of optimizers may differ."""
+        """Called after all ranks have loaded the same parameters; optimizer states may differ."""
         self._equal.clear()
         for wrapped, copy in list(self._copies.items()):
             copy.changed = False
@@ -164,7 +164,7 @@ class LocalCopies:
         self.in_use = optimizers_differ or bool(self._copies)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all copies."""
         self.trained_alone.clear()
         self._copies.clear()
         self._equal.clear()
@@ -189,11 +189,11 @@ def _refuse_training(module: nn.Module, inputs: Any) -> None:
 
 
 class LocalOptimizerStates(StatePart):
-    """States of optimizers that each rank has of its own, since ranks trained copies of a model.
+    """Optimizer states that differ between ranks, because ranks trained copies of a model (LocalSGD).
 
     Args:
-        states: gives the states of optimizers.
-        copies: know whether ranks have trained so.
+        states: returns the states of optimizers.
+        copies: know whether ranks have trained copies.
         optimizers: the prepared optimizers.
         named: the models with their canonical names; for a save.
     """
@@ -230,9 +230,9 @@ class LocalOptimizerStates(StatePart):
         return self._copies.optimizers_differ([optimizer.optimizer for optimizer in self._optimizers])
 
     def read(self, saved: SavedTrees) -> bool:
-        """Whether this rank continues with states of its own, which it puts in the place of the shared ones.
+        """Whether this rank continues with its own states, which replace the shared ones.
 
-        Where it does not, the part of the optimizers says so.
+        If it does not, the part of the optimizers warns about it.
         """
         states = saved.known.get("optimizers")
         if states is None or "optimizers" not in saved.groups or not saved.same_ranks:
@@ -244,7 +244,7 @@ class LocalOptimizerStates(StatePart):
         return True
 
     def load(self, taken: bool, saved: SavedTrees) -> None:
-        """Note what ranks have of their own from here on."""
+        """Record which states differ between ranks from now on."""
         if "models" in saved.groups:
             kept = "optimizers" not in saved.groups and self._differ()
             self._copies.loaded(optimizers_differ=kept or taken)

@@ -14,14 +14,14 @@ __all__ = ["refuse_pickles"]
 
 
 def refuse_pickles(tensors: Iterable[Tensor]) -> None:
-    """Make it an error to pickle divided tensors of these meshes: a file would hold this rank's parts alone.
+    """Refuse to pickle divided tensors of these meshes, because a file would hold only this rank's parts.
 
-    `torch.load` gives back a tensor that has the whole shape and one rank's values, and says nothing. Everything that
-    is computed from a parameter (its state-dict entry, gradient, optimizer state, a copy) has the same mesh object, so
-    the mesh itself refuses. A deep copy keeps the mesh, as a clone does.
+    `torch.load` would silently return a tensor with the whole shape and one rank's values. Everything that is computed
+    from a parameter (its state-dict entry, gradient, optimizer state, a copy) has the same mesh object, so the mesh
+    itself refuses. A deep copy keeps the mesh, and so does a clone.
 
     Args:
-        tensors: parameters of a prepared model; those that are whole stay as they are.
+        tensors: parameters of a prepared model; whole ones are not affected.
     """
     for mesh in {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}.values():  # type: ignore[attr-defined]
         _refuse(mesh)
@@ -34,7 +34,7 @@ def _refuse(mesh: Any) -> None:
 
     def refuse(protocol: int) -> NoReturn:
         raise DividedTensorError(
-            f"A tensor that is divided among {ranks} ranks (a DTensor) was to be pickled, as torch.save does: the file "
+            f"A tensor that is divided among {ranks} ranks (a DTensor) cannot be pickled, as torch.save does: the file "
             "would hold this rank's part as if it were the whole. On all ranks call `state = "
             "accelerator.get_state_dict(model)`, which gathers, and save that on the main process; or call "
             "accelerator.save_model(model, folder), accelerator.save_state(folder) or accelerator.save(object, file) "

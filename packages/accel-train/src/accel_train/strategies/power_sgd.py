@@ -1,4 +1,4 @@
-"""PowerSGD on gradients of DDP, whose error feedback is part of the training state."""
+"""PowerSGD gradient compression for DDP, whose error feedback is part of the training state."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SAME_OPTIONS = "Use the same DistributedDataParallelKwargs as the script that s
 class PowerSGD:
     """The communication hook of one model.
 
-    What the hook remembers belongs to buckets, by number. DDP forms other buckets after its first backward, in the
-    order in which gradients were ready. A run that is continued therefore needs the buckets of the run that was saved
-    before its first backward, which `load_state` makes.
+    The hook's state belongs to buckets, by number. DDP forms other buckets after its first backward, in the order in
+    which gradients were ready. So a resumed run needs the buckets of the saved run before its first backward;
+    `load_state` restores them.
 
     Args:
         wrapped: the model; the hook is registered on it.
-        state: of the hook.
+        state: state of the hook.
         hook: compresses and reduces a bucket.
-        options: what the state depends on, as plain data.
+        options: options that the state depends on, as plain data.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PowerSGD:
         }
 
     def misfit(self, saved: Mapping[str, Any]) -> str | None:
-        """Why a state cannot be continued with; None: it can."""
+        """Why a run cannot continue from a state; None: it can."""
         options = saved["options"]
         if options != self._options:
             return (

@@ -1,4 +1,4 @@
-"""Strategies by name; outside packages add theirs through the entry-point group `accel_train.strategies`."""
+"""Strategies by name; other packages add theirs through the entry-point group `accel_train.strategies`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optimizers follow parameters that preparation replaced.
+"""Relinking optimizers to parameters that preparation replaced.
 
 Sharding, tensor parallelism and conversions to other layers put new `Parameter`s into a model. An optimizer that was
-built before still holds the old ones, which get no gradient any more: it would train nothing, without an error.
+built before still holds the old ones, which no longer get gradients: it would train nothing, without an error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Replaced", "followed", "link_parts", "step_both_kinds"]
 
 
 class Replaced:
-    """Parameters that were replaced while models were prepared, and what replaced each; holds neither alive."""
+    """Parameters that were replaced while models were prepared, and their replacements; keeps neither alive."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
         self._led_to: dict[int, list[int]] = {}  # keys of what a parameter is in the place of, by its `id`
 
     def add(self, old: Tensor, new: Tensor) -> None:
-        """`new` is in the place of `old` now, and of all that `old` replaced."""
+        """Record that `new` replaces `old`, and everything that `old` had replaced."""
         key, successor = id(old), id(new)
         latest = weakref.ref(new, lambda _: self._led_to.pop(successor, None))
         keys = [key]
@@ -43,7 +43,7 @@ class Replaced:
         self._led_to.setdefault(successor, []).extend(keys)
 
     def successor(self, parameter: Tensor) -> Tensor | None:
-        """What is in the place of `parameter` now; None if it was never replaced, or its model no longer exists."""
+        """The current replacement of `parameter`; None if it was never replaced, or its model no longer exists."""
         found = self._found.get(id(parameter))
         return None if found is None or found[0]() is not parameter else found[1]()
 
@@ -58,8 +58,9 @@ class Replaced:
         """Give an optimizer, and its state, the parameters that are in the models now.
 
         Raises:
-            PrepareError: it holds a replaced parameter whose successor is gone, or state that cannot be divided as the
-                new parameter is: nothing is changed then. Or it cannot step what it holds: see `step_both_kinds`.
+            PrepareError: the optimizer holds a replaced parameter whose successor no longer exists, or state that
+                cannot be divided like the new parameter: nothing is changed then. Or it cannot step its parameters: see
+                `step_both_kinds`.
         """
         if not self._found:
             return
@@ -98,11 +99,11 @@ def followed(
     replaced: Replaced,
     prepared: Callable[[], Iterable[nn.Module]],
 ) -> Iterator[None]:
-    """Remember each parameter's name, and note afterwards which parameter has that name now.
+    """Record each parameter's name, and afterwards which parameter has that name now.
 
     Args:
         models: the models before they are prepared, without wrappers.
-        replaced: where replacements are noted.
+        replaced: records the replacements.
         prepared: called at the end; the same models, prepared and without wrappers, in the same order.
     """
     before = [list(model.named_parameters(remove_duplicate=False)) for model in models]
@@ -119,14 +120,15 @@ def followed(
 
 
 def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor]) -> None:
-    """Give an optimizer that was built while parameters were gathered this rank's parts in the place of whole ones.
+    """Replace whole parameters by this rank's parts in an optimizer that was built while parameters were gathered.
 
     Args:
         optimizer: changed in place.
         gathered: parts by the `id` of the whole parameter that is in the model in its place now.
 
     Raises:
-        PrepareError: it has state for a whole one, or holds one whose memory is freed. Nothing is changed then.
+        PrepareError: the optimizer has state for a whole parameter, or holds one whose memory is freed. Nothing is
+            changed then.
     """
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -143,12 +145,12 @@ def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor])
 
 
 def step_both_kinds(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer step whole and divided parameters of one group, one by one where torch leaves the choice.
+    """Make an optimizer step whole and divided parameters of one group one by one, unless the script chose a kernel.
 
-    Torch's kernels for many tensors, its default on accelerators, take either kind only.
+    Torch's multi-tensor kernels, its default on accelerators, take only one kind at a time.
 
     Raises:
-        PrepareError: the script has chosen such a kernel, which torch refuses in the middle of a step.
+        PrepareError: the script has chosen such a kernel, which torch would refuse in the middle of a step.
     """
     for number, group in enumerate(optimizer.param_groups):
         divided = sum(map(is_sharded, group["params"]))

@@ -1,8 +1,8 @@
-"""Proof that the copies of a model that ddp trains stay equal: ranks have the same gradients of it, and the same rates.
+"""Checks that the replicas of a model that ddp trains stay equal: same gradients and learning rates on all ranks.
 
-DDP averages a gradient only where its reducer took part: a backward pass of a forward through its wrapper. What comes
-another way stays on this rank, without a word. An average of gradients that are averaged already, or are of one rank,
-is the average of all of them, so it can be made up for until something else than a sum was done with them.
+DDP averages a gradient only if its reducer took part: in a backward pass of a forward through its wrapper. Gradients
+that are computed another way silently stay on this rank. They can still be averaged later, until something else than a
+sum was done with them, because averaging gradients that are averaged already changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NONE = -1.0  # the norm of no gradient
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that ranks do not have alike: its place in a list, and the lowest and the highest of any rank."""
+    """A value that differs between ranks: its place in a list, and the lowest and the highest of any rank."""
 
     place: int
     lowest: float
@@ -116,10 +116,10 @@ def _same(before: tuple[Tensor, int] | None, after: tuple[Tensor, int] | None) -
 
 
 class Replicas:
-    """The models that ddp trains.
+    """Watches the models that ddp trains.
 
     Args:
-        ranks: those that hold a copy.
+        ranks: the ranks that hold a replica.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -128,7 +128,7 @@ class Replicas:
         self._to_compare = 0  # backward passes
 
     def add(self, wrapped: TransparentDDP) -> None:
-        """A model was wrapped, perhaps again."""
+        """Add a model that was wrapped, perhaps again."""
         named = list(_reduced(wrapped))
         self._watched = [item for item in self._watched if item.wrapped.module is not wrapped.module]
         self._watched.append(
@@ -137,12 +137,12 @@ class Replicas:
         self._to_compare = _FIRST_BACKWARDS * len(self._watched)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all models."""
         self._watched.clear()
         self._to_compare = 0
 
     def is_outdated(self, wrapped: DistributedDataParallel) -> bool:
-        """Whether it averages other parameters than are trained now."""
+        """Whether a wrapper averages other parameters than those that are trained now."""
         known = next((item for item in self._watched if item.wrapped is wrapped), None)
         return known is not None and {id(p) for p in known.parameters} != {
             id(p) for _, p in _reduced(wrapped)
@@ -151,14 +151,14 @@ class Replicas:
     # Around backward
 
     def before_backward(self) -> None:
-        """Note what gradients there are."""
+        """Record the gradients that exist."""
         for item in self._watched:
             item.note()
 
     def after_backward(self) -> None:
-        """Average what came past the reducers; a collective after the first backward passes, and when one may have.
+        """Average gradients that the reducers missed; a collective after the first backward passes, and when needed.
 
-        Models that the backward did not reach take no part: it may be that of one rank alone.
+        Models that the backward did not reach take no part: only one rank may have run it.
         """
         reached = [item for item in self._watched if item.was_reached()]
         if reached:
@@ -201,16 +201,16 @@ class Replicas:
     # Before a step
 
     def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's gradients are dropped, as those of a discriminator that its generator's loss has left."""
+        """Called when an optimizer's gradients are dropped, such as a discriminator's after the generator's loss."""
         for item in self._watched:
             if item.unsaid and item.is_stepped_by(optimizer):
                 item.unsaid = ""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that reductions are finished, and name what was averaged late; see `check_finished`.
+        """Check that reductions are finished, and warn of gradients that were averaged late; see `check_finished`.
 
         Raises:
-            AccumulationError: sparse gradients came past the reducer.
+            AccumulationError: the reducer missed sparse gradients.
         """
         self.check_finished()
         for item in self._watched:
@@ -250,12 +250,12 @@ class Replicas:
         """Check before a step that ranks have the same gradients; a collective.
 
         Args:
-            parameters: of the optimizer.
-            models: the prepared modules, without wrappers; others are the script's business.
+            parameters: parameters of the optimizer.
+            models: the prepared modules, without wrappers; other parameters are not checked.
 
         Raises:
-            AccumulationError: they differ.
-            PrepareError: they differ, of parameters that ddp does not know.
+            AccumulationError: gradients differ.
+            PrepareError: gradients of parameters that ddp does not know differ.
         """
         named = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
         ignored = {
@@ -349,13 +349,13 @@ def _described(difference: Difference) -> str:
 
 @torch.no_grad()
 def differing(gradients: Sequence[Tensor | None], ranks: Ranks) -> list[Difference]:
-    """The gradients that ranks do not have alike, with their norms; one small collective.
+    """Find the gradients that differ between ranks, with their norms; one small collective.
 
-    Norms and sums are compared, but for what the order of a summation may change.
+    Norms and sums are compared, up to differences that the order of a summation can cause.
 
     Args:
-        gradients: in the same order on all ranks; None where there is none.
-        ranks: those that compare.
+        gradients: in the same order on all ranks; None for a missing gradient.
+        ranks: the ranks that compare.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     device = present[0].device if present else torch.device("cpu")
@@ -380,7 +380,7 @@ def differing(gradients: Sequence[Tensor | None], ranks: Ranks) -> list[Differen
 
 
 def differing_rates(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[Difference]:
-    """The groups of an optimizer whose learning rates differ between ranks; one small collective."""
+    """Find the groups of an optimizer whose learning rates differ between ranks; one small collective."""
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     highest, lowest = _extremes(torch.tensor(rates, dtype=torch.float64), ranks)
     return [

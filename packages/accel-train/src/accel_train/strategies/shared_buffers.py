@@ -1,4 +1,4 @@
-"""Buffers that each rank updates by itself, such as the running averages of BatchNorm: evaluated as they are saved."""
+"""Buffers that each rank updates by itself, such as BatchNorm's running averages: evaluation uses the saved ones."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def share_in_evaluation(
     buffers: Callable[[nn.Module], list[Tensor]],
     apart: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Give all ranks rank 0's buffers, which a state holds, in the first evaluation after each training.
+    """Give all ranks rank 0's buffers, which checkpoints hold, in the first evaluation after each training.
 
     Args:
-        model: without wrappers.
-        called: what the script calls; its first forward in evaluation mode is a collective.
-        buffers: chooses those of the model; a model without any is left as it is.
-        apart: asked by such a forward; whether this rank evaluates for itself.
+        model: the model without wrappers.
+        called: the module that the script calls; its first forward in evaluation mode is a collective.
+        buffers: chooses the buffers of the model; a model without any is left as it is.
+        apart: called by such a forward; whether this rank evaluates separately.
     """
     if not buffers(model):
         return

@@ -69,7 +69,7 @@ class Adapted(Protocol):
 
     @property
     def precision(self) -> _Precision:
-        """The precision, which is told of models whose values changed by other means than an optimizer's step."""
+        """The precision, which is notified when values of models change by other means than an optimizer's step."""
         ...
 
     def plain(self, model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Models whose tensors the script has divided among ranks that read the same samples."""
+"""Tensor parallelism: models whose tensors the script has divided among ranks that read the same samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ __all__ = ["TensorParallelStrategy"]
 
 
 class TensorParallelStrategy(Strategy):
-    """Divides nothing and wraps nothing: gradients are averaged over groups of ranks with different samples.
+    """Tensor parallelism of a model that the script has divided: gradients are averaged over groups of ranks.
 
-    Which ranks read the same samples is decided with the `Accelerator`, before there is a model. A model that is
-    divided otherwise is refused. Parts of the model that the script has given to `fully_shard` are reduced there.
+    The strategy itself divides and wraps nothing. Which ranks read the same samples is decided with the `Accelerator`,
+    before the model is built; a model that is divided in another way is refused. `fully_shard` reduces the gradients of
+    parts that the script has passed to it.
     """
 
     name: ClassVar[str] = "tp"
@@ -90,7 +91,7 @@ class TensorParallelStrategy(Strategy):
         return prepared
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether parameters were added to a prepared model, which other ranks may have with other values."""
+        """Whether parameters were added to a prepared model, which may have other values on other ranks."""
         plain = self.plain(model)
         return any(known is plain and self._first_added(plain, ids) for known, ids in self._known)
 
@@ -156,7 +157,7 @@ class TensorParallelStrategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside keep each group's own gradients."""
+        """Context in which backward passes keep each group's own gradients."""
         before, self._holds_back = self._holds_back, True
         try:
             yield
@@ -165,7 +166,7 @@ class TensorParallelStrategy(Strategy):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside average, although `no_sync` is in force."""
+        """Context in which backward passes average gradients, even under `no_sync`."""
         before, self._holds_back = self._holds_back, False
         try:
             yield

@@ -1,4 +1,4 @@
-"""The wrapper of models that ddp trains: torch's, which knows whether a forward came, and hides no attribute."""
+"""The wrapper of models that ddp trains: torch's DDP, which also records forwards and hides no attribute."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["TransparentDDP", "set_takes_buffers"]
 
 
 class TransparentDDP(DistributedDataParallel):
-    """DDP through which attributes of the model are read and written, as under strategies that do not wrap.
+    """DDP that passes attributes of the model through, as under strategies that do not wrap.
 
-    A loss that a method computes comes past DDP's forward, so its gradients are averaged afterwards; see `replicas.py`.
+    A loss that a method computes bypasses DDP's forward, so its gradients are averaged afterwards; see `replicas.py`.
 
     Attributes:
         armed: a forward has prepared the reducer, and no backward has reached the model since. A forward without
@@ -70,7 +70,7 @@ for _class in (TransparentDDP, _WritesThrough):
 
 
 def set_takes_buffers(wrapped: DistributedDataParallel, takes: bool) -> None:
-    """Say whether the next forward takes buffers over, where no forward says it."""
+    """Set whether the next forward takes over buffers, if no forward has set it."""
     armed = getattr(wrapped, "armed", False)
     wrapped.require_forward_param_sync = takes
     if isinstance(wrapped, TransparentDDP):

@@ -1,4 +1,4 @@
-"""A divided model with whole parameters for a while: to look at, to change, or to call without other ranks."""
+"""Whole parameters of a divided model for a while: to read, to change, or to call the model without other ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ENGINES = ("torch.distributed.", "accel_train.strategies.", "transformers.integ
 def whole_parameters(
     model: nn.Module, plain: nn.Module, device: torch.device, *, write_back: bool
 ) -> Iterator[None]:
-    """Whole parameters in the place of `DTensor`s; see `StateAdapter.whole_parameters`.
+    """Replace `DTensor`s by whole parameters inside the context; see `StateAdapter.whole_parameters`.
 
     Args:
         model: the prepared model.
         plain: the same without wrappers.
-        device: where the whole parameters are.
+        device: device of the whole parameters.
         write_back: whether rank 0's values are kept.
     """
     reshard(plain)

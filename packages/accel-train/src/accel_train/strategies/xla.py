@@ -24,12 +24,12 @@ __all__ = ["XlaStates", "XlaStrategy"]
 
 
 class XlaStates(StateAdapter):
-    """Replicas on devices of their own."""
+    """Saves and loads the states of replicas on XLA devices."""
 
     strategy: XlaStrategy
 
     def keeps_replicas(self, model: nn.Module) -> bool:
-        """True of the models that the strategy prepared."""
+        """True for the models that the strategy prepared."""
         return any(model is known for known in self.strategy.models)
 
 
@@ -39,8 +39,8 @@ class XlaStrategy(Strategy):
     Operations on XLA devices are recorded, and compiled and run as one program where the step is marked
     (`torch_xla.sync`). It is marked after every optimizer step and before every batch.
 
-    Processes have a runtime each, whose devices do not know those of the others, so gradients are averaged through host
-    memory, after the last backward of a window. In SPMD mode XLA puts the reductions into the program.
+    Each process has its own runtime, which does not know the devices of the others, so gradients are averaged through
+    host memory, after the last backward of a window. In SPMD mode XLA puts the reductions into the program.
     """
 
     name: ClassVar[str] = "xla"
@@ -79,7 +79,7 @@ class XlaStrategy(Strategy):
     # One micro-batch
 
     def shard_batch(self, batch: Any) -> Any:
-        """Run what was recorded before this batch; in SPMD mode divide the batch among the devices."""
+        """Run the operations recorded before this batch; in SPMD mode divide the batch among the devices."""
         self._xla.sync()
         return batch if self._devices is None else recursively_apply(self._divide, batch)
 
@@ -114,7 +114,7 @@ class XlaStrategy(Strategy):
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> tuple[bool, Any]:
-        """Step, and run all that was recorded."""
+        """Step, and run all recorded operations."""
         result = super().step(optimizer, closure)
         self._xla.sync()
         return result

@@ -27,7 +27,7 @@ class MLflowTracker(GeneralTracker):
     """Logs to an MLflow run, at MLflow's tracking URI.
 
     The run is MLflow's active run, so functions of `mlflow` that a script calls directly log to it too. If another run
-    is active already, and this one is not nested in it, the new run stands beside that one.
+    is active already, and this one is not nested in it, it becomes a separate run beside that one.
 
     Args:
         experiment_name: name of the experiment; `MLFLOW_EXPERIMENT_NAME` has precedence.

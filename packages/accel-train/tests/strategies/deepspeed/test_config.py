@@ -108,7 +108,7 @@ def test_other_sections_pass_through():
         ),
         (
             {"optimizer": {"type": "Adam"}}, {}, IncompatibleOptionsError,
-            r"section 'optimizer' \(Adam\), and the script prepares SGD\. Prepare DummyOptim",
+            r"section 'optimizer' \(Adam\), but the script prepares SGD\. Prepare DummyOptim",
         ),
         (
             {}, {"optimizer": DummyOptim([nn.Parameter(torch.ones(1))])}, IncompatibleOptionsError,

@@ -164,7 +164,7 @@ def test_a_stage_without_layers():
         (lambda **stage: nn.Linear(2, 2), r"returned Linear; .*TransformerConfig in \.config"),
         (
             lambda **stage: Own(tensor_model_parallel_size=4),
-            "has tensor_model_parallel_size=4 in its configuration, and the plugin says 2",
+            "has tensor_model_parallel_size=4 in its configuration, but the plugin says 2",
         ),
         (lambda **stage: Own(sequence_parallel=True), "has sequence_parallel=True .* the plugin says False"),
     ],

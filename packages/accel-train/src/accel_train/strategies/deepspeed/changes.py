@@ -1,4 +1,4 @@
-"""What a script does with a model or an optimizer that the engine made of them cannot follow."""
+"""Detects changes of a model or an optimizer that DeepSpeed's engine cannot follow."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _NEXT = (
 class Watch:
     """Forward pre-hook of an engine that refuses parameters which the engine does not know.
 
-    An engine copies what it trains into flat partitions when it is made. A parameter that is added or unfrozen later
-    would silently keep its values, and one that is frozen would move on by its momentum and weight decay. A check is a
-    walk over the modules, without communication; ranks that change their models alike get the same error.
+    An engine copies the trained parameters into flat partitions when it is created. A parameter that is added or
+    unfrozen later would silently keep its values, and one that is frozen would still change by its momentum and weight
+    decay. A check walks over the modules, without communication; ranks that change their models alike get the same
+    error.
 
     Args:
         engine: DeepSpeed's engine.
         model: the module inside it.
-        optimizer: what the engine steps; None: it only evaluates.
+        optimizer: the optimizer that the engine steps; None: the engine only evaluates.
     """
 
     def __init__(self, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -44,7 +45,7 @@ class Watch:
         engine.register_forward_pre_hook(self)
 
     def __call__(self, engine: nn.Module, inputs: Any) -> None:
-        """Refuse a forward that trains, or that stage 3 would fail in, because of parameters that are new.
+        """Refuse a forward in training, or one that would fail under stage 3, because of new parameters.
 
         Below stage 2 a script may freeze one model while it trains another through it. The hooks of stages 2 and 3 take
         such a backward for one of the frozen model, and fail, or change gradients of the next one.
@@ -61,11 +62,11 @@ class Watch:
             self._check(flags=trains and self._stage >= 2)
 
     def check(self) -> None:
-        """Refuse a backward whose gradients the engine would not take, or would go on without.
+        """Refuse a backward whose gradients the engine would ignore, or would need and not get.
 
         Raises:
             PrepareError: a parameter was added, replaced, frozen or unfrozen, or a group was added to the optimizer.
-            AccumulationError: under stage 3, the second of two backward passes that follow two forwards.
+            AccumulationError: under stage 3, this is the second of two backward passes after two forwards.
         """
         self._check(flags=True)
         if self._stage == 3 and self._backwards and self._forwards > 1:

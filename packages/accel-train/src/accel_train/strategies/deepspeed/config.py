@@ -1,4 +1,4 @@
-"""The configuration that an engine gets: "auto" filled in from the script, contradictions refused."""
+"""DeepSpeed's configuration for an engine: "auto" values filled in from the script, contradictions refused."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ _SECTIONS = (
 
 @dataclass(frozen=True)
 class Script:
-    """What the script says that a configuration may leave to it.
+    """Values of the script for options that a configuration sets to "auto".
 
     Attributes:
-        model: what is trained.
-        optimizer: its optimizer; None: it is only evaluated.
+        model: the model.
+        optimizer: its optimizer; None: the model is only evaluated.
         scheduler: a placeholder for the scheduler of the configuration, if the script has one.
-        batch_sizes: of the loaders in this `prepare()` call.
-        ranks: that read different samples.
+        batch_sizes: batch sizes of the loaders in this `prepare()` call.
+        ranks: number of ranks that read different samples.
         precision: name of the precision.
-        schedule_steps: steps of a schedule that one step of the optimizer stands for.
+        schedule_steps: scheduler steps per optimizer step.
     """
 
     model: nn.Module
@@ -92,13 +92,13 @@ class Script:
 
 
 def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
-    """A copy of the plugin's configuration without any "auto".
+    """Make a copy of the plugin's configuration without any "auto".
 
     Accumulation belongs to the `Accelerator`: the engine steps when the script does, so a window may be of any length.
 
     Raises:
         IncompatibleOptionsError: the configuration contradicts the script; both values are named.
-        OptionError: a value is "auto" and nothing in the script tells it.
+        OptionError: a value is "auto", and the script does not set it.
     """
     own = copy.copy(plugin)
     holder = copy.copy(plugin.hf_ds_config)
@@ -114,9 +114,9 @@ def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
     total = config.get("train_batch_size", "auto")
     if total not in ("auto", None, micro * steps * script.ranks):
         raise IncompatibleOptionsError(
-            f"train_batch_size is {total} in {holder.origin}, and {micro} samples per micro-batch, {steps} "
+            f"train_batch_size is {total} in {holder.origin}, but {micro} samples per micro-batch, {steps} "
             f"micro-batches and {script.ranks} ranks are {micro * steps * script.ranks}. "
-            'Say "auto", or correct one of them.'
+            'Set it to "auto", or correct one of them.'
         )
     config.pop(
         "train_batch_size", None
@@ -152,8 +152,9 @@ def _micro_batch_size(plugin: DeepSpeedPlugin, script: Script) -> int:
         return min(sizes) if plugin.is_train_batch_min else max(sizes)
     if sizes and given not in sizes:
         raise IncompatibleOptionsError(
-            f"train_micro_batch_size_per_gpu is {given} in {plugin.hf_ds_config.origin}, and the prepared loaders have "
-            f'batches of {", ".join(map(str, sorted(set(sizes))))} samples per rank. Say "auto", or make them equal.'
+            f"train_micro_batch_size_per_gpu is {given} in {plugin.hf_ds_config.origin}, but the prepared loaders have "
+            f"batches of {', '.join(map(str, sorted(set(sizes))))} samples per rank. "
+            'Set it to "auto", or make them equal.'
         )
     return int(given)
 
@@ -168,12 +169,12 @@ def _check_sections(config: Mapping[str, Any], script: Script, plugin: DeepSpeed
         kind = "DummyOptim" if section == "optimizer" else "DummyScheduler"
         if section in config and given is not None and not placeholder:
             raise IncompatibleOptionsError(
-                f"{origin} has the section {section!r} ({config[section].get('type')}), and the script prepares "
+                f"{origin} has the section {section!r} ({config[section].get('type')}), but the script prepares "
                 f"{type(given).__name__}. Prepare {kind}(…) in its place, or remove the section."
             )
         if section in config and _makes_its_own(given):
             raise IncompatibleOptionsError(
-                f"DummyScheduler has an lr_scheduler_callable, and {origin} has the section 'scheduler' "
+                f"DummyScheduler has an lr_scheduler_callable, but {origin} has the section 'scheduler' "
                 f"({config[section].get('type')}). Leave one of them out."
             )
         if section not in config and placeholder and not _makes_its_own(given):
@@ -235,10 +236,10 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def check_known(config: Mapping[str, Any], origin: str) -> None:
-    """Refuse what an engine cannot do that steps when the script does; warn of names that look misspelt.
+    """Refuse options that an engine cannot support if it steps when the script does; warn of misspelt names.
 
     Raises:
-        OptionError: a section of the configuration.
+        OptionError: a section cannot be supported.
     """
     for name in config:
         near = difflib.get_close_matches(name, _SECTIONS, n=1, cutoff=0.85)
@@ -250,6 +251,6 @@ def check_known(config: Mapping[str, Any], origin: str) -> None:
     for section in ("pipeline", "compile"):
         if isinstance(config.get(section), Mapping) and config[section].get("deepcompile"):
             raise OptionError(
-                f"{section}.deepcompile in {origin} does not go together with accumulation by the Accelerator. Leave "
+                f"{section}.deepcompile in {origin} cannot be combined with accumulation by the Accelerator. Leave "
                 "it out."
             )

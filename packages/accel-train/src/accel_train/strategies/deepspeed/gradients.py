@@ -1,8 +1,8 @@
 """Gradients inside DeepSpeed's engine: completing them before a step, their norm, and scaling and clipping in the step.
 
-The engine keeps gradients in flat partitions of its own, and brings them to float32 and to their true size only inside
-its step. So what is to happen to them (a correction of the window, clipping) is noted here and done by a hook that
-torch's optimizers run just before they step: each rank then changes the partitions that it owns.
+The engine keeps gradients in its own flat partitions, and converts them to float32 and unscales them only inside its
+step. So changes of gradients (a correction of the window, clipping) are recorded here and done by a hook that torch's
+optimizers run just before they step: each rank then changes the partitions that it owns.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class EngineGradients:
     # Noted until the step
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply the gradients that wait, in the step."""
+        """Multiply the waiting gradients, in the step."""
         if self.in_parameters:
             multiply([p.grad for p in self.parameters if p.grad is not None], factor)
             return
         self.factor = self.factor * factor
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """The loss of a backward whose gradients join those that a factor is noted for."""
+        """Scale the loss of a backward whose gradients are added to gradients with a recorded factor."""
         self.waiting = True
         self._complete = False
         if isinstance(self.factor, float) and self.factor == 1.0:
@@ -80,7 +80,7 @@ class EngineGradients:
         self._limit = clip_value if self._limit is None else min(self._limit, clip_value)
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm of all gradients in the step; returns the norm before."""
+        """Clip the total norm of all gradients in the step; returns the norm before clipping."""
         norm = self.norm(norm_type)
         bound = min(max_norm, self.clip_norm) if self.clip_norm > 0 and norm_type == 2 else max_norm
         coefficient = (bound / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
@@ -110,10 +110,10 @@ class EngineGradients:
         self._complete = True
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all gradients together, a plain 0-d tensor; collective.
+        """Compute the total norm of all gradients, a plain 0-d tensor; collective.
 
         Raises:
-            OptionError: a norm that cannot be computed from partitions, or from those on NVMe.
+            OptionError: the norm cannot be computed from partitions, or not from partitions on NVMe.
         """
         if not self.waiting:
             return torch.zeros(())
@@ -143,8 +143,8 @@ class EngineGradients:
     def _other_norm(self, norm_type: float) -> Tensor:
         if norm_type <= 0:
             raise OptionError(
-                f"norm_type is {norm_type!r}, and DeepSpeed's partitions mix tensors and padding, from which only "
-                "norms of a type above 0 are known. Leave norm_type out, or give a positive one."
+                f"norm_type is {norm_type!r}, but DeepSpeed's partitions mix tensors and padding, so only norms of a "
+                "type above 0 can be computed. Leave norm_type out, or pass a positive one."
             )
         pieces, divided = self._pieces()
         device = self.engine.device
@@ -174,7 +174,7 @@ class EngineGradients:
         )
         if any(partition.grad is None for partition in flat):
             raise OptionError(
-                "Of gradients on NVMe only the L2 norm is known. Clip with norm_type=2, or keep optimizer states in "
+                "For gradients on NVMe only the L2 norm is known. Clip with norm_type=2, or keep optimizer states in "
                 "host memory (offload_optimizer_device='cpu')."
             )
         return [partition.grad for partition in flat], True
@@ -197,10 +197,10 @@ class EngineGradients:
             torch._foreach_clamp_min_(found, -self._limit)
 
     def step(self) -> bool:
-        """Let the engine step; whether it did (False: gradients were not finite).
+        """Let the engine step; returns whether it stepped (False: gradients were not finite).
 
         Raises:
-            AccumulationError: the engine has stepped past what was to happen to the gradients.
+            AccumulationError: the engine has stepped without the recorded changes of the gradients.
         """
         if not self.waiting:
             return True

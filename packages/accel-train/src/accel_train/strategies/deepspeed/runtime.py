@@ -1,4 +1,4 @@
-"""What DeepSpeed needs beside a configuration: a device, a process group, and inputs in the dtype of computation."""
+"""Runtime support for DeepSpeed: device, process group, and inputs in the dtype of computation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["cast_inputs", "make_engine", "start"]
 
 
 def make_engine(device: torch.device, **arguments: Any) -> Any:
-    """DeepSpeed's engine on this process's device, over its process group.
+    """Create DeepSpeed's engine on this process's device, over its process group.
 
     Args:
-        device: of this process.
-        arguments: of `deepspeed.initialize`.
+        device: device of this process.
+        arguments: arguments of `deepspeed.initialize`.
     """
     start(device)
     import deepspeed
@@ -32,7 +32,7 @@ def make_engine(device: torch.device, **arguments: Any) -> Any:
 
 
 def start(device: torch.device) -> None:
-    """Make DeepSpeed use this process's device and process group; a single process gets a group of its own."""
+    """Make DeepSpeed use this process's device and process group; a single process gets a new group."""
     environment.provide(LOCAL_RANK=PartialState().local_process_index)  # DeepSpeed reads it in every forward
     # Without it DeepSpeed looks for an accelerator, and prints how.
     chosen = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
@@ -62,11 +62,11 @@ def _choose(device: torch.device) -> None:
 
 
 def cast_inputs(model: nn.Module, compute: torch.dtype | None) -> None:
-    """Give a model its floating inputs in the dtype that it computes in, and its outputs in float32.
+    """Cast a model's floating-point inputs to the dtype that it computes in, and its outputs to float32.
 
     Args:
         model: the module inside the engine.
-        compute: None: as they are.
+        compute: dtype of computation; None: inputs are not cast.
     """
     if compute is None or getattr(model, "_accel_casts_to", None) == compute:
         return

@@ -10,10 +10,10 @@ __all__ = ["EngineScheduler"]
 
 
 class EngineScheduler(LRScheduler):
-    """What `prepare()` returns for a `DummyScheduler`: the engine's own scheduler, which steps with the engine.
+    """The engine's own scheduler, which `prepare()` returns for a `DummyScheduler`; it steps with the engine.
 
     Args:
-        scheduler: the engine's.
+        scheduler: the engine's scheduler.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -21,7 +21,7 @@ class EngineScheduler(LRScheduler):
         self.scheduler = scheduler
 
     def step(self, epoch: int | None = None) -> None:
-        """Nothing: the engine has stepped it."""
+        """Do nothing: the engine has stepped the scheduler."""
 
     def get_last_lr(self) -> list[Any]:
         """The learning rates of the groups."""

@@ -1,7 +1,7 @@
-"""What a rank holds of an engine's weights and optimizer states, as parts of tensors by name, and putting it back.
+"""Saving and loading a rank's share of an engine's weights and optimizer states, as parts of tensors by name.
 
-ZeRO flattens parameters and cuts the result between ranks wherever it must, so a rank's share of a parameter is a run
-of its elements: several boxes. Weights are those in float32 that the optimizer updates, where there are such.
+ZeRO flattens parameters and cuts the result between ranks anywhere, so a rank's share of a parameter is a range of its
+elements: several boxes. Weights are the float32 copies that the optimizer updates, if it has any.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["EngineState", "Share", "gathered_layers", "share_of"]
 
 @dataclass(frozen=True)
 class Share:
-    """The run of a parameter's elements that this rank holds.
+    """The range of a parameter's elements that this rank holds.
 
     Attributes:
-        start: its first element in the flattened parameter.
-        count: elements that are not padding.
-        shape: of the whole parameter.
+        start: index of its first element in the flattened parameter.
+        count: number of elements that are not padding.
+        shape: shape of the whole parameter.
     """
 
     start: int
@@ -47,7 +47,7 @@ class Share:
 
 
 def share_of(parameter: Any) -> Share:
-    """What this rank holds of a parameter that stage 3 divides."""
+    """This rank's share of a parameter that stage 3 divides."""
     size = parameter.partition_numel()
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     start = min(size * rank, parameter.ds_numel)
@@ -55,7 +55,7 @@ def share_of(parameter: Any) -> Share:
 
 
 def gathered_layers(model: nn.Module) -> dict[str, Any]:
-    """Whole weights of a model whose layers DeepSpeed's tensor parallelism divides; collective."""
+    """Gather the whole weights of a model whose layers DeepSpeed's tensor parallelism divides; collective."""
     from deepspeed.module_inject.layers import GatherReplacedLayerParams
 
     whole: dict[int, Tensor] = {}
@@ -96,7 +96,7 @@ class EngineState:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks hold parts of the weights: always of those in float32 beside 16-bit ones under ZeRO."""
+        """Whether ranks hold parts of the weights: always true for float32 copies of 16-bit weights under ZeRO."""
         return self.stage == 3 or (self.stage > 0 and self.is_low)
 
     @property
@@ -146,7 +146,7 @@ class EngineState:
         return self.stage == 3 and bool(getattr(self.optimizer, "swap_optimizer", False))
 
     def master(self, parameter: Any) -> Tensor:
-        """This rank's float32 values, flat; of frozen parameters those that the model computes with."""
+        """This rank's float32 values, flat; for frozen parameters the values that the model computes with."""
         if self.stage == 3:
             if not self._is_trained(parameter):
                 values: Tensor = parameter.ds_tensor
@@ -168,7 +168,7 @@ class EngineState:
     # Weights
 
     def model_state(self, named: NamedModel | None) -> dict[str, Any]:
-        """What this rank holds, by canonical name; buffers as they are."""
+        """This rank's share of all weights, by canonical name; buffers as they are."""
         named = named or NamedModel(self.model)
         parameters = named.parameters()
         state = named.state_dict()
@@ -185,7 +185,7 @@ class EngineState:
         return self._masters.get(id(parameter), value)
 
     def load_model_state(self, fill: Callable[[str, Leaf], None], names: Mapping[str, nn.Parameter]) -> None:
-        """Fill this rank's part of every parameter, and bring what the model computes with to the same values.
+        """Fill this rank's part of every parameter, and update the weights that the model computes with.
 
         Args:
             fill: called with a name and the leaf to fill.
@@ -306,12 +306,12 @@ class EngineState:
         """Check that `load_optimizer_state` can load a state; changes nothing.
 
         Raises:
-            StateMismatchError: it is of other parameters, or groups them otherwise.
+            StateMismatchError: the parameters or their groups differ.
         """
         check_groups(self.names(models), tree)
 
     def load_optimizer_state(self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]) -> None:
-        """Put back what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
+        """Load what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
         names = self.names(models)
         saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
         kept = [group for group in names if group]

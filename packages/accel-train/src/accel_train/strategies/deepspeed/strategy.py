@@ -51,15 +51,15 @@ class _Trained:
 
 
 class DeepSpeedStates(EngineStates):
-    """What DeepSpeed's engines hold: parts of flat partitions, and float32 copies of what is trained in 16 bits."""
+    """Saves and loads the states of DeepSpeed's engines: parts of flat partitions, and float32 copies of weights."""
 
     strategy: DeepSpeedStrategy
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds: in float32 where the optimizer updates float32 copies.
+        """This rank's share of the weights, in float32 if the optimizer updates float32 copies.
 
         Raises:
-            NotAvailableError: layers are divided by DeepSpeed's tensor parallelism.
+            NotAvailableError: DeepSpeed's tensor parallelism divides layers.
         """
         item = self.strategy.of_model(model)
         if item is not None:
@@ -78,12 +78,12 @@ class DeepSpeedStates(EngineStates):
         return super().model_state(model, named)
 
     def is_divided(self, model: nn.Module) -> bool:
-        """Whether this rank holds less than all of a prepared model."""
+        """Whether this rank holds only a part of a prepared model."""
         item = self.strategy.of_model(model)
         return (item is not None and _divides_layers(item)) or super().is_divided(model)
 
     def exported_state(self, model: nn.Module) -> dict[str, Any]:
-        """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
+        """The weights that `save_model` and `get_state_dict` gather: in 16 bits below stage 3, and in it on request."""
         item = self.strategy.of_model(model)
         if item is not None and _divides_layers(item) and item.state.stage < 3:
             return gathered_layers(item.model)
@@ -100,7 +100,7 @@ class DeepSpeedStates(EngineStates):
         return NamedModel(item.model).state_dict()
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a model."""
+        """The reasons why saved weights cannot be loaded into a model."""
         item = self.strategy.of_model(model)
         if item is None or not item.state.is_divided:
             return super().misfits(model, weights, strict)
@@ -108,10 +108,10 @@ class DeepSpeedStates(EngineStates):
 
     @contextmanager
     def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
-        """Stage 3's own `GatheredParameters`, to read; calls of the model are still made by all ranks together.
+        """Gather parameters for reading, with stage 3's own `GatheredParameters`; all ranks call the model together.
 
         Raises:
-            PrepareError: values would have to be written to the copies that the engine's optimizer updates.
+            PrepareError: `write_back` is set: the engine's optimizer updates its own copies of the values.
         """
         item = self.strategy.of_model(model)
         if item is None:
@@ -133,7 +133,7 @@ class DeepSpeedStates(EngineStates):
             yield
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
+        """Load weights; each rank reads its share, and the engine derives the weights that it computes with."""
         item = self.strategy.of_model(model)
         if item is None:
             super().load_model_state(model, weights, strict)
@@ -174,7 +174,7 @@ class DeepSpeedStates(EngineStates):
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
-        """Put an optimizer's state back; whole tensors are divided as the engine divides them."""
+        """Load an optimizer's state; whole tensors are divided as the engine divides them."""
         item = self.strategy.of_optimizer(optimizer)
         if item is None:
             super().load_optimizer_state(optimizer, tree, models)
@@ -215,8 +215,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             if plugin.launched_precision not in (None, self.precision.name):
                 raise IncompatibleOptionsError(
                     f"The DeepSpeed plugin {name!r} enables {plugin.launched_precision} in "
-                    f"{plugin.hf_ds_config.origin}, and this run computes with "
-                    f"mixed_precision={self.precision.name!r}. Make the precision of all plugins that of the run."
+                    f"{plugin.hf_ds_config.origin}, but this run computes with "
+                    f"mixed_precision={self.precision.name!r}. Set the precision of the run in all plugins."
                 )
             plugin.set_mixed_precision(self.precision.name)
         if any(plugin.zero_stage == 3 for plugin in self.plugins.plugins.values()):
@@ -225,12 +225,12 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The configuration of what is prepared next."""
+        """The configuration for the models that are prepared next."""
         return self.plugins.active
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
-        """All ranks read different samples, but those of one group of DeepSpeed's tensor parallelism."""
+        """All ranks read different samples, except within one group of DeepSpeed's tensor parallelism."""
         given = config or DeepSpeedPlugin()
         plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
         size = _layer_parts(plugin)
@@ -251,14 +251,14 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         size = _layer_parts(plugin)
         if size > 1:
             raise IncompatibleOptionsError(
-                f"DeepSpeed's configuration has tensor_parallel.autotp_size={size}, which does not go with a "
+                f"DeepSpeed's configuration has tensor_parallel.autotp_size={size}, which cannot be combined with a "
                 "parallelism configuration. Leave one of them out."
             )
 
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
-        """Make an engine of each model with its optimizer; a model without one is only evaluated."""
+        """Create an engine for each model with its optimizer; a model without one is only evaluated."""
         paired = _pairs(parts)
         models, optimizers = list(parts.models), list(parts.optimizers)
         schedulers = list(parts.schedulers)
@@ -377,7 +377,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         """Compute gradients, which stay with the engine until the step.
 
         Raises:
-            ArgumentTypeError: an argument that the engine's backward does not take.
+            ArgumentTypeError: the engine's backward does not take an argument.
             PrepareError: the model was prepared without its optimizer, or its parameters have changed since.
         """
         unknown = sorted(kwargs.keys() - {"retain_graph", "scale_wrt_gas"})
@@ -389,14 +389,14 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         trained = [item for model in models if (item := self.of_model(model)) is not None]
         if not trained:
             raise PrepareError(
-                "backward() was called, and no model was prepared with its optimizer, which DeepSpeed needs to train "
+                "backward() was called, but no model was prepared with its optimizer, which DeepSpeed needs to train "
                 "it. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
         used = trained if len(trained) == 1 else _in_graph(loss, trained)
         if not used:
             raise PrepareError(
-                "The loss depends on no parameter of a model that was prepared with its optimizer. Compute it from "
-                "what prepare() returned."
+                "The loss depends on no parameter of a model that was prepared with its optimizer. Compute it with the "
+                "model that prepare() returned."
             )
         if len(used) > 1 and any(item.state.stage == 0 for item in used):
             raise PrepareError(
@@ -417,7 +417,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply gradients; those of an engine in its step."""
+        """Multiply gradients; an engine's gradients in its step."""
         wanted = {id(parameter) for parameter in parameters}
         for item in self.made:
             if item.gradients.waiting and not wanted.isdisjoint(item.gradients.keys):
@@ -442,7 +442,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     def clip_grad_norm_(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the norm of an engine's gradients in its step; returns the norm before, a plain 0-d tensor."""
+        """Clip the norm of an engine's gradients in its step; returns the norm before clipping, a plain 0-d tensor."""
         found = self._named(parameters)
         if len(found) > 1:
             raise OptionError(

@@ -1,4 +1,4 @@
-"""Recomputing the activations of blocks in backward instead of storing them."""
+"""Activation checkpointing: recomputing the activations of blocks in backward instead of storing them."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def policy_of(chosen: bool | str | Policy) -> Policy | None:
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy "selective": keep what products, convolutions and attention return; the rest is cheap to recompute."""
+    """The policy "selective": keep outputs of products, convolutions and attention; others are cheap to recompute."""
     return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class CheckpointedForward:
-    """A block's forward whose activations are computed again in backward; only its inputs are kept.
+    """A block's forward with activation checkpointing: only its inputs are kept, the rest is recomputed in backward.
 
-    A cache of keys and values, which models of transformers make also in training, is left out: the block would append
-    to it once more when it is recomputed.
+    A KV cache, which models of transformers create also in training, is left out: the block would append to it once
+    more when it is recomputed.
 
     It replaces `forward` instead of wrapping the module, so names do not change, and hooks of the module, which gather
     its parameters, run once and not again while it is recomputed.
 
     Args:
-        forward: the block's own.
+        forward: the block's own forward.
         offload: keep the inputs in host memory.
-        policy: of which operations the results are kept besides; None: of none.
+        policy: chooses the operations whose outputs are kept as well; None: none.
     """
 
     def __init__(self, forward: Callable[..., Any], offload: bool, policy: Policy | None = None) -> None:
@@ -80,7 +80,7 @@ class CheckpointedForward:
         """The block's outputs.
 
         Raises:
-            PrepareError: a cache that already holds keys and values, as for prefix tuning.
+            PrepareError: the cache already holds keys and values, as for prefix tuning.
         """
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
@@ -123,12 +123,12 @@ def checkpoint_blocks(
 
     Args:
         model: changed in place.
-        units: what is gathered together.
+        units: the modules that are gathered as units.
         offload: keep the inputs of blocks in host memory.
-        policy: of which operations the results are kept; None: of none.
+        policy: chooses the operations whose outputs are kept; None: none.
 
     Raises:
-        PrepareError: there are neither: recomputing the whole model at once would save nothing.
+        PrepareError: the model has neither: recomputing the whole model at once would save nothing.
     """
     blocks = list(units) or repeated_blocks(model)
     if not blocks:

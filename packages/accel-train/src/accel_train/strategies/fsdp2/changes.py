@@ -1,4 +1,4 @@
-"""What a script does to a divided model after it was prepared: parameters added, frozen, unfrozen or replaced."""
+"""Changes of a divided model after it was prepared: parameters added, frozen, unfrozen or replaced."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class _Picture:
 class Watch:
     """Forward pre-hook of a divided model that looks for changes, before they could be lost or differ between ranks.
 
-    The engine manages the parameters that were there when it divided the model. One that is added later (an adapter)
-    would start with other values on each rank, and no one would average its gradients. Without a change a call costs
-    a comparison with how the model was before, some microseconds, and no communication.
+    FSDP manages the parameters that the model had when it was divided. A parameter that is added later (an adapter)
+    would start with other values on each rank, and its gradients would not be averaged. Without a change a call costs
+    only a comparison with the former model, some microseconds, and no communication.
 
     Args:
         model: the divided model, without wrappers.
@@ -97,7 +97,7 @@ class Watch:
         self._note()
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Take up what has changed, on all ranks alike.
+        """Handle changes of the model, on all ranks alike.
 
         Raises:
             PrepareError: a divided parameter was replaced, or the ranks' models have become different.
@@ -114,12 +114,12 @@ class Watch:
 
     @property
     def whole(self) -> list[nn.Parameter]:
-        """The parameters that every rank holds whole, each once."""
+        """The parameters of which every rank holds the whole values, each once."""
         found = {id(slot.parameter): slot.parameter for slot in self._slots.values() if slot.unit is None}
         return list(found.values())
 
     def gathered(self) -> dict[int, nn.Parameter]:
-        """The parameters whose whole values are in the model now, by the `id` of what is in their place."""
+        """The parameters that are gathered now, by the `id` of the whole tensors in their place."""
         return {
             id(there): slot.parameter
             for module, name, there, _ in _walk(self.model)

@@ -1,4 +1,4 @@
-"""A first forward under `torch.inference_mode()`, as an evaluation before the training has it."""
+"""Support for a first forward under `torch.inference_mode()`, such as an evaluation before training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["allow_inference_first"]
 
 
 def allow_inference_first(model: nn.Module) -> None:
-    """Let a divided model compute under `torch.inference_mode()` before anything else.
+    """Allow a divided model to run its first forward under `torch.inference_mode()`.
 
-    FSDP2 makes the memory for gathered parameters when they are gathered first. Made under inference mode, it could
-    not be filled outside of it any more. The hook costs nothing after the first forward.
+    FSDP2 allocates the memory for gathered parameters when they are first gathered. If that happened under inference
+    mode, the memory could not be filled outside of it later. The hook costs nothing after the first forward.
     """
     handles: list[Any] = []
 

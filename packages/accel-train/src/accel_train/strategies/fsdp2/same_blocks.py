@@ -1,9 +1,9 @@
-"""Ranks that run other blocks than each other: an expert without tokens, a layer that one rank drops.
+"""Detects ranks that run different blocks: an expert without tokens on one rank, a layer that one rank drops.
 
-Each unit of a divided model is gathered and reduced by collectives of all ranks. Where ranks run other units, the parts
-of different blocks would be put together, without an error if they have one size. So ranks agree on the order of units
-when they see it first. From then on a rank compares its next unit with the one that came here before, which costs a
-look-up and no communication; one that sees another asks the others before it starts a collective.
+Each unit of a divided model is gathered and reduced by collectives of all ranks. If ranks run different units, parts of
+different blocks are combined, without an error if they have the same size. So ranks agree on the order of units when
+they first run it. From then on a rank compares its next unit with that order, which costs a look-up and no
+communication. A rank that sees a difference asks the others before it starts a collective.
 """
 
 from __future__ import annotations
@@ -192,14 +192,14 @@ class SameBlocks:
         return [found for number, found in self._filled.items() if number not in self._reduced]
 
     def before_backward(self) -> None:
-        """A backward begins; if no ``after_backward`` follows, an error ended it."""
+        """Called when a backward begins; if no ``after_backward`` follows, an error ended it."""
         self._in_backward = True
 
     def after_backward(self, *, reduced: bool) -> None:
-        """A backward has ended; parameters that no rank has used keep no gradient.
+        """Called when a backward has ended; parameters that no rank has used get no gradient.
 
         Raises:
-            CollectiveMismatchError: other ranks go on.
+            CollectiveMismatchError: other ranks continue with further blocks.
         """
         self._in_backward = False
         if not self._backward.begun:
@@ -216,7 +216,7 @@ class SameBlocks:
             self.settle()
 
     def settle(self) -> None:
-        """Leave no gradient where no rank has one, as the gradients tell; also after a backward of the loss itself."""
+        """Drop gradients of parameters that no rank has used; also after `loss.backward()`."""
         if not self._filled:
             self._reduced.clear()
             return

@@ -1,4 +1,4 @@
-"""First values of parameters that are about to be divided among ranks."""
+"""Initial values of parameters that are about to be divided among ranks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Held", "Start", "agree", "check_files", "lay_out", "place_whole", "r
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has of a model before it is divided.
+    """Description of one rank's model before it is divided.
 
     Attributes:
         outline: digest of the names, shapes and dtypes of parameters and buffers.
-        meta: names of those on the meta device.
+        meta: names of the parameters and buffers on the meta device.
         kind: class of the model, for messages.
     """
 
@@ -39,7 +39,7 @@ class Held:
 
 
 def agree(model: nn.Module) -> list[Held]:
-    """What every rank has of a model. Collective.
+    """Exchange descriptions of the models of all ranks. Collective.
 
     Raises:
         PrepareError: on all ranks, if their models differ in names, shapes or dtypes.
@@ -67,14 +67,14 @@ def agree(model: nn.Module) -> list[Held]:
 
 @dataclass
 class Start:
-    """Gives the tensors of one unit after the other their values, whole, just before the unit is divided.
+    """Gives the tensors of each unit their whole values, just before the unit is divided.
 
     Attributes:
-        device: where a unit is made.
+        device: device on which a unit gets its values.
         sends: whether rank 0 sends its values to the others.
-        makes: whether no rank has values, so that modules make their own.
-        init: makes the values of a module's own parameters; None: its `reset_parameters`.
-        ranks: those that hold the same parts of what tensor parallelism has divided.
+        makes: whether no rank has values, so that modules initialise their own.
+        init: initialises a module's own parameters; None: its `reset_parameters`.
+        ranks: the ranks that hold the same parts of tensors that tensor parallelism has divided.
     """
 
     device: torch.device
@@ -86,7 +86,7 @@ class Start:
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
-        """Give memory and values to what the unit holds itself, without the units inside it."""
+        """Give memory and values to the unit's own tensors, without those of the units inside it."""
         modules = [module for module in unit.modules() if id(module) not in self._done]
         self._done.update(map(id, modules))
         empty = _materialise(modules, self.device)
@@ -109,7 +109,7 @@ class Start:
         """Check that every tensor can be given a value; changes nothing.
 
         Raises:
-            PrepareError: a module has tensors on the meta device, and nothing makes their values.
+            PrepareError: a module has tensors on the meta device, and nothing initialises them.
         """
         for name, tensor in _named_tensors(model):
             if tensor.is_meta and is_sharded(tensor):
@@ -135,7 +135,7 @@ def check_files(model: nn.Module, checkpoint: str | Path) -> None:
     """Check that a checkpoint can give a model on the meta device its values, before it is divided. Collective.
 
     Raises:
-        PrepareError: a buffer that no checkpoint holds, or another rank cannot read the files.
+        PrepareError: no checkpoint holds a buffer, or another rank cannot read the files.
         StateMismatchError: names or shapes of the checkpoint are not the model's.
         CheckpointNotFoundError: there are no such files.
     """
@@ -182,13 +182,13 @@ def lay_out(unit: nn.Module) -> None:
 
 
 def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, home: torch.device) -> None:
-    """Give the parts of a divided model on the meta device memory, and read them; each rank reads what it keeps.
+    """Allocate the parts of a divided model on the meta device, and read them; each rank reads only its parts.
 
     Args:
         model: the divided model.
-        checkpoint: its weights, which `check_files` has found to fit.
-        device: where the model computes; buffers and whole parameters are there.
-        home: where parts wait until they are gathered.
+        checkpoint: its weights, which `check_files` has checked.
+        device: device that computes the model, for buffers and whole parameters.
+        home: device of the parts while they are not gathered.
 
     Raises:
         StateMismatchError: tied names of the checkpoint have different values.
@@ -211,7 +211,7 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, h
 
 
 def place_whole(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Move tensors that the engine does not manage to where they compute."""
+    """Move tensors that FSDP does not manage to the device that computes."""
     for tensor in tensors:
         if not tensor.is_meta and tensor.device != device:
             set_data(tensor, tensor.data.to(device))

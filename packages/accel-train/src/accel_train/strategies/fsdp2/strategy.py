@@ -49,16 +49,16 @@ _logger = get_logger(__name__)
 
 
 class FSDP2States(StateAdapter):
-    """Parameters and states of optimizers as `DTensor`s."""
+    """Saves and loads parameters and optimizer states as `DTensor`s."""
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights for which `misfits` found nothing; what the precision derived from the old ones is dropped."""
+        """Load weights for which `misfits` found nothing; drop values that the precision derived from old ones."""
         super().load_model_state(model, weights, strict)
         self.strategy.precision.values_changed(self.strategy.plain(model))
 
 
 class FSDP2Strategy(Strategy):
-    """Parameters are gathered unit by unit while they compute; gradients are reduced to the ranks' parts."""
+    """FSDP2: parameters are gathered unit by unit while they compute; gradients are reduced to the ranks' parts."""
 
     name: ClassVar[str] = "fsdp2"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -121,14 +121,14 @@ class FSDP2Strategy(Strategy):
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
-        """Prepare the objects of one call; optimizers get the parts of what was gathered when they were built."""
+        """Prepare the objects of one call; optimizers built from gathered parameters get this rank's parts."""
         prepared = super().prepare(parts, steps)
         for optimizer in parts.optimizers:
             self._check_optimizer(optimizer)
         return prepared
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
-        """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
+        """Shard units, inner ones first, then the model around them; a model that is sharded already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
         by_script = is_sharded_by_script(plain, self.batch)
@@ -265,7 +265,7 @@ class FSDP2Strategy(Strategy):
     def backward(
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
     ) -> None:
-        """The engine reduces in backward; what it does not manage is averaged afterwards."""
+        """Run backward, in which FSDP reduces gradients; gradients that it does not manage are averaged afterwards."""
         for blocks in self._blocks:
             blocks.before_backward()
         super().backward(models, loss, pending=pending, kwargs=kwargs)
@@ -284,7 +284,7 @@ class FSDP2Strategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside keep whole gradients on this rank; the next one outside reduces all."""
+        """Context in which backward passes keep whole gradients on this rank; the next one outside reduces all."""
         self._hold_back([model], True)
         try:
             yield
@@ -293,7 +293,7 @@ class FSDP2Strategy(Strategy):
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce in backward passes inside, although `no_sync` is in force."""
+        """Context in which backward passes reduce gradients, even under `no_sync`."""
         before = self._holds_back
         self._hold_back([model], False)
         try:
@@ -312,7 +312,7 @@ class FSDP2Strategy(Strategy):
         return super().step(optimizer, closure)
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Never: offloaded parameters are on another device than buffers, and `Watch` finds those that were added."""
+        """False: offloaded parameters are on another device than buffers, and `Watch` finds added parameters."""
         return False
 
     def release(self) -> None:

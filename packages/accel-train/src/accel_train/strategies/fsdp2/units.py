@@ -24,14 +24,14 @@ _WHOLE = (nn.MultiheadAttention,)
 
 
 def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules below `model` that are units, inner ones before those that contain them.
+    """Find the modules that are sharded as units, inner ones before those that contain them.
 
     Args:
         model: the model; it is a unit itself and not in the result.
         plugin: its `auto_wrap_policy` decides.
 
     Raises:
-        PrepareError: no module has a class of the names that are to be wrapped, or the policy cannot be called.
+        PrepareError: no module has a class in `transformer_cls_names_to_wrap`, or the policy cannot be called.
     """
     policy = plugin.auto_wrap_policy
     if policy == "NO_WRAP":
@@ -50,17 +50,17 @@ def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list
 def covering_shared(
     model: nn.Module, units: Sequence[nn.Module], whole: Collection[nn.Parameter]
 ) -> tuple[list[nn.Module], list[tuple[str, str]]]:
-    """The units that can be, so that each parameter is in one: a parameter must be gathered for all of its uses.
+    """Drop units with parameters that are also used outside: a parameter must be gathered for all of its uses.
 
-    A unit of which a parameter is used outside of it, too, is none; the unit or model around all uses gathers it.
+    The unit or model around all uses gathers such a parameter.
 
     Args:
         model: the model.
-        units: what `find_units` returns.
+        units: the units that `find_units` returns.
         whole: parameters that are not divided.
 
     Returns:
-        The units that are left, in the same order, and for each of the others two names of a shared parameter.
+        The remaining units, in the same order, and for each dropped unit two names of a shared parameter.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,11 +102,11 @@ def _own_outside(model: nn.Module, unit: nn.Module) -> set[int]:
 
 
 def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | None) -> set[nn.Parameter]:
-    """Parameters that stay whole on every rank: those of ignored modules, and single numbers, which have no rows.
+    """Find the parameters that stay whole on every rank: those of ignored modules, and scalars, which have no rows.
 
     Args:
         model: the model.
-        ignored: modules of it, or a regular expression that matches the whole names of modules.
+        ignored: modules of the model, or a regular expression that matches the whole names of modules.
 
     Raises:
         PrepareError: no module has such a name, or a module is not one of the model's.

@@ -1,4 +1,4 @@
-"""Attention by PyTorch's fused kernels in Megatron-core's layers, in the place of Megatron's own.
+"""Attention by PyTorch's fused kernels in Megatron-core's layers, in place of Megatron's own.
 
 Megatron-core takes its fused attention from Transformer Engine; its own computes all scores as one tensor.
 """
@@ -38,13 +38,13 @@ class FusedAttention(nn.Module):
 
     Args:
         config: Megatron's `TransformerConfig`.
-        layer_number: of the layer in the whole model, from 1.
-        attn_mask_type: what is masked where a call has no mask.
+        layer_number: number of the layer in the whole model, from 1.
+        attn_mask_type: type of the mask for calls without a mask.
         attention_type: "self".
-        attention_dropout: None: as the configuration says.
-        softmax_scale: what scores are multiplied with; None: 1 / √(size of a head).
-        pg_collection: Megatron's process groups, with `cp`, where ranks divide sequences.
-        others: what Megatron passes to other kinds of attention.
+        attention_dropout: None: the value of the configuration.
+        softmax_scale: factor of the scores; None: 1 / √(size of a head).
+        pg_collection: Megatron's process groups, with `cp`, if ranks divide sequences.
+        others: arguments that Megatron passes to other kinds of attention.
 
     Raises:
         OptionError: the configuration asks for something that the kernels do not compute.
@@ -82,15 +82,15 @@ class FusedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: (positions, samples, heads, features), the heads and the positions of this rank.
-            key: the same, with the heads of keys; a multiple of them are the heads of `query`.
+            key: the same shape, with the heads of keys; the number of query heads is a multiple of theirs.
             value: like `key`.
             attention_mask: (samples or 1, 1, positions or 1, positions of all ranks), True where a position is not
-                attended to; None: what `attn_mask_type` says.
-            attn_mask_type: of this call; None: of the layer.
+                attended to; None: as `attn_mask_type` says.
+            attn_mask_type: mask type of this call; None: that of the layer.
             attention_bias: None.
             packed_seq_params: None.
 
@@ -98,7 +98,7 @@ class FusedAttention(nn.Module):
             (positions, samples, heads · features)
 
         Raises:
-            ArgumentTypeError: a bias or packed sequences, which only a model of the script's own passes.
+            ArgumentTypeError: there is a bias, or sequences are packed; only a model of the script's own passes them.
         """
         if attention_bias is not None or packed_seq_params is not None:
             name = "packed_seq_params" if attention_bias is None else "attention_bias"
@@ -165,10 +165,10 @@ class FusedAttention(nn.Module):
 
 
 def attended(mask: Tensor) -> Tensor:
-    """PyTorch's mask, True where a position is attended to, from Megatron's, which is True where it is not.
+    """Convert Megatron's mask, True where a position is not attended to, to PyTorch's, True where it is.
 
     A position that may attend to nothing, such as padding before a text, attends to everything, and nothing attends to
-    it: a softmax over nothing is not a number, and would spoil the gradients of all others.
+    it: a softmax over nothing is NaN, and would spoil the gradients of all others.
     """
     kept = mask.logical_not()
     return kept | kept.any(-1, keepdim=True).logical_not()

@@ -1,4 +1,4 @@
-"""From a batch of the script to what Megatron-core's models take: micro-batches, shifted labels, masks."""
+"""Converting a batch of the script for Megatron-core's models: micro-batches, shifted labels, masks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from accel_train.strategies.megatron.context import ContextPart
 __all__ = ["Batch", "micro_batches", "shifted", "supplied", "weighted_mean"]
 
 IGNORED = -100
-"""The label of positions that do not count in the loss, as in transformers."""
+"""Label of positions that do not count in the loss, as in transformers."""
 
 
 @dataclass
 class Batch:
-    """What a model is called with, and what its loss is computed from.
+    """Inputs of a model, and of its loss.
 
-    Where ranks divide sequences, all but the mask of the loss is of this rank's positions alone.
+    If ranks divide sequences, everything except the loss mask covers only this rank's positions.
 
     Attributes:
-        tokens: of each position.
-        labels: the token that is to follow each position; None: there is no loss.
+        tokens: token of each position.
+        labels: the next token at each position; None: there is no loss.
         loss_mask: 1 where a position counts in the loss; of the positions of all ranks.
-        attention_mask: True where a position must not be attended to; None: only those that follow.
-        positions: numbers of the positions.
+        attention_mask: True where a position must not be attended to; None: only for later positions.
+        positions: position numbers.
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ class Batch:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], eod_token: int | None, context: ContextPart | None = None) -> Batch:
-        """From the arguments of a transformers model.
+        """Make a batch from the arguments of a transformers model.
 
         Args:
             given: `input_ids`, and perhaps `labels`, `attention_mask` and `position_ids`.
@@ -75,12 +75,12 @@ class Batch:
 
 
 def weighted_mean(losses: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The mean loss of the positions that count, in fp32; 0 if none does. A script's mask may hold weights.
+    """Compute the mean loss of the positions that count, in fp32; 0 if none does. A script's mask may hold weights.
 
     Args:
-        losses: of each position.
-        mask: of the same shape; what each position counts.
-        weight: what the sum is divided by; None: by that of the mask.
+        losses: loss of each position.
+        mask: weight of each position, of the same shape.
+        weight: divisor of the sum; None: the sum of the mask.
     """
     mask = mask.float()
     if weight is None:
@@ -95,16 +95,16 @@ def supplied(
     context: ContextPart | None = None,
     check: Callable[[int], None] = lambda length: None,
 ) -> Batch:
-    """What the script's `custom_get_batch_function` makes of a micro-batch.
+    """Make a batch from a micro-batch with the script's `custom_get_batch_function`.
 
     Args:
-        function: the script's.
+        function: the script's function.
         given: the micro-batch.
         context: this rank's positions; None: all.
         check: called with the length of the sequences before they are cut.
 
     Raises:
-        ArgumentTypeError: it returns something else than five things.
+        ArgumentTypeError: the function does not return five values.
     """
     found = function(iter([dict(given)]), False)
     if not isinstance(found, tuple | list) or len(found) != 5:
@@ -118,7 +118,7 @@ def supplied(
 
 
 def shifted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The label of the next position at each, and 1 where there is one."""
+    """Shift labels: at each position the label of the next one, and a mask of 1 where there is one."""
     following = torch.full_like(labels, IGNORED)
     following[:, :-1] = labels[:, 1:]
     known = following != IGNORED
@@ -138,7 +138,7 @@ def micro_batches(given: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """Cut a batch into pieces of one size: `count`, or for a shorter batch as many as divide it.
 
     Raises:
-        DataError: its tensors have different numbers of rows.
+        DataError: the tensors of the batch have different numbers of rows.
     """
     rows = {
         name: value.shape[0] for name, value in given.items() if isinstance(value, Tensor) and value.dim()

@@ -1,4 +1,4 @@
-"""This rank's stage of a model, built from Megatron-core's layers and filled with the given model's values."""
+"""Building this rank's stage of a model from Megatron-core's layers, with the given model's values."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Built:
     Attributes:
         module: Megatron's model, or what `custom_model_provider_function` returned.
         config: its `TransformerConfig`.
-        architecture: None: a model of the script's own.
-        rules: where the values of each parameter belong, by the parameter's own name.
-        dims: what this rank's shares follow from.
+        architecture: the architecture; None: a model of the script's own.
+        rules: rule for the values of each parameter, by the parameter's own name.
+        dims: sizes that determine this rank's shares.
     """
 
     module: Any
@@ -65,14 +65,14 @@ def build(
 
     Args:
         plugin: has the degrees and options.
-        model: of transformers; of a script's own model provider nothing of it is read.
-        groups: this rank's place.
-        device: of this rank.
-        compute: what the model computes in; None: float32.
+        model: a transformers model; with a model provider of the script its values are not read.
+        groups: this rank's index in Megatron's process groups.
+        device: device of this rank.
+        compute: dtype that the model computes in; None: float32.
 
     Raises:
-        OptionError: a model that Megatron-core's layers cannot compute.
-        IncompatibleOptionsError: the model and the degrees do not fit.
+        OptionError: Megatron-core's layers cannot compute the model.
+        IncompatibleOptionsError: the model does not fit the degrees.
     """
     provider = plugin.custom_model_provider_function
     if provider is not None:
@@ -141,12 +141,12 @@ def _offset(module: Any) -> int:
 
 
 def rule_of(architecture: Architecture, name: str, offset: int) -> Rule:
-    """Where the values of one of Megatron's parameters belong.
+    """Find the rule for the values of one of Megatron's parameters.
 
     Args:
-        architecture: the model.
-        name: the parameter's.
-        offset: layers of the stages before this one.
+        architecture: the architecture of the model.
+        name: name of the parameter.
+        offset: number of layers in the stages before this one.
 
     Raises:
         OptionError: the model has no such tensor.
@@ -195,7 +195,7 @@ def _copy(state: Mapping[str, Tensor], name: str, parts: list[Part]) -> None:
             continue
         if tuple(source.shape) != part.shape:
             raise OptionError(
-                f"The model's {name!r} has the shape {list(source.shape)}, and its configuration says "
+                f"The model's {name!r} has the shape {list(source.shape)}, but its configuration says "
                 f"{list(part.shape)}."
             )
         box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.tensor.shape, strict=True))
@@ -221,7 +221,7 @@ def _provided(
         if getattr(config, name) != asked:
             raise OptionError(
                 f"The model of custom_model_provider_function has {name}={getattr(config, name)!r} in its "
-                f"configuration, and the plugin says {asked!r}. Use the plugin's."
+                f"configuration, but the plugin says {asked!r}. Use the plugin's value."
             )
     module.to(device=device, dtype=compute or torch.float32)
     config.pipeline_dtype = compute or torch.float32
@@ -245,7 +245,7 @@ def _divided_along(parameter: Any) -> int | None:
 
 
 def empty_out(model: nn.Module) -> None:
-    """Give back the memory of a model's values; its modules, names and configuration stay."""
+    """Free the memory of a model's values; its modules, names and configuration stay."""
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

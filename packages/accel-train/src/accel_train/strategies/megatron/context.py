@@ -23,12 +23,12 @@ __all__ = ["ContextPart"]
 
 @dataclass(frozen=True)
 class ContextPart:
-    """Which positions of each sequence a rank has.
+    """The positions of each sequence that a rank has.
 
     Attributes:
         group: ranks that have the same sequences.
-        index: of this rank.
-        parts: how many ranks there are.
+        index: index of this rank.
+        parts: number of ranks.
     """
 
     group: Any
@@ -46,14 +46,14 @@ class ContextPart:
         return self.index, 2 * self.parts - 1 - self.index
 
     def check(self, length: int, divisions: int = 1) -> None:
-        """See that sequences can be cut.
+        """Check that sequences can be cut.
 
         Args:
-            length: of the sequences.
-            divisions: into how many equal parts each rank's positions are divided once more.
+            length: length of the sequences.
+            divisions: number of equal parts into which each rank's positions are divided further.
 
         Raises:
-            DataError: they cannot.
+            DataError: sequences of this length cannot be cut.
         """
         multiple = math.lcm(2, divisions) * self.parts
         if length % multiple:
@@ -67,24 +67,24 @@ class ContextPart:
             )
 
     def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """This rank's positions of a tensor.
+        """Cut a tensor to this rank's positions.
 
         Args:
-            tensor: of all positions, which `check` has accepted.
-            dim: that of the positions.
+            tensor: a tensor of all positions, whose length `check` has accepted.
+            dim: dimension of the positions.
         """
         pieces = tensor.chunk(2 * self.parts, dim)
         return torch.cat([pieces[number] for number in self.pieces], dim)
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """The positions of all ranks, in their order. Gradients are summed over the ranks.
+        """Gather the positions of all ranks, in order. Gradients are summed over the ranks.
 
-        Where all ranks compute the same from it, this multiplies gradients by the number of ranks. Data parallelism
-        takes their mean over ranks, which is then the sum over all positions.
+        If all ranks compute the same from the result, this multiplies gradients by the number of ranks. Data
+        parallelism takes their mean over ranks, which is then the sum over all positions.
 
         Args:
-            tensor: of this rank's positions.
-            dim: that of the positions.
+            tensor: a tensor of this rank's positions.
+            dim: dimension of the positions.
         """
         # Positions are in the third dimension there.
         gathered = gather_sequence(tensor.movedim(dim, 0)[None, None], self.group).squeeze((0, 1))

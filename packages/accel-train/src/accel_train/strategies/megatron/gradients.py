@@ -1,4 +1,4 @@
-"""Megatron's optimizer around the script's own, and the gradients that it keeps."""
+"""Megatron's optimizer, which wraps the script's own, and the gradients that it keeps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["EngineGradients", "make_optimizer", "regrouped"]
 
 
 def regrouped(built: Built, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
-    """The stage's parameters by the group of the script's optimizer that their values come from.
+    """Assign the stage's parameters to the groups of the script's optimizer that their values come from.
 
     Parameters that the script does not train, or that are in no group, are frozen.
 
     Raises:
-        PrepareError: the optimizer holds something else, or has state already.
-        IncompatibleOptionsError: what Megatron keeps in one tensor is in several groups.
+        PrepareError: the optimizer holds other parameters, or has state already.
+        IncompatibleOptionsError: parameters that Megatron keeps in one tensor are in several groups.
     """
     name = type(optimizer).__name__
     if optimizer.state:
@@ -75,13 +75,13 @@ def make_optimizer(
     options: Mapping[str, Any],
     chunk: Any,
 ) -> Any:
-    """Megatron's optimizer, which steps the script's own with the stage's parameters.
+    """Create Megatron's optimizer, which steps the script's own with the stage's parameters.
 
     Args:
-        optimizer: the script's; holds the stage's parameters, or what Megatron makes of them, from now on.
+        optimizer: the script's optimizer; from now on it holds the stage's parameters, or Megatron's copies of them.
         groups: the stage's parameters, by its groups.
-        options: of `OptimizerConfig`.
-        chunk: the stage within Megatron's data parallelism.
+        options: options of `OptimizerConfig`.
+        chunk: the stage inside Megatron's data-parallel wrapper.
     """
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig
@@ -118,11 +118,11 @@ def make_optimizer(
 
 
 class EngineGradients:
-    """Gradients of one engine, from the first backward to the step. They are reduced when something uses them.
+    """Gradients of one engine, from the first backward to the step. They are reduced when they are first used.
 
     Args:
-        chunk: the stage within Megatron's data parallelism.
-        optimizer: Megatron's.
+        chunk: the stage inside Megatron's data-parallel wrapper.
+        optimizer: Megatron's optimizer.
         plugin: has the norm to which every step clips.
     """
 
@@ -134,7 +134,7 @@ class EngineGradients:
         self._complete = False
 
     def before_backward(self) -> bool:
-        """A backward is to come; whether it is the first since the last step.
+        """Called before a backward; returns whether it is the first since the last step.
 
         Raises:
             AccumulationError: gradients are reduced already, and would be reduced twice.
@@ -149,7 +149,7 @@ class EngineGradients:
         return first
 
     def complete(self) -> None:
-        """Reduce what waits; all ranks must call."""
+        """Reduce waiting gradients; all ranks must call."""
         if self.waiting and not self._complete:
             from megatron.core.distributed import finalize_model_grads
 
@@ -157,7 +157,7 @@ class EngineGradients:
             self._complete = True
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply what waits."""
+        """Multiply waiting gradients."""
         self._chunk.scale_gradients(factor)
 
     def norm(self) -> Tensor:
@@ -168,10 +168,10 @@ class EngineGradients:
         return torch.as_tensor(found, dtype=torch.float32, device=next(self._chunk.parameters()).device)
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the norm; returns that before.
+        """Clip the norm; returns the norm before clipping.
 
         Raises:
-            OptionError: a norm that Megatron's optimizer does not compute.
+            OptionError: Megatron's optimizer does not compute this norm.
         """
         if norm_type != 2:
             raise OptionError(
@@ -191,14 +191,14 @@ class EngineGradients:
                 parameter.main_grad.clamp_(-value, value)
 
     def step(self) -> bool:
-        """Step, and drop the gradients; whether it stepped."""
+        """Step, and drop the gradients; returns whether it stepped."""
         self.complete()
         stepped, _, _ = self._optimizer.step()
         self.drop()
         return bool(stepped)
 
     def drop(self) -> None:
-        """Forget what waits."""
+        """Drop waiting gradients."""
         self._chunk.zero_grad_buffer()
         self._optimizer.zero_grad(set_to_none=True)
         self.waiting = self._complete = False

@@ -1,8 +1,8 @@
-"""Where the values of Megatron's tensors are in the tensors of a transformers model.
+"""Mapping between Megatron's tensors and the tensors of a transformers model.
 
-Megatron fuses projections and divides them among the ranks of tensor parallelism. A rule says for one of its tensors
-which boxes of which tensors of the model it holds; the boxes are views, so that a copy in either direction needs no
-other memory, and a rule serves everything of the shape of a weight: gradients and optimizer states too.
+Megatron fuses projections and divides them among tensor-parallel ranks. The rule of a Megatron tensor lists the boxes
+of the model's tensors that it holds. The boxes are views, so copies in both directions need no other memory, and a rule
+works for everything with the shape of a weight: gradients and optimizer states too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Dims", "FusedHeads", "Gated", "Heads", "Rule", "Vocabulary", "Whole"
 
 @dataclass(frozen=True)
 class Dims:
-    """What a rank's share of a tensor follows from.
+    """Sizes that determine a rank's share of a tensor.
 
     Attributes:
         tp_rank: this rank's place in its tensor-parallel group.
@@ -52,8 +52,8 @@ class Whole:
     """One tensor of the model, divided along a dimension or whole on every rank.
 
     Attributes:
-        name: the model's tensor.
-        dim: dimension of Megatron's tensor along which ranks divide it; None: they do not.
+        name: name of the model's tensor.
+        dim: dimension of Megatron's tensor along which ranks divide it; None: it is whole.
         transposed: the model keeps it transposed, as GPT-2 does.
     """
 
@@ -152,7 +152,7 @@ class Gated:
     """The two projections of a gated unit, which Megatron keeps one after the other in one tensor.
 
     Attributes:
-        names: the model's tensors: what goes through the activation, and what it is multiplied with.
+        names: the model's tensors: the projection with the activation, and the one it is multiplied by.
     """
 
     names: tuple[str, str]

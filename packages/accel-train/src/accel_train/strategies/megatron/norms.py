@@ -1,4 +1,4 @@
-"""PyTorch's norms as Megatron-core's layers make them, under sequence parallelism too.
+"""PyTorch's norms for Megatron-core's layers, also under sequence parallelism.
 
 Megatron-core's own wrapper of PyTorch's norms refuses sequence parallelism, in which each rank normalises a part of the
 sequence: the gradients of their weights are then summands, which Megatron sums where a weight says so.
@@ -14,13 +14,13 @@ __all__ = ["Norm", "layer_specs"]
 
 
 class Norm:
-    """Makes `torch.nn.RMSNorm` or `torch.nn.LayerNorm`, as the configuration says.
+    """Makes `torch.nn.RMSNorm` or `torch.nn.LayerNorm`, according to the configuration.
 
     Args:
         config: Megatron's `TransformerConfig`.
-        hidden_size: elements that are normalised together.
-        eps: added to what is divided by.
-        others: what Megatron passes to other norms.
+        hidden_size: number of elements that are normalised together.
+        eps: added to the divisor.
+        others: arguments that Megatron passes to other norms.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
@@ -33,11 +33,11 @@ class Norm:
 
 
 def layer_specs(config: Any, core_attention: type[nn.Module] | None = None) -> Any:
-    """What the layers of this rank's stage are made of: Megatron-core's own modules, with PyTorch's norms.
+    """Make the specifications of this rank's layers: Megatron-core's own modules, with PyTorch's norms.
 
     Args:
         config: Megatron's `TransformerConfig`.
-        core_attention: what attends from queries to keys; None: Megatron-core's own.
+        core_attention: the attention module; None: Megatron-core's own.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import (

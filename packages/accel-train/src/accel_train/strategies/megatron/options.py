@@ -59,15 +59,15 @@ _DECIDED = {
 
 
 def divide_other(plugin: MegatronLMPlugin, kinds: Mapping[str, type]) -> dict[str, dict[str, Any]]:
-    """The values of `other_megatron_args`, by the configuration that has a field of that name.
+    """Divide `other_megatron_args` by the configuration that has a field of that name.
 
     Args:
-        plugin: has them.
-        kinds: the configurations' classes, by a name of each.
+        plugin: the plugin.
+        kinds: classes of the configurations, by a name for each.
 
     Raises:
-        OptionError: no configuration has such a field; names the nearest.
-        IncompatibleOptionsError: a field that something else decides.
+        OptionError: no configuration has such a field; names the nearest one.
+        IncompatibleOptionsError: another option decides the field.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in kinds}
     known = {
@@ -99,11 +99,11 @@ def transformer_options(
 
     Args:
         plugin: has the degrees, recomputation and dropouts.
-        architecture: the model.
-        compute: what the model computes in; None: float32.
+        architecture: the architecture of the model.
+        compute: dtype that the model computes in; None: float32.
 
     Raises:
-        IncompatibleOptionsError: a degree does not divide what it divides, or the model contradicts the plugin.
+        IncompatibleOptionsError: a degree does not divide a size of the model, or the model contradicts the plugin.
     """
     options = dict(architecture.transformer)
     embedding_dropout = options.pop("embedding_dropout", options["hidden_dropout"])
@@ -152,13 +152,13 @@ def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     """Fields that the `TransformerConfig` of a model of the script's own must have.
 
     Raises:
-        OptionError: an option that only models of transformers have.
+        OptionError: an option exists only for models of transformers.
     """
     for name in ("attention_backend", "eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
         if getattr(plugin, name):
             raise OptionError(
-                f"{name} is of models that are converted from transformers, and custom_model_provider_function builds "
-                "one of its own. Do it there, or in custom_loss_function."
+                f"{name} is for models that are converted from transformers, but custom_model_provider_function "
+                "builds its own model. Do it there, or in custom_loss_function."
             )
     return {
         "tensor_model_parallel_size": plugin.tp_degree,
@@ -203,10 +203,10 @@ def gradient_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
 def optimizer_options(
     plugin: MegatronLMPlugin, optimizer: torch.optim.Optimizer, compute: torch.dtype | None
 ) -> dict[str, Any]:
-    """Arguments of `OptimizerConfig`; the numbers that the script's optimizer has are its own.
+    """Arguments of `OptimizerConfig`; hyperparameters stay those of the script's optimizer.
 
     Raises:
-        OptionError: an optimizer whose step needs more than one element of a tensor at a time.
+        OptionError: the optimizer's step needs more than one element of a tensor at a time.
     """
     kind = type(optimizer)
     adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one

@@ -1,4 +1,4 @@
-"""What Megatron-core needs beside a model: process groups of its own, and random states that ranks share or do not."""
+"""Runtime support for Megatron-core: its process groups, and its random states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Groups", "draws", "random_states", "restore_random_states", "start"]
 
 
 class Groups:
-    """This rank's place in Megatron's process groups.
+    """This rank's index in each of Megatron's process groups, and their sizes.
 
     Attributes:
-        tp_rank, tp_size: of tensor parallelism.
-        pp_rank, pp_size: of pipeline parallelism.
-        cp_rank, cp_size: of context parallelism.
-        dp_size: ranks that read different samples.
+        tp_rank, tp_size: index and size in tensor parallelism.
+        pp_rank, pp_size: index and size in pipeline parallelism.
+        cp_rank, cp_size: index and size in context parallelism.
+        dp_size: number of ranks that read different samples.
     """
 
     def __init__(self, state: Any) -> None:
@@ -53,11 +53,11 @@ class Groups:
 
 
 def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
-    """Make Megatron's process groups over those of this process, once; a single process gets a group of its own.
+    """Create Megatron's process groups, once; a single process gets a new group.
 
     Args:
         plugin: has the degrees.
-        device: of this rank.
+        device: device of this rank.
     """
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -116,7 +116,7 @@ def _states_of(groups: Groups) -> str:
 
 
 def draws(groups: Groups) -> contextlib.AbstractContextManager[None]:
-    """Context in which a model is called: ranks that have other positions draw other random numbers."""
+    """Context for calling a model: ranks with different positions draw different random numbers."""
     if groups.cp_size == 1:
         return contextlib.nullcontext()
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -126,14 +126,14 @@ def draws(groups: Groups) -> contextlib.AbstractContextManager[None]:
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """The states of the generators that draw for what ranks of tensor parallelism divide, by Megatron's names."""
+    """States of the generators for tensors that tensor-parallel ranks divide, by Megatron's names."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Go back to what `random_states` returned, unless ranks divided sequences otherwise there."""
+    """Restore what `random_states` returned, unless sequences were divided differently there."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()

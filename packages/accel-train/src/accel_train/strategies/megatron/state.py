@@ -1,7 +1,7 @@
-"""What a rank holds of an engine's weights and optimizer states, under the names of the script's model.
+"""Saving and loading a rank's share of an engine's weights and optimizer states, by the names of the script's model.
 
-Weights are those that the optimizer updates: in float32 where the model computes in bfloat16. The distributed optimizer
-cuts flattened tensors between ranks wherever it must, so a rank's share is a run of a tensor's elements.
+Weights are those that the optimizer updates: in float32 if the model computes in bfloat16. The distributed optimizer
+cuts flattened tensors between ranks anywhere, so a rank's share is a range of a tensor's elements.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Known(NamedTuple):
 def run_parts(
     rule: Rule, dims: Dims, shape: Sequence[int], values: Tensor, start: int
 ) -> dict[str, list[Part]]:
-    """The boxes of the model's tensors that a run of one of Megatron's flattened tensors holds; views of `values`.
+    """Find the boxes of the model's tensors in a range of a flattened Megatron tensor; views of `values`.
 
     Args:
-        rule: of Megatron's tensor.
-        dims: what this rank's shares follow from.
-        shape: of Megatron's tensor on this rank.
-        values: the run, 1-D.
-        start: its first element in the flattened tensor.
+        rule: rule of Megatron's tensor.
+        dims: sizes that determine this rank's shares.
+        shape: shape of Megatron's tensor on this rank.
+        values: the elements of the range, 1-D.
+        start: index of the first one in the flattened tensor.
     """
     found: dict[str, list[Part]] = {}
     if not shape:  # one value, which cannot be cut
@@ -88,9 +88,9 @@ class EngineState:
 
     Args:
         built: the stage.
-        groups: this rank's place.
-        chunk: the stage within Megatron's data parallelism, or alone.
-        optimizer: Megatron's; None: the model is only evaluated.
+        groups: this rank's index in Megatron's process groups.
+        chunk: the stage, with or without Megatron's data-parallel wrapper.
+        optimizer: Megatron's optimizer; None: the model is only evaluated.
     """
 
     def __init__(self, built: Built, groups: Groups, chunk: Any, optimizer: Any) -> None:
@@ -158,7 +158,7 @@ class EngineState:
     # Weights
 
     def model_state(self) -> dict[str, Any]:
-        """What this rank holds, by the names of the script's model."""
+        """This rank's share of the weights, by the names of the script's model."""
         found: dict[str, list[Part]] = {}
         for rule, parameter in self._built.parameters():
             values, start = self._master(parameter)
@@ -172,7 +172,7 @@ class EngineState:
         return state
 
     def after_loading(self) -> None:
-        """Compute with the values that were filled in."""
+        """Update the weights that the model computes with, after values were filled in."""
         optimizer = self._optimizer
         if optimizer is not None and hasattr(optimizer, "_copy_main_params_to_model_params"):
             with torch.no_grad():
@@ -202,7 +202,7 @@ class EngineState:
         ]
 
     def use_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Note which parameters each group of the script's optimizer has; collective."""
+        """Record the parameters of each group of the script's optimizer; collective."""
         self.groups = [list(group) for group in groups]
         self.names = self._names()
 
@@ -275,7 +275,7 @@ class EngineState:
         """Check that `load_optimizer_state` can load a state; changes nothing.
 
         Raises:
-            StateMismatchError: it is of other parameters, groups them otherwise, or was saved without its state.
+            StateMismatchError: the parameters or their groups differ, or the optimizer was saved without its state.
         """
         check_groups(self.names, tree)
         if loads and tree.get(WITHOUT_STATE):
@@ -285,7 +285,7 @@ class EngineState:
             )
 
     def load_optimizer_state(self, base: torch.optim.Optimizer, tree: Mapping[str, Any]) -> None:
-        """Put back what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
+        """Load what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
         saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
         for group, names in zip(base.param_groups, self.names, strict=True):
             options = saved.get(frozenset(names), {})

@@ -47,17 +47,17 @@ class _Trained:
 
 
 class MegatronStates(EngineStates):
-    """What this rank's stage holds, under the names of the script's model."""
+    """Saves and loads the state of this rank's stage, by the names of the script's model."""
 
     strategy: MegatronStrategy
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds, by the names of the script's model; in float32 where the optimizer updates that."""
+        """This rank's share of the weights, by the names of the script's model; in float32 if the optimizer does so."""
         item = self.strategy.of_model(model)
         return super().model_state(model, named) if item is None else item.state.model_state()
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
-        """Why saved weights cannot be loaded to a model."""
+        """The reasons why saved weights cannot be loaded into a model."""
         item = self.strategy.of_model(model)
         if item is None:
             return super().misfits(model, weights, strict)
@@ -65,7 +65,7 @@ class MegatronStates(EngineStates):
         return leaf_misfits(own, weights, strict, own.keys() - _without_tied(own, weights.about).keys())
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
-        """Load weights; each rank reads what it holds."""
+        """Load weights; each rank reads its share."""
         item = self.strategy.of_model(model)
         if item is None:
             super().load_model_state(model, weights, strict)
@@ -97,7 +97,7 @@ class MegatronStates(EngineStates):
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
-        """Put an optimizer's state back, unless the plugin says `no_load_optim`."""
+        """Load an optimizer's state, unless the plugin says `no_load_optim`."""
         item = self.strategy.of_optimizer(optimizer)
         if item is None:
             super().load_optimizer_state(optimizer, tree, models)
@@ -105,11 +105,11 @@ class MegatronStates(EngineStates):
             item.state.load_optimizer_state(optimizer, tree)
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """The generators by which this rank drops elements of what it divides."""
+        """The states of the generators for dropout of tensors that this rank divides."""
         return {} if self.strategy.of_model(model) is None else {"random_states": random_states()}
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
+        """Load what `window_state` returned."""
         if self.strategy.of_model(model) is not None:
             restore_random_states(state.get("random_states", {}))
 
@@ -163,7 +163,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
-        """Make an engine of the model with its optimizer; without one it is only evaluated."""
+        """Create an engine for the model with its optimizer; without one it is only evaluated."""
         if not parts.models:
             return parts
         [model] = parts.models
@@ -291,17 +291,17 @@ class MegatronStrategy(EngineStrategy[_Trained]):
     # One micro-batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
-        """The engine computes gradients in forward, so it must know the factor before."""
+        """Pass the factor of the loss to the engine, which computes gradients in forward."""
         for item in self.made:
             item.engine.loss_factor = loss_factor
 
     def backward(
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
     ) -> None:
-        """Compute gradients, or account for those that the model's call has computed.
+        """Compute gradients, or account for those that calling the model has computed.
 
         Raises:
-            ArgumentTypeError: an argument of `Tensor.backward`.
+            ArgumentTypeError: an argument of `Tensor.backward` is given.
             PrepareError: the model was prepared without its optimizer, or the loss does not come from it.
         """
         if kwargs:
@@ -311,7 +311,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
             )
         if not any(item.gradients is not None for item in self.made):
             raise PrepareError(
-                "backward() was called, and no model was prepared with its optimizer, which Megatron needs to train "
+                "backward() was called, but no model was prepared with its optimizer, which Megatron needs to train "
                 "it. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
         if not loss.requires_grad:
@@ -324,7 +324,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
     # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply what waits."""
+        """Multiply waiting gradients."""
         wanted = {id(parameter) for parameter in parameters}
         for item in self.made:
             if item.gradients is not None and item.gradients.waiting and wanted & self._ids(item):
@@ -355,7 +355,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
     def clip_grad_norm_(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the norm of the gradients of all stages and ranks; returns the norm before, a plain 0-d tensor."""
+        """Clip the norm of the gradients of all stages and ranks; returns the norm before clipping, a 0-d tensor."""
         found = self._clipped(parameters)
         if found is None:
             return torch.zeros((), device=self.options.device)
