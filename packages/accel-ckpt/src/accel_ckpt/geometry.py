@@ -33,7 +33,7 @@ class Box(NamedTuple):
         return tuple(map(slice, self.offsets, self.ends))
 
     def within(self, offsets: Sequence[int]) -> Box:
-        """The same box, with offsets relative to ``offsets``."""
+        """Return the box with offsets relative to ``offsets``."""
         return Box(tuple(map(sub, self.offsets, offsets)), self.sizes)
 
     def meet(self, other: Box) -> Box | None:

@@ -110,7 +110,7 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """Where in the whole tensor the values belong."""
+        """The box of the values in the whole tensor."""
         return Box(self.offsets, tuple(self.tensor.shape))
 
     @property

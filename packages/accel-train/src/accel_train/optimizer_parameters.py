@@ -18,5 +18,5 @@ def parameters_of(*optimizers: Any) -> Iterator[Tensor]:
 
 
 def parameter_ids(*optimizers: Any) -> set[int]:
-    """The same by `id`, as parameters are told apart."""
+    """The `id`s of the parameters of all groups."""
     return {id(parameter) for parameter in parameters_of(*optimizers)}

@@ -153,7 +153,7 @@ class NotSaved:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     part = getattr(tensor, "to_local", None)
     return part() if part is not None else tensor
 

@@ -20,7 +20,7 @@ __all__ = ["BORROW_LOCK", "Borrowed", "OffloadedTensor", "TensorLocation", "tens
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a module holds a parameter or buffer."""
+    """The location of a parameter or buffer in a module."""
 
     name: str
     """Relative to the module whose locations were listed."""

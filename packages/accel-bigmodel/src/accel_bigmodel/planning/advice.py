@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def advised(self) -> Row | None:
-        """What to use: the cheapest row that fits, or one that needs no other package and sends little more."""
+        """The advised row: the cheapest that fits, or one that needs no other package and sends little more."""
         cheapest = next((row for row in self.rows if row.fits), None)
         if cheapest is None or not cheapest.kind.needs_package:
             return cheapest
@@ -140,7 +140,7 @@ def make_plan(
     batches: bool = True,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """What each rank holds under every strategy that can run, which of them fit, in the order of their cost.
+    """Plan the training: memory per rank under every strategy that can run, whether it fits, ordered by cost.
 
     The order: what stays on the devices before what is offloaded, what is computed once before what is recomputed, then
     less traffic, then strategies that need no other package. `Plan.advised` may prefer one of the latter.

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: counts of parameters, and how memory rises and falls in a training step.
+"""The shape of a model for a plan: counts of parameters, and the course of memory in a training step.
 
 Nothing here imports torch: sizes may come from the headers of files as well as from a model.
 """

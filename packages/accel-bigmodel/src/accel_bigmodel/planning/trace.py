@@ -1,4 +1,4 @@
-"""How memory rises and falls in a forward and backward, found by running them on tensors without values."""
+"""Tracing the course of memory in a forward and backward, by running them on tensors without values."""
 
 from __future__ import annotations
 

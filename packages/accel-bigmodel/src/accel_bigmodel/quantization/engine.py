@@ -33,7 +33,7 @@ class Engine(Protocol):
     """Attributes to set on the quantised model, which other libraries read."""
 
     def why_not(self, layer: nn.Linear, device: torch.device) -> str | None:
-        """Why a layer cannot be quantised on a device; ``None`` if it can."""
+        """The reason why a layer cannot be quantised on a device; ``None`` if it can."""
 
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> nn.Module:
         """A layer with the quantised ``weight`` that replaces ``layer`` and takes over its bias.
@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Shape and dtype of every piece of a quantised weight; a shape of ``None`` matches any."""
 
     def restore(self, layer: nn.Linear, pieces: Pieces, device: torch.device) -> nn.Module:
-        """As ``quantize``, for a weight that was saved after quantisation; shapes and dtypes were checked.
+        """Restore a weight that was saved after quantisation; shapes and dtypes were checked.
 
         Raises:
             QuantizationError: other metadata in the pieces does not match the configuration.

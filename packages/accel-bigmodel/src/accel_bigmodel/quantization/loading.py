@@ -170,11 +170,11 @@ class _QuantizingPlacer(Placer):
         return self._packed
 
     def home(self, target: LoadTarget) -> torch.device:
-        """As the device map says."""
+        """The device in the device map."""
         return self._devices_of.of(target.names[0])
 
     def dtype(self, step: Step) -> torch.dtype:
-        """As the configuration says."""
+        """The dtype in the configuration."""
         floating = step.target.tensor.dtype.is_floating_point
         if floating and is_named(step.target.names[0], self._keep):
             return torch.float32
@@ -199,7 +199,7 @@ class _QuantizingPlacer(Placer):
         return sorted(steps, key=lambda step: id(step.target.tensor) in self._waiting)
 
     def prepare_own(self) -> None:
-        """As ``prepare``, for the model's own weights."""
+        """Do the same as ``prepare`` for the model's own weights."""
         self._refuse_homeless(
             name
             for name, tensor in self._model.named_parameters()

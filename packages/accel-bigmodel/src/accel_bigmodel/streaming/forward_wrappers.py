@@ -19,7 +19,7 @@ __all__ = ["ForwardWrapper", "WeightStream", "wrappers_of"]
 
 
 class WeightStream(Protocol):
-    """What a wrapper calls around a forward; :class:`~accel_bigmodel.streaming.streamer.Streamer` implements it."""
+    """The methods that a wrapper calls around a forward, as :class:`~accel_bigmodel.streaming.streamer.Streamer` has."""
 
     turn: threading.RLock
     """Held during a forward, before ``lock``: models that share weights run one at a time."""
@@ -28,7 +28,7 @@ class WeightStream(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights go."""
+        """The device that weights are copied to."""
 
     def is_running(self) -> bool:
         """Whether this thread is in a forward of the model."""

@@ -1,4 +1,4 @@
-"""Where each tensor of a group is in a slot: offsets, shapes and strides. No device memory is touched here."""
+"""The layout of a group's tensors in a slot: offsets, shapes and strides. No device memory is touched here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def aligned(nbytes: int) -> int:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where the memory of a tensor begins; ``None`` for tensors without storage, such as sparse and wrapper tensors."""
+    """The address of a tensor's memory; ``None`` for tensors without storage, such as sparse and wrapper tensors."""
     try:
         return tensor.untyped_storage().data_ptr()
     except NotImplementedError:

@@ -310,7 +310,7 @@ class Streamer:
     @outside_graphs
     @_outside_transforms
     def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
-        """It ended. After the outermost forward all copies are dropped, because users may change weights.
+        """End the forward. After the outermost forward all copies are dropped, because users may change weights.
 
         Args:
             outermost: it is not inside another module's forward.

@@ -26,7 +26,7 @@ class Pending(Protocol):
         """Make later computation of this thread see the copied values; raise the error of a failed copy."""
 
     def settle(self) -> None:
-        """As ``wait``, but ignore whether the copy failed."""
+        """Wait like ``wait``, but ignore whether the copy failed."""
 
     def cancel(self) -> None:
         """Skip the copy if it has not begun; it is no longer needed."""

@@ -1,10 +1,10 @@
-"""What saving, loading and pruning ask of the place where a checkpoint lies, and the steps of every commit.
+"""The interface of folders of checkpoints, for saving, loading and pruning, and the steps of every commit.
 
 A checkpoint exists completely or not at all. A save is a `Transaction` of these steps, each of which succeeds on all
 ranks or fails on all of them:
 
-begin (look at the destination, remove what dead saves left, reserve a scratch) → every rank writes its files there →
-all ranks report → the leading rank writes the manifest last, and the checkpoint has its name.
+begin (check the destination, remove leftovers of dead saves, reserve a scratch folder) → every rank writes its files
+there → all ranks report → the leading rank writes the manifest last, and the checkpoint gets its name.
 
 `local.py` does this with folders of a file system, `objects/` with object storage, which has neither renames nor
 locks. `find.py` decides which of the two a path needs.
@@ -43,22 +43,22 @@ _CONTRIBUTION = {"files": {OTHERS: _RECORD}, "models": [[str]]}
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank wrote."""
+    """The files that one rank wrote."""
 
     files: Mapping[str, FileRecord]
     models: tuple[tuple[str, ...], ...] = ()
     """Per model, its files; from the ranks that write models."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As data, for the other ranks."""
+        """Convert to plain data, for the other ranks."""
         return {"files": {name: asdict(record) for name, record in self.files.items()}, "models": self.models}
 
     @classmethod
     def from_plain(cls, data: Any) -> Contribution:
-        """What `to_plain` of another rank returned.
+        """Convert back from the `to_plain` of another rank.
 
         Raises:
-            CorruptCheckpointError: something else.
+            CorruptCheckpointError: the data have another form.
         """
         check_form(data, _CONTRIBUTION, "what a rank says that it wrote")
         files = {
@@ -73,11 +73,11 @@ class Transaction(ABC):
     Every method but `abort` is collective; one that raises has aborted the transaction, on all ranks.
 
     Args:
-        directory: the final name, absolute.
-        token: what tells this save from all others; the leading rank's replaces it.
+        directory: the final path, absolute.
+        token: unique identifier of this save; replaced by the leading rank's.
         leader: whether this rank coordinates the save.
         coordinator: the ranks.
-        disk: what files are written with.
+        disk: the file system to write to.
     """
 
     runs_thread_pools: ClassVar[bool] = False
@@ -95,19 +95,19 @@ class Transaction(ABC):
         self.scratch = directory
         """The folder to which this rank writes until the checkpoint is complete; known once it is begun."""
         self.prepared: list[Any] = []
-        """What the ranks made ready when this began."""
+        """The results of `prepare` of all ranks, from `begin`."""
         self._own = Contribution({})
         self._complete = False
 
     def begin(self, prepare: Callable[[], Any], *, one_folder: bool = True) -> None:
-        """Reserve the scratch.
+        """Reserve the scratch folder.
 
         Args:
-            prepare: called on every rank in the same exchange; what the ranks returned (plain data) is `prepared`.
+            prepare: called on every rank in the same exchange; the results of all ranks (plain data) are `prepared`.
             one_folder: all ranks save to the same folder.
 
         Raises:
-            CheckpointSaveError: the destination cannot be saved to, or ranks name different ones.
+            CheckpointSaveError: the destination cannot be written, or ranks name different ones.
         """
 
         def open_and_prepare() -> tuple[str, str, Any]:
@@ -126,7 +126,7 @@ class Transaction(ABC):
         self.prepared = [prepared for _, _, prepared in answers]
 
     def together(self, step: Callable[[], T]) -> list[T]:
-        """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
+        """Run a step on every rank and return the results of all ranks (plain data); abort if one fails."""
         try:
             return run_together(
                 step,
@@ -139,14 +139,14 @@ class Transaction(ABC):
             raise
 
     def complete(self, write: Callable[[Path], Contribution]) -> Path:
-        """Write this rank's files; when all ranks have, give the checkpoint its name, which is returned.
+        """Write this rank's files; when all ranks have written, give the checkpoint its name, which is returned.
 
         Args:
-            write: writes this rank's files into the folder that it is given, with `disk`, and says what they are. It
+            write: writes this rank's files into the given folder, with `disk`, and returns a description of them. It
                 may leave more files there; they become part of the checkpoint.
 
         Raises:
-            CheckpointSaveError: this rank or another one failed; what was there before is unchanged.
+            CheckpointSaveError: this rank or another one failed; an earlier checkpoint is unchanged.
         """
         try:
             answers = self.together(lambda: self._report(write))
@@ -220,7 +220,7 @@ class OpenFolder:
     """Its name."""
     manifest: Manifest
     files: Path
-    """The folder of its files on this machine, which are there once `checks` was told of them."""
+    """The folder of its files on this machine; files exist there once `checks` was called for them."""
     checks: FileChecks
     """Called before anything is read: compares checksums, or fetches what will be read."""
     checksum: Callable[[str], str | None]
@@ -230,7 +230,7 @@ class OpenFolder:
 
 
 class Folder(ABC):
-    """A path or URI at which a checkpoint, weights or numbered checkpoints lie, or will.
+    """A path or URI of a checkpoint, of weights, or of numbered checkpoints, which may not exist yet.
 
     Args:
         path: as the user gave it, or a URI.
@@ -241,7 +241,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def absolute(self) -> Path:
-        """The same for every working directory."""
+        """The absolute path, which does not depend on the working directory."""
 
     @property
     @abstractmethod
@@ -268,7 +268,7 @@ class Folder(ABC):
             prepare: called on every rank in the same exchange.
 
         Raises:
-            CheckpointSaveError: it cannot begin, here or on another rank; nothing is changed.
+            CheckpointSaveError: the save cannot begin, here or on another rank; nothing is changed.
         """
 
     @abstractmethod
@@ -276,8 +276,8 @@ class Folder(ABC):
         """Open the checkpoint that is here.
 
         Raises:
-            CheckpointNotFoundError: there is none, or it is not complete.
-            CheckpointVersionError: it was written by a newer version.
+            CheckpointNotFoundError: there is no checkpoint, or it is not complete.
+            CheckpointVersionError: a newer version wrote it.
             CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
         """
 
@@ -291,20 +291,20 @@ class Folder(ABC):
 
     @abstractmethod
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
-        """Whatever is called ``<prefix><n>`` in it with n of at least `number`, in rising order."""
+        """List everything in it named ``<prefix><n>`` with n of at least `number`, in rising order."""
 
     @abstractmethod
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
-        """Remove the oldest complete checkpoints until `keep` are left; what cannot be removed is a warning."""
+        """Remove the oldest complete checkpoints until `keep` are left; warns of those that cannot be removed."""
 
     # Weights and single files, for other programs to read
 
     @abstractmethod
     def check_for_weights(self) -> None:
-        """Refuse to write weights where a file or a training state is.
+        """Refuse to write weights over a file or a training state.
 
         Raises:
-            CheckpointSaveError: one is there, or the place cannot be read.
+            CheckpointSaveError: the path is one of these, or cannot be read.
         """
 
     @abstractmethod
@@ -331,7 +331,7 @@ class Folder(ABC):
 
     @abstractmethod
     def file(self, name: str) -> AbstractContextManager[Path]:
-        """A file in it as one of this machine, inside the block; what is mapped stays readable.
+        """Context with a local copy of a file in it; a mapped file stays readable afterwards.
 
         Raises:
             CheckpointNotFoundError: there is no such object.
@@ -339,8 +339,8 @@ class Folder(ABC):
 
     @abstractmethod
     def local_weights(self) -> tuple[Path, Callable[[], object]]:
-        """The weights here, which may be those of a training state, in files of this machine.
+        """Make the weights here, also those of a training state, available as local files.
 
         Returns:
-            The local file or folder, and what removes it; until then, and while somebody holds that, it is there.
+            The local file or folder, and an object that removes it; it exists as long as that object is in use.
         """

@@ -43,12 +43,12 @@ def _host() -> str:
 
 
 def temporary_name(directory: Path, token: str) -> Path:
-    """Where a save of ``directory`` writes until it is complete; every rank that knows the token finds it."""
+    """The temporary folder of a save of ``directory``; every rank that knows the token can compute it."""
     return directory.with_name(f".{directory.name}.saving-{token}")
 
 
 def previous_name(directory: Path, token: str) -> Path:
-    """Where the old folder waits during a swap in two steps."""
+    """The name of the old folder during a swap in two steps."""
     return directory.with_name(f".{directory.name}.previous-{token}")
 
 
@@ -101,18 +101,18 @@ def host_token(random: str) -> str:
 
 
 def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
-    """Remove what dead saves left in a folder of checkpoints, with a warning that names each.
+    """Remove the temporary folders of dead saves from a folder of checkpoints, with a warning that names each.
 
-    A folder whose save is alive stays; if it was made but not yet locked, its save makes it again. Whether a save of
-    another machine is alive cannot be known; its folder stays for a day.
+    A folder whose save is alive stays; if it was created but not yet locked, its save creates it again. Whether a save
+    of another machine is alive cannot be known; its folder stays for a day.
 
     Args:
         parent: the folder that holds the checkpoints.
         now: the file system's own time, in seconds since the epoch.
-        disk: where.
+        disk: the file system.
 
     Returns:
-        What was removed. What cannot be removed stays, with a warning, until a later save can.
+        The removed folders. Others that cannot be removed stay, with a warning, until a later save removes them.
     """
     removed = []
     for path, name, kind, token in _leftovers(parent):
@@ -132,12 +132,12 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
 
 
 def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:
-    """Remove a folder that nobody needs any more. If that fails, a warning names it, and later saves try again.
+    """Remove a folder that is no longer needed. If that fails, a warning names it, and later saves try again.
 
-    A save does not fail for what is older than it: a file of another user, or one that is open on NFS.
+    A save does not fail because of older files, such as a file of another user, or one that is open on NFS.
 
     Returns:
-        Whether it is gone.
+        Whether the folder was removed.
     """
     try:
         disk.remove_tree(path)
@@ -193,7 +193,7 @@ def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether nobody on this machine holds the lock of a folder; False where locks do not exist."""
+    """Whether no process on this machine holds the lock of a folder; False if locks are not supported."""
     if fcntl is None:
         return False
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -239,7 +239,7 @@ def _is(directory: Path, descriptor: int) -> bool:
 
 
 def restore_interrupted_swaps(parent: Path, disk: Disk = LOCAL) -> None:
-    """Give old checkpoints their names back where a swap in two steps died between the steps."""
+    """Restore the names of old checkpoints after a swap in two steps was interrupted between the steps."""
     if not parent.is_dir():
         return
     for path, name, kind, token in _leftovers(parent):

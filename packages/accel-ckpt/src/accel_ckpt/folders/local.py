@@ -51,7 +51,7 @@ class LocalFolder(Folder):
 
     @property
     def on_this_machine(self) -> bool:
-        """It is."""
+        """True: a file system's path is on this machine."""
         return True
 
     def begin(
@@ -68,7 +68,7 @@ class LocalFolder(Folder):
         return transaction
 
     def open(self, verify: bool) -> OpenFolder:
-        """Its files are read where they are."""
+        """Open the checkpoint; its files are read in place."""
         folder = self.absolute
         restore_interrupted_swaps(folder.parent)
         manifest = Manifest.read(folder)
@@ -88,7 +88,7 @@ class LocalFolder(Folder):
         )
 
     def is_complete(self) -> bool:
-        """It has a readable manifest, and every file that it lists with its size."""
+        """Whether its manifest is readable, and every listed file exists with its size."""
         try:
             Manifest.read(self.path).check_sizes(self.path)
         except CheckpointError as error:
@@ -104,7 +104,7 @@ class LocalFolder(Folder):
         return [path for _, path in self._numbered(prefix) if LocalFolder(path).is_complete()]
 
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
-        """Complete or not."""
+        """List checkpoints, complete or not, from a number on."""
         return [path for found, path in self._numbered(prefix) if found >= number]
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:

@@ -48,13 +48,13 @@ _PATIENCE = 30.0
 
 
 class LocalTransaction(Transaction):
-    """One rank's part in a commit; the scratch is a hidden folder beside the final one, which all ranks see.
+    """One rank's part in a commit; the scratch folder is a hidden one beside the final folder, which all ranks see.
 
     Args:
-        directory: the final name, absolute; the same on every rank, or with `each_node` on every rank of a node.
+        directory: the final path, absolute; the same on every rank, or with `each_node` on every rank of a node.
         coordinator: the ranks.
         each_node: one rank of every node commits a folder of its node.
-        disk: where.
+        disk: the file system to write to.
     """
 
     def __init__(self, directory: Path, coordinator: Coordinator, each_node: bool, disk: Disk) -> None:
@@ -289,7 +289,7 @@ def _sync_tree(folder: Path, disk: Disk) -> None:
 
 
 def swap(new: Path, directory: Path, disk: Disk) -> Path:
-    """Put ``new`` in the place of an existing folder, whose lock is held; returns where the old one is now."""
+    """Replace an existing folder, whose lock is held, by ``new``; returns the new path of the old one."""
     if disk.exchange(new, directory):
         return new
     old = previous_name(directory, new.name.partition(".saving-")[2] or host_token(secrets.token_hex(6)))

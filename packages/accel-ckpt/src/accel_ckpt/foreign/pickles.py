@@ -80,23 +80,23 @@ def unpickle(
     mapped: bool = False,
     stand_ins: Sequence[tuple[type, str]] = (),
 ) -> Any:
-    """Read what ``torch.save`` wrote, to the CPU.
+    """Read a file of ``torch.save``, to the CPU.
 
     Without ``trusted`` only tensors, plain data and NumPy arrays of plain types are built, and nothing is
     called.
 
     Args:
         source: a file, or an open one.
-        what: what is read, for messages.
-        trusted: build whatever objects the file describes. That can run any code: only for files that come
+        what: description of the source, for messages.
+        trusted: build all objects that the file describes. That can run any code: only for files that come
             from yourself.
         opt_in: the argument by which a user allows this, for messages; empty if there is none.
         mapped: map the tensors of a file privately instead of reading them, where its layout allows.
         stand_ins: classes that take the place of those that the file names, by full name.
 
     Raises:
-        UnsafeCheckpointError: reading it would call something that is not on the list.
-        CorruptCheckpointError: it is truncated, changed, or not such a file.
+        UnsafeCheckpointError: reading the file would call a function that is not allowed.
+        CorruptCheckpointError: the file is truncated, changed, or not of ``torch.save``.
     """
     if isinstance(source, Path):
         if not source.is_file():

@@ -118,7 +118,7 @@ class PiecedWeights:
 
     @property
     def about(self) -> Mapping[str, PiecedTensor]:
-        """What has the shape and dtype of every tensor, under every name."""
+        """Shape and dtype of every tensor, under every name."""
         return {**self.tensors, **{alias: self.tensors[name] for alias, name in self.aliases.items()}}
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -98,12 +98,12 @@ def _has_weights(folder: Path) -> bool:
 
 
 def open_pieces(source: Source) -> PiecedWeights:
-    """Open weights so that a tensor, or where it is cut by rows a piece of it, is in memory at a time.
+    """Open weights so that only one tensor, or one piece of a tensor that is cut by rows, is in memory at a time.
 
     Raises:
         CorruptCheckpointError: a file is damaged, or pieces are missing.
         UnsafeCheckpointError: a file would run code.
-        CheckpointNotFoundError: the folder holds something else than a model.
+        CheckpointNotFoundError: the folder does not hold a model.
     """
     if isinstance(source, WeightFiles):
         if len(source.files) == 1:
@@ -125,10 +125,10 @@ def source_of(folder: Path, names: Sequence[str]) -> Source:
 
 
 def refuse_several_models(folder: Path) -> None:
-    """Say which file to pass if a training state holds more than one model.
+    """Refuse a training state with more than one model, with an error that says which file to pass.
 
     Raises:
-        CheckpointNotFoundError: it does.
+        CheckpointNotFoundError: the state holds several models.
     """
     if not (folder / MANIFEST_NAME).is_file():
         return

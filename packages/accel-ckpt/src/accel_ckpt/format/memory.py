@@ -182,7 +182,7 @@ def map_file(path: Path, size: int) -> torch.Tensor:
 
 
 def map_whole(path: Path) -> torch.Tensor | None:
-    """The same for all of a file; ``None`` if it is empty or cannot be mapped. Reading it says why, if it fails too."""
+    """Map a whole file; ``None`` if it is empty or cannot be mapped. Reading it says why, if it fails too."""
     try:
         return map_file(path, path.stat().st_size)
     except (OSError, ValueError):

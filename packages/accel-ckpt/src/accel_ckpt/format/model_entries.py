@@ -23,7 +23,7 @@ _BESIDE = re.compile(
 
 
 def nested_keys(content: Mapping[Any, Any], above: Key = ()) -> dict[Key, Any]:
-    """What is in nested dictionaries, by the keys that lead there."""
+    """Flatten nested dictionaries to their values by the path of keys."""
     found: dict[Key, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value and len(above) < 8:

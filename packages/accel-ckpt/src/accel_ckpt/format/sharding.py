@@ -1,4 +1,4 @@
-"""Where the entries of a safetensors file belong in larger tensors.
+"""Positions of a safetensors file's entries in larger tensors.
 
 The metadata has the key and the fields that torch's ``HuggingFaceStorageReader`` reads, so that it can read the files,
 too; therefore a file holds at most one box of a tensor, under the tensor's name.
@@ -37,7 +37,7 @@ def is_divided(header: Header) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in its tensor an entry of a file belongs."""
+    """The position of a file's entry in its tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...] | None
@@ -45,7 +45,7 @@ class Place:
 
 
 def places_of(header: Header) -> dict[str, Place]:
-    """Where every entry of a safetensors file belongs; each is a whole tensor unless its metadata gives a place.
+    """Find the position of every entry of a safetensors file; an entry is a whole tensor unless the metadata has one.
 
     Raises:
         CorruptCheckpointError: the metadata does not fit the entries.

@@ -239,7 +239,7 @@ class PlannedFile:
     """Of the state dicts of modules, for a file of ``torch.save``; in others they are metadata."""
 
     def content(self) -> dict[str, Any]:
-        """What ``torch.save`` writes."""
+        """The object that ``torch.save`` writes."""
         return with_versions({**compact(self.tensors), **self.extra}, self.versions)
 
     def write(self, path: Path, disk: Disk = LOCAL) -> FileRecord:

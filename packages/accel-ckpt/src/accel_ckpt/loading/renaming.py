@@ -1,7 +1,7 @@
-"""Weights whose names in files are not those of the model: renamed and converted as the library of the model does it.
+"""Renaming and converting weights whose names in files are not those of the model, by the rules of the model's library.
 
-transformers keeps rules for models whose modules have changed since their checkpoints were written, and applies them in
-``from_pretrained``. Its function is asked for them where a model is of its classes; nothing is imported here.
+transformers has rules for models whose modules have changed since their checkpoints were written, and applies them in
+``from_pretrained``. For models of its classes its function returns these rules; nothing is imported here.
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ class _Conversion:
 def renamed_weights(
     model: nn.Module, source: WeightSource, names: Mapping[str, str], known: Collection[str]
 ) -> WeightSource:
-    """The weights by the names of the model, if it has rules for others and the checkpoint holds others.
+    """Rename weights to the names of the model, if the checkpoint has other names and the model has rules for them.
 
     Args:
-        model: whose class says how its checkpoints are named.
+        model: its class has the rules for names in checkpoints.
         source: the weights.
-        names: as they are in the checkpoint → canonical.
+        names: names in the checkpoint → canonical names.
         known: names of the model.
 
     Raises:
-        StateMismatchError: a rule of the model cannot make what it should of tensors of these shapes.
+        StateMismatchError: a rule of the model cannot convert tensors of these shapes.
     """
     if all(name in known for name in names.values()):
         return source
@@ -160,7 +160,7 @@ class RenamedWeights:
         model: passed to its rules.
         source: the weights as they are saved.
         plain: name of the model → name in the checkpoint.
-        conversions: what is made of others.
+        conversions: tensors that are made from others.
 
     Raises:
         StateMismatchError: a conversion does not take tensors of these shapes.
@@ -195,7 +195,7 @@ class RenamedWeights:
         self.fingerprint = source.fingerprint
 
     def is_mapped(self, name: str) -> bool:
-        """What a conversion made has memory of its own."""
+        """Whether a tensor is a view of a file; the result of a conversion has its own memory."""
         return name not in self._by and self._source.is_mapped(self._plain[name])
 
     def begin(self, names: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ class RenamedWeights:
         return self._made.pop(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Of pairs that were not made by conversions, which are compared nowhere else either."""
+        """Find pairs whose values differ, except results of conversions, which are not compared."""
         raw = {
             (self._plain[one], self._plain[other]): (one, other)
             for one, other in pairs

@@ -1,4 +1,4 @@
-"""Weights as the modules of a model translate them, by ``_load_from_state_dict`` and hooks of their own."""
+"""Weights that the modules of a model translate, by their ``_load_from_state_dict`` and hooks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _UNFILLED = 0xA5
 
 
 def translating_modules(tensors: ModelTensors, names: Mapping[str, str]) -> list[Prefixed]:
-    """The topmost modules that load their state dict otherwise than torch's modules do, or whose children may.
+    """Find the topmost modules that override how torch's modules load a state dict, or whose children may.
 
-    Those of ``torch.nn`` translate older forms, as of BatchNorm and weight norm; they are left out where the names are
-    those of the module.
+    Modules of ``torch.nn`` translate older forms, such as those of BatchNorm and weight norm; they are left out if the
+    names are already those of the module.
 
     Args:
-        tensors: of the model.
-        names: of the checkpoint: as they are there → canonical.
+        tensors: tensors of the model.
+        names: names in the checkpoint → canonical names.
     """
     found: list[Prefixed] = []
     saved: dict[str, set[str]] | None = None
@@ -314,7 +314,7 @@ class Translation:
 
     @property
     def fingerprint(self) -> str:
-        """Of the files, and of what the modules made."""
+        """Identifies the files, and the tensors that modules made."""
         if not self._made:
             return self._base.fingerprint
         hashed = xxhash.xxh3_128(self._base.fingerprint.encode())

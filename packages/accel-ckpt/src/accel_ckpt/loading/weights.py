@@ -159,7 +159,7 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 class _Files:
-    """What all weights in local files have in common."""
+    """Base of all weights in local files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files

@@ -33,7 +33,7 @@ def versions_of(state_dict: Mapping[str, Any]) -> dict[str, int]:
 
 
 def with_versions(state_dict: Mapping[str, T], versions: Mapping[str, int]) -> dict[str, T]:
-    """The same entries, as a state dict that carries these versions where torch looks for them."""
+    """Make a state dict with the same entries, which has these versions where torch looks for them."""
     if not versions:
         return dict(state_dict)
     found: Any = OrderedDict(state_dict)

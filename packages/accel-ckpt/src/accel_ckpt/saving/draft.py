@@ -1,8 +1,8 @@
-"""What a rank writes of a training state.
+"""Planning the files that a rank writes of a training state.
 
-A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the tensors that it holds like all
-others and of its parts of divided tensors; from all offers each rank computes the same *plan*, the files that it
-writes. Between plan and writing the tensors may be copied (staged), so that training can continue.
+A *draft* is the encoded state of this rank. Each draft makes an *offer*: the tensors that the rank holds like all
+others, and its parts of divided tensors. From all offers each rank computes the same *plan*: the files that it writes.
+Between plan and writing the tensors may be copied (staged), so that training can continue.
 
 The leading rank writes whole weights: buffers differ between ranks, and users want one file. Of equal parts of a
 divided tensor one holder writes.
@@ -51,7 +51,7 @@ _SAMPLES = 256
 
 
 class Offer(TypedDict):
-    """What the other ranks must know of a draft; plain data, because it is sent to all ranks."""
+    """Description of a draft for the other ranks; plain data, because it is sent to all ranks."""
 
     load: int
     """Bytes that this rank writes in any case."""
@@ -102,7 +102,7 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True)
 class StateDraft:
-    """What this rank holds, encoded; see ``save_training_state`` for the parts."""
+    """The encoded state of this rank; see ``save_training_state`` for the parts."""
 
     rank: int
     leads: bool
@@ -166,7 +166,7 @@ class StateDraft:
         return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors, versions)
 
     def offer(self) -> Offer:
-        """What the other ranks must know to compute the plan."""
+        """Make the description from which the other ranks compute the plan."""
         alone = [t for model in self.models for file in model.files for t in file.tensors.values()]
         alone += self.own.values()
         if self.leads:

@@ -1,4 +1,4 @@
-"""Replicas that have drifted apart: found when a state is saved, of which one rank's values are written."""
+"""Detecting replicas that have drifted apart, when a state is saved with only one rank's values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DIGITS = 8  # per tensor: ranks exchange the marks at every save
 
 
 def replica_marks(tensors: Sequence[torch.Tensor]) -> str:
-    """What tells the tensors of one replica from another's: 8 digits each, of a hash of samples.
+    """Marks that differ if the tensors of replicas differ: 8 digits each, of a hash of samples.
 
-    Tensors of other classes than torch's, and what has no memory, are not compared.
+    Tensors of other classes than torch's, and tensors without memory, are not compared.
     """
     samples = {index: tensor.detach() for index, tensor in enumerate(tensors) if _is_plain(tensor)}
     dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in samples.values()]
@@ -34,9 +34,9 @@ def warn_of_drift(what: str, names: Sequence[str], marks: Sequence[str]) -> None
     """Warn if the tensors of replicas differ.
 
     Args:
-        what: of what they are replicas, for the message.
-        names: of the tensors, in the order of the marks.
-        marks: what `replica_marks` gave on each rank.
+        what: the object that is replicated, for the message.
+        names: names of the tensors, in the order of the marks.
+        marks: the result of `replica_marks` on each rank.
     """
     others = {rank: found for rank, found in enumerate(marks) if found != marks[0]}
     if not others:
@@ -54,7 +54,7 @@ def warn_of_drift(what: str, names: Sequence[str], marks: Sequence[str]) -> None
         problem = f"{differ[0]} (the first of {len(differ)} tensors) has other values on rank {ranks} than on rank 0"
     warnings.warn(
         f"the replicas of {what} have drifted apart: {problem}. The checkpoint holds those of rank 0, and a run that "
-        "loads it continues with them on all ranks. Replicas stay equal where every rank calls the wrapped model, "
+        "loads it continues with them on all ranks. Replicas stay equal if every rank calls the wrapped model, "
         "whose backward averages gradients, and changes weights alike",
         stacklevel=2,
     )

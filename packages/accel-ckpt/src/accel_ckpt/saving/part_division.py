@@ -1,4 +1,4 @@
-"""Who writes which part of the tensors that are divided among ranks."""
+"""Deciding which rank writes which part of divided tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PartsByStem: TypeAlias = Mapping[str, Mapping[str, Sequence[Part]]]
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor; plain data, because it is sent to all ranks."""
+    """The parts of a tensor that a rank holds; plain data, because it is sent to all ranks."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -50,7 +50,7 @@ class PartKey(NamedTuple):
 
 
 def describe_parts(parts: PartsByStem) -> dict[str, dict[str, Held]]:
-    """What the other ranks must know of this rank's parts."""
+    """Describe this rank's parts for the other ranks."""
     return {stem: {name: _held(found) for name, found in named.items()} for stem, named in parts.items()}
 
 
@@ -129,10 +129,10 @@ def _agreed_ties(
 
 
 def check_cover(name: str, holders: Sequence[tuple[int, Held]]) -> None:
-    """Check that what ranks hold of a tensor makes up all of it.
+    """Check that the parts of all ranks together make up a whole tensor.
 
     Raises:
-        UnsupportedValueError: names what is missing, or who disagrees.
+        UnsupportedValueError: names the missing part, or the ranks that disagree.
     """
     for what in ("shape", "dtype"):
         found = {value: position for position, h in holders if (value := getattr(h, what)) or what == "shape"}
@@ -195,7 +195,7 @@ def _by_holders(item: tuple[tuple[int, ...], Any]) -> tuple[int, ...]:
 
 
 def files_of(keys: Iterable[PartKey], stem: str) -> int:
-    """How many files of a stem a rank needs for its parts: the most parts that it writes of one tensor."""
+    """Number of files of a stem that a rank needs for its parts: the most parts that it writes of one tensor."""
     counts: dict[str, int] = {}
     for key in keys:
         if key.stem == stem:

@@ -72,7 +72,7 @@ class StateCollector(Protocol):
         """Take what belongs to one moment; returns plain data for the other ranks. If it fails, then on all ranks."""
 
     def content(self, collected: Sequence[Any]) -> StateContent:
-        """What this rank saves.
+        """Return the content that this rank saves.
 
         Args:
             collected: what ``collect`` returned on each rank.

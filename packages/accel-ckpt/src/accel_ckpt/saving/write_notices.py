@@ -103,7 +103,7 @@ class Call:
 
 
 def collectives_so_far() -> int:
-    """How many collectives of all ranks this rank has begun; the same on all ranks at a line."""
+    """Number of collectives of all ranks that this rank has begun; the same on all ranks at a line."""
     from accel_state.communication.torch_collectives import counters
 
     channel = PartialState().channel()

@@ -275,7 +275,7 @@ def _step_of(path: Path) -> int:
 
 
 class _Collector:
-    """What one save collects."""
+    """Collects the content of one save."""
 
     each_node = False
 
@@ -317,7 +317,7 @@ class _Collector:
         return replicas, {path: RankTree.of(path, tree).marks for path, tree in shared.items()}
 
     def content(self, collected: Sequence[Any]) -> StateContent:
-        """What was taken."""
+        """Return the collected content."""
         assert self._content is not None, "collected before"
         if self._owner.is_leader:
             for path, module in self._replicas.items():
@@ -383,7 +383,7 @@ class _State:
         return trees.shared
 
     def compared(self, dumped: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the dumped trees those that are to be the same on all ranks: data, and objects but optimizers."""
+        """The dumped trees that must be the same on all ranks: data, and objects except optimizers."""
         return {**dumped[_ABOUT]["values"], **{path: dumped[path] for path in self._objects}}
 
     def restore(

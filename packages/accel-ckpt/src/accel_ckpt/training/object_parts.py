@@ -105,7 +105,7 @@ class OptimizerPart(StatePart):
         yield self.name
 
     def read(self, saved: SavedTrees) -> Any:
-        """Its tree, whose tensors may not have been read yet."""
+        """Read the tree of the optimizer, whose tensors may not have been read yet."""
         return saved.shared[self.name]
 
     def check(self, taken: Any, saved: SavedTrees) -> None:
@@ -137,7 +137,7 @@ class ObjectPart(StatePart):
         yield self.name
 
     def read(self, saved: SavedTrees) -> Any:
-        """Its tree."""
+        """Read the tree of the object."""
         return saved.shared[self.name]
 
     def load(self, taken: Any, saved: SavedTrees) -> None:

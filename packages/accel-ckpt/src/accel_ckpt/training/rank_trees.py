@@ -1,4 +1,4 @@
-"""Shared trees of which ranks have their own: compared, saved beside the one that is saved for all, put together."""
+"""Shared trees that differ between ranks: comparing them, saving the differences, and restoring each rank's tree."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FORM = {"text": str, "tensors": {OTHERS: torch.Tensor}}
 
 @dataclass(frozen=True, slots=True)
 class RankTree:
-    """What a rank holds of one shared tree.
+    """One rank's version of a shared tree.
 
     Args:
-        name: of the tree.
+        name: name of the tree.
         text: its JSON.
-        tensors: its whole tensors by their names in the JSON; what is divided among ranks belongs to all of them.
-        marks: what ranks exchange to compare their trees: a checksum of the text, then one of each tensor.
+        tensors: its whole tensors by their names in the JSON; divided tensors belong to all ranks.
+        marks: checksums with which ranks compare their trees: one of the text, then one of each tensor.
     """
 
     name: str
@@ -47,7 +47,7 @@ class RankTree:
         """Encode a tree. Reads every tensor: a difference in a single element is one.
 
         Raises:
-            UnsupportedValueError: it holds something that cannot be saved exactly; names the path to it.
+            UnsupportedValueError: a value cannot be saved exactly; names its path.
         """
         encoded, leaves = encode_trees({name: tree})
         whole = {
@@ -57,10 +57,10 @@ class RankTree:
         return cls(name, encoded.decode(), whole, (xxhash.xxh3_64_hexdigest(encoded), *marks))
 
     def beside(self, marks: Sequence[str]) -> dict[str, Any] | None:
-        """What this rank saves of its own: the text, and the tensors that differ; None if nothing does.
+        """The differences that this rank saves: the text, and the tensors that differ; None if nothing does.
 
         Args:
-            marks: those of the rank whose tree is saved for all.
+            marks: marks of the rank whose tree is saved for all.
         """
         if tuple(marks) == self.marks:
             return None
@@ -121,7 +121,7 @@ def ranks_that_differ(marks: Sequence[Marks], first: int) -> dict[str, list[int]
 
 
 def mark_of(name: str, tensor: torch.Tensor) -> str:
-    """What tells a named tensor from another one: a checksum of its name, dtype, shape and every byte of its values."""
+    """Checksum of a named tensor: of its name, dtype, shape and every byte of its values."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     digest = xxhash.xxh3_64(f"{name} {plain.dtype} {tuple(plain.shape)} ".encode())
     digest.update(as_bytes(plain))

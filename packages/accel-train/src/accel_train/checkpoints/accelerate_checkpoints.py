@@ -121,7 +121,7 @@ def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
 
 
 def trees(directory: Path) -> list[str]:
-    """What ranks share in a checkpoint, beside weights, by the names that states of ours give it."""
+    """Read the shared trees of a checkpoint, besides weights, under this library's names."""
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory)
     counts = checkpoint.parts()
     kinds = {name: kind for kind, name in _NAMES.items()}

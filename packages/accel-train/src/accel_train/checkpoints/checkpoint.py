@@ -376,7 +376,7 @@ def refuse_used_folder(prepared: Prepared) -> None:
 
 
 def _in_agreement(step: Callable[[], T], ranks: accel_ckpt.Coordinator, place: str | Path | None) -> T:
-    """What a step returns that looks for checkpoints; in object storage it fails on all ranks, or on none."""
+    """Run a step that looks for checkpoints; in object storage it fails on all ranks, or on none."""
     if place is None or not isinstance(accel_ckpt.location(place), accel_ckpt.RemotePath):
         return step()
     return do_together(step, ranks, doing=f"looking for checkpoints in {place}")
@@ -411,7 +411,7 @@ def _target(prepared: Prepared, output_dir: str | Path | None) -> Path:
 
 
 def automatic_folder(project: ProjectConfiguration) -> Path:
-    """Where checkpoints with automatic names are.
+    """The folder of checkpoints with automatic names.
 
     Raises:
         OptionError: the project has no folder.

@@ -54,7 +54,7 @@ def trains(prepared: Prepared) -> bool:
 
 
 def left_out(parts: Parts, saved: Iterable[str]) -> list[str]:
-    """What of a checkpoint stays unread, in words.
+    """Describe the parts of a checkpoint that are not restored.
 
     Args:
         parts: those that are restored.

@@ -75,7 +75,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Collected:
-    """What a rank has taken of one moment."""
+    """The state that a rank has collected at one moment."""
 
     trees: Trees
     buffers: dict[str, torch.Tensor]

@@ -52,7 +52,7 @@ def leave_out_frozen(weights: Sequence[dict[str, Any]], named: Sequence[NamedMod
 
 
 def _above(name: str) -> list[str]:
-    """What could be the parameter that an entry belongs to, as a scale of a quantised one."""
+    """Candidates for the parameter that an entry belongs to, such as the scale of a quantised one."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 

@@ -1,4 +1,4 @@
-"""What ranks hold otherwise than the rank that saves for all: objects that the script registered, schedulers that were
+"""Differences between a rank and the rank that saves for all: objects that the script registered, schedulers that were
 fed this rank's own loss, options of optimizers, the loss scale, flags.
 """
 
@@ -35,12 +35,12 @@ def compared(shared: Mapping[str, Any]) -> dict[str, RankTree]:
 
 
 def marks_of(trees: Mapping[str, RankTree]) -> dict[str, Sequence[str]]:
-    """What the other ranks must know of them: plain data."""
+    """Describe the trees for the other ranks, as plain data."""
     return {name: tree.marks for name, tree in trees.items()}
 
 
 def own_trees(trees: Mapping[str, RankTree], leader: Marks) -> dict[str, Any]:
-    """What this rank saves of its own.
+    """The differences that this rank saves.
 
     Args:
         trees: this rank's.

@@ -16,7 +16,7 @@ __all__ = ["RegisteredStates"]
 
 
 class RegisteredStates(StatePart):
-    """What `state_dict` of each registered object gives; a pickle, where the script trusts it.
+    """The `state_dict` of each registered object; as a pickle, if the script trusts it.
 
     Args:
         registered: the objects.

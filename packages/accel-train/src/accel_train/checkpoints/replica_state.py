@@ -1,4 +1,4 @@
-"""What ranks have of their own of models that all of them hold: buffers, and what the strategy keeps."""
+"""State of replicas that differs between ranks: buffers, and state of the strategy."""
 
 from __future__ import annotations
 

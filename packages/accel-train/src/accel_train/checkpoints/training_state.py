@@ -32,7 +32,7 @@ __all__ = ["Pairs", "Saved", "apply", "fit", "read"]
 
 @dataclass
 class Saved:
-    """What a checkpoint holds for this rank, read and verified.
+    """The content of a checkpoint for this rank, read and verified.
 
     Attributes:
         trees: everything but weights.
@@ -55,7 +55,7 @@ class Saved:
 
     @property
     def parts(self) -> Parts:
-        """What is restored; the rest stays as it is."""
+        """The parts that are restored; the rest stays as it is."""
         return self.trees.groups
 
 
@@ -100,7 +100,7 @@ _RANK = {"rng": {}, "windows": window_state.FORM, "replicas": [{}], "buffers": {
 def _read_own(
     prepared: Prepared, known: Sequence[StatePart], directory: Path, allow_missing_rng: bool, parts: Parts
 ) -> Saved:
-    """What `save_state` wrote."""
+    """Read a checkpoint of `save_state`."""
     checkpoint = accel_ckpt.open_training_state(directory)
     if parts == ALL and not trains(prepared) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
         parts = MODELS
@@ -220,7 +220,7 @@ def _check_parts(
 def _read_foreign(
     prepared: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool, parts: Parts
 ) -> Saved:
-    """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
+    """Read a checkpoint of Accelerate: no accumulation windows, and loaders only if they were stateful."""
     if (
         parts == ALL
         and not trains(prepared)

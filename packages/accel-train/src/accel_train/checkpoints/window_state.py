@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?P<kind>prepared|model)_(?P<number>\d{1,9})(\.(?P<path>.*)
 
 @dataclass(frozen=True)
 class Trained:
-    """What windows and gradients are named after.
+    """The prepared objects that windows and gradients are named after.
 
     Args:
         models: the models as they were before wrapping.
@@ -81,7 +81,7 @@ class Trained:
         return found
 
     def name_of(self, model: nn.Module) -> str:
-        """How a model, or a part of one, is found again."""
+        """The name by which a model, or a part of one, is found again."""
         for index, (plain, prepared) in enumerate(zip(self.models, self.prepared, strict=True)):
             if model is prepared:
                 return f"prepared_{index}"
@@ -245,7 +245,7 @@ def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
 
 
 def _dump_cuts(accumulator: Accumulator, trained: Trained) -> list[dict[str, Any]]:
-    """How the script cuts batches into micro-batches, which a run that continues with the last batch cannot see."""
+    """Save how the script cuts batches into micro-batches, which a run that resumes at the last batch cannot see."""
     return [
         {
             "models": [trained.name_of(model) for model in window.models],
@@ -393,7 +393,7 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
 
 
 def _check_gradient(name: str, packed: Any, parameter: Tensor) -> None:
-    """Nothing of a gradient may point outside of it: an optimizer writes there without looking."""
+    """Check that no index of a gradient points outside of it: an optimizer would write there unchecked."""
     if isinstance(packed, str):
         return
     here = list(local_part(parameter.detach()).shape)
@@ -462,7 +462,7 @@ def _unpack(packed: Any, parameter: Tensor) -> Tensor:
 
 
 def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -> dict[str, Any]:
-    """What rank `rank` of `ranks` takes up of windows that another number of ranks left.
+    """Convert windows that another number of ranks saved, for rank `rank` of `ranks`.
 
     A window's end averages gradients over ranks. So every rank gets the mean of those that were left; where losses are
     sums over items, their sum is what counts, and every rank gets an equal part of it.

@@ -133,7 +133,7 @@ class Epoch:
         return restored if restored is not None and restored.epoch == self.iteration else None
 
     def take(self) -> Restored | None:
-        """The same, for the iteration that begins now; a state of another epoch is dropped.
+        """Take the loaded state for the iteration that begins now; a state of another epoch is dropped.
 
         What an iteration has taken that yielded nothing of it is given to the next one.
         """
@@ -206,7 +206,7 @@ def _counted(parts: dict[str, Any], finished: bool) -> dict[str, Any]:
 
 
 def read(state: dict[str, Any]) -> Restored | None:
-    """What of a state waits for the next iterator of its epoch; None if nothing does.
+    """Read the part of a state that waits for the next iterator of its epoch; None if there is none.
 
     Raises:
         DataError: the state is not one, or of a newer version.

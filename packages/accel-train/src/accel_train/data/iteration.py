@@ -1,4 +1,4 @@
-"""Where a rank is in its data: one iteration over a prepared loader, and what it has read ahead."""
+"""One iteration over a prepared loader: a rank's position in its data, and items read ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_COUNTED = -1
 
 
 class ReadAhead:
-    """What was read of a source and not returned yet: a batch, an error, or the end."""
+    """An item that was read and not returned yet: a batch, an error, or the end."""
 
     __slots__ = ("before", "drawn", "failure", "found_end", "held")
 
@@ -197,7 +197,7 @@ class Iteration:
         return stream.first + self.yielded, stream.consumed(self.yielded)
 
     def draw(self, finished: bool) -> Record:
-        """What was drawn for the order, and how far.
+        """The random draws for the order, and how far it was drawn.
 
         Args:
             finished: whether the last returned batch was the last of its epoch.
@@ -208,7 +208,7 @@ class Iteration:
         return draw
 
     def read_ahead(self) -> dict[str, Any]:
-        """What was read ahead: how many ``batches``, with which ``rng``."""
+        """The state of items read ahead: number of ``batches``, and their ``rng``."""
         if self.ahead.drawn is None:
             return {}
         raw, batches = self.ahead.drawn

@@ -71,7 +71,7 @@ class _Itself:
 
 
 class Indexes:
-    """What torch's iterator iterates in place of the batch sampler: the stream of the epoch that begins."""
+    """Stands for the batch sampler in torch's iterator: the index stream of the epoch that begins."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -88,7 +88,7 @@ class Indexes:
         return len(self.sampler)
 
     def over(self, sampler: Any) -> Indexes:
-        """The same for another sampler."""
+        """Make such an object for another sampler."""
         return Indexes(sampler)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches of this rank follow the last returned batch in the running iteration.
+        """Number of batches of this rank after the last returned one in the running iteration.
 
         Counted by arithmetic: nothing is fetched early. The same on all ranks unless `may_be_uneven`. None if nothing
         is iterated, or the number is not known: for streams and samplers without a length, and for streams that several
@@ -233,7 +233,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         return left if left >= 0 else None
 
     def count_batches(self, iteration: Iteration) -> int | None:
-        """How many batches an iteration has in all; None when that is not known."""
+        """Total number of batches of an iteration; None if not known."""
         if iteration.stream is not None:
             return iteration.stream.count()
         batches = self._stream_length()
@@ -278,7 +278,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     @property
     def real_rows(self) -> int | None:
-        """How many leading rows of this rank's batch are real; None when all are."""
+        """Number of leading rows of this rank's batch that are real; None if all are."""
         valid = self.valid_rows()
         return None if valid is None else valid[self._index_of_part()]
 
@@ -501,7 +501,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     @property
     def position_unit(self) -> str:
-        """What a saved position of this loader counts: samples, base_batches or local_batches."""
+        """The unit of this loader's saved positions: samples, base_batches or local_batches."""
         return "local_batches" if self.indexes is None else plan_of(self.indexes.sampler).unit
 
     @property

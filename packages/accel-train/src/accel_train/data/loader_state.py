@@ -11,7 +11,7 @@ __all__ = ["LoaderStates"]
 
 
 class LoaderStates(StatePart):
-    """Where each rank is in its data.
+    """The position of each rank in its data.
 
     Args:
         loaders: the prepared loaders.

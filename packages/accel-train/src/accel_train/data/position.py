@@ -103,7 +103,7 @@ def _check_batch_size(loader: _Loader, restored: Restored) -> None:
 
 
 def batches_of_stream(loader: _Loader, restored: Restored) -> int:
-    """How many batches of each rank of a stream lead to a saved position.
+    """Number of batches of each rank of a stream up to a saved position.
 
     Raises:
         NotAvailableError: the position is between two of them.
@@ -132,7 +132,7 @@ def batches_of_stream(loader: _Loader, restored: Restored) -> int:
 
 
 def steps_to(loader: _Loader, position: dict[str, Any]) -> float | None:
-    """How many batches of this rank lead to a saved position; None where that cannot be computed."""
+    """Number of batches of this rank up to a saved position; None if it cannot be computed."""
     if "samples" in position:
         return None if loader.total_batch_size is None else position["samples"] / loader.total_batch_size
     if "local_batches" in position:

@@ -111,7 +111,7 @@ class DataLoaderShard(PreparedLoader):
         return 1 if share is None or share.split_batches else share.num_processes
 
     def share(self) -> ShardedBatchSampler | None:
-        """What gives this rank its batches of a map-style dataset; None where nothing is shared out."""
+        """The sampler of this rank's batches of a map-style dataset; None if nothing is sharded here."""
         sampler = self._batch_sampler()
         while isinstance(sampler, SkipBatchSampler):
             sampler = sampler.batch_sampler

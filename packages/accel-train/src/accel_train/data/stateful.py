@@ -92,7 +92,7 @@ class _LoadPosition:
 
 
 class Positions:
-    """Where the dataset of one iteration is, after the batches that were taken from its source.
+    """The position of one iteration's dataset, after the batches that were taken from its source.
 
     Args:
         dataset: the dataset, if it is read in this process; else None.

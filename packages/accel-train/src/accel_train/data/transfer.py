@@ -82,7 +82,7 @@ BatchTransfer: TypeAlias = DirectTransfer | StreamTransfer
 def choose_transfer(
     device: torch.device | None, *, non_blocking: bool, background_workers: bool
 ) -> BatchTransfer | None:
-    """How a loader's batches get to `device`; None when they stay where they are.
+    """Choose how a loader's batches are copied to `device`; None if they are not moved.
 
     The next batch is fetched ahead only when worker processes load: fetching ahead in this process would
     change the order in which the dataset and the training step draw random numbers.

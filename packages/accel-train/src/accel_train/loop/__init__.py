@@ -1,1 +1,1 @@
-"""What a training loop uses at each step."""
+"""Objects that a training loop uses at each step."""

@@ -37,7 +37,7 @@ __all__ = ["Accumulator", "Window"]
 
 
 class _Loader(Protocol):
-    """What a prepared loader answers."""
+    """The attributes of a prepared loader that are used here."""
 
     @property
     def end_of_dataloader(self) -> bool: ...
@@ -53,7 +53,7 @@ class _Loader(Protocol):
 
 @dataclass(slots=True)
 class CutBatch:
-    """How a script cuts the batches of its loader into micro-batches, with one `accumulate()` for each.
+    """Tracks how a script cuts its loader's batches into micro-batches, with one `accumulate()` for each.
 
     Nobody says how many of the last batch follow, so it is expected to be cut as the batch before.
     """
@@ -289,7 +289,7 @@ class Accumulator:
         )
 
     def _planned(self, owner: _Loader | None, parts: int = 1, more: int = 0) -> int:
-        """How many micro-batches a window that opens now will hold; the same number on all ranks.
+        """Plan the number of micro-batches of a window that opens now; the same number on all ranks.
 
         Args:
             owner: the loader whose end ends the window.

@@ -85,7 +85,7 @@ class StepGuardOptions:
 
 
 class _Watched:
-    """What is known of one optimizer."""
+    """The history of one optimizer."""
 
     def __init__(self, options: StepGuardOptions) -> None:
         self.options = options
@@ -95,7 +95,7 @@ class _Watched:
         self.losses: deque[float] = deque(maxlen=options.history if options.reference == "median" else 0)
 
     def reference(self) -> float | None:
-        """What a loss is compared with; None while too few are known, or where a multiple means nothing."""
+        """The reference for a loss; None while too few losses are known, or if a multiple of it is meaningless."""
         if self.seen < self.options.warmup:
             return None
         value = statistics.median(self.losses) if self.options.reference == "median" else self.average
@@ -380,12 +380,12 @@ class GuardState(StatePart):
         self._guard, self._optimizers = guard, optimizers
 
     def dump(self, trees: Trees) -> None:
-        """What all ranks know is progress, what this rank has noted a tree of its own."""
+        """Save values that all ranks know as progress, and this rank's records as its own tree."""
         trees.progress["guard"] = self._guard.state_dict(self._optimizers)
         trees.own["guard"] = self._guard.waiting()
 
     def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
-        """What this rank has noted; of another number of ranks the first takes all, since theirs are summed."""
+        """Read this rank's records; with another number of ranks the first one takes all, since they are summed."""
         if "guard" not in saved.progress:
             return None
         if saved.own is not None and len(saved.saved_ranks) == saved.ranks:

@@ -32,7 +32,7 @@ class StepObserver:
         """`Accelerator.backward` begins, with these arguments."""
 
     def after_backward(self) -> None:
-        """It has ended."""
+        """`Accelerator.backward` has ended."""
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """Complete gradients were clipped; `norm` is theirs before."""
@@ -56,7 +56,7 @@ class StepObserver:
         """An optimizer has stepped, or skipped the step; its gradients are still there."""
 
     def forget(self) -> None:
-        """What was prepared is released."""
+        """The prepared objects are released."""
 
 
 class Progress(StepObserver):
@@ -75,7 +75,7 @@ class Progress(StepObserver):
         self._pulse.enter(BACKWARD)
 
     def after_backward(self) -> None:
-        """What follows is no phase of its own."""
+        """Backward has ended; the following code is not a phase of its own."""
         self._pulse.enter(OTHER)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -277,7 +277,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 def _alone() -> Strategy:
-    """What an optimizer steps with that no `Accelerator` prepared."""
+    """The strategy for an optimizer that no `Accelerator` prepared."""
     options = StrategyOptions(torch.device("cpu"), Mesh.of_world(1, 0), Precision(PrecisionOptions()))
     return Strategy(options)
 

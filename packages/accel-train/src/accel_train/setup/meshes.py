@@ -58,7 +58,7 @@ def make_mesh(
 
 
 def sequences(parallelism: ParallelismConfig | None, mesh: Mesh) -> SequenceParallel | None:
-    """What divides sequences among ranks; None: each rank has whole ones."""
+    """Create the object that divides sequences among ranks; None: each rank has whole sequences."""
     if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
         return None
     # Here, because torch loads its compiler with attention's biases.

@@ -1,4 +1,4 @@
-"""How the objects of one `prepare()` call are prepared: loaders, models and optimizers together, then schedulers."""
+"""Preparing the objects of one `prepare()` call: loaders, models and optimizers together, then schedulers."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _known_as(prepared: Prepared, plain: nn.Module) -> nn.Module | None:
-    """What was returned for a model that was prepared before."""
+    """The object that was returned for a model that was prepared before."""
     strategy = prepared.plan.strategy
     return next((item for item in prepared.prepared_models if strategy.plain(item) is plain), None)
 

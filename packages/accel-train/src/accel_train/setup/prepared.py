@@ -46,7 +46,7 @@ class Registered:
 
 
 class Hooks:
-    """What the script runs before a state is saved or loaded."""
+    """The script's hooks that run before a state is saved or loaded."""
 
     def __init__(self) -> None:
         self.save: OrderedDict[int, SaveHook] = OrderedDict()
@@ -69,7 +69,7 @@ def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
 
 @dataclass
 class Options:
-    """How objects are prepared; the script may change them between two calls of `prepare()`.
+    """Options of preparing objects; the script may change them between two calls of `prepare()`.
 
     Attributes:
         device_placement: models, optimizer states and batches move to this process's device.

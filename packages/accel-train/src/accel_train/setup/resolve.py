@@ -45,7 +45,7 @@ _MODULES = {"megatron-core": "megatron"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What an `Accelerator` will do, decided once.
+    """The decisions of an `Accelerator`, made once: strategy, precision and mesh.
 
     Attributes:
         strategy: how ranks cooperate.
@@ -70,7 +70,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Given:
-    """What the script gave to `Accelerator`.
+    """The arguments of `Accelerator` that decide the plan.
 
     Attributes:
         mixed_precision: name of a precision.

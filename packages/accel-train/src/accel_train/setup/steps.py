@@ -51,7 +51,7 @@ class Steps:
         return compile_model(model, self.dynamo)
 
     def compile_in_place(self, model: nn.Module) -> None:
-        """The same without a wrapper, for engines that must find the module itself."""
+        """Compile without a wrapper, for engines that need the module itself."""
         compile_model(model, self.dynamo, in_place=True)
 
 

@@ -30,7 +30,7 @@ class _Gradients(Protocol):
 
 
 class _Made(Protocol):
-    """What an engine was made of; without optimizer and gradients it is only evaluated."""
+    """The objects that an engine was made from; without optimizer and gradients it is only evaluated."""
 
     @property
     def model(self) -> nn.Module: ...

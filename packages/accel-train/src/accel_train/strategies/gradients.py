@@ -173,7 +173,7 @@ def _power(members: list[Tensor], norm_type: float, device: torch.device, dtype:
 
 
 def _device_of(parameter: Any) -> torch.device:
-    """Where the ranks that hold parts of it communicate."""
+    """The device on which the ranks that hold parts of it communicate."""
     mesh = getattr(parameter, "device_mesh", None)
     return torch.device(mesh.device_type) if mesh is not None else parameter.device
 

@@ -311,7 +311,7 @@ def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> N
 
 
 def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """What a state dict that is loaded goes to, by canonical name; ``None`` where it is more than plain tensors."""
+    """The tensors that loading a state dict fills, by canonical name; ``None`` if there are more than plain tensors."""
     found: dict[str, torch.Tensor] = {}
     for _, canonical, module in prefixed_modules(model):
         for tensors in (module._parameters, module._buffers):

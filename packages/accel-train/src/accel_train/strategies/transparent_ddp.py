@@ -55,7 +55,7 @@ class _WritesThrough(TransparentDDP):
     """A wrapper that is built; a copy of one is not until it has the attributes of the first."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What only the model has is set there: on the wrapper it would be read back and have no effect."""
+        """Set attributes that only the model has there: on the wrapper they would be read back and have no effect."""
         own = self.__dict__
         if "is_built" in own and name not in own and not hasattr(type(self), name) and name != "module":
             module = self.module

@@ -1,1 +1,1 @@
-"""How much memory each strategy takes: one class per strategy, found by the name of the strategy."""
+"""Memory footprints of strategies: one class per strategy, found by the strategy's name."""

@@ -1,4 +1,4 @@
-"""What a rank holds at most in a training step: data in, data out.
+"""Peak memory of a rank in a training step: data in, data out.
 
 ``StrategyFootprint`` is the base of one class per strategy, and by itself that of one process. The formulas are those
 of the table in docs/guides/strategies.md, taken over the phases of a step; tests-integration/test_plan_memory.py
@@ -62,7 +62,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained, and how.
+    """The workload: batch size, optimizer, precision and other facts of the training.
 
     Attributes:
         batch_size: samples of a micro-batch on one rank.
@@ -90,7 +90,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What there is to train on.
+    """The devices and machines to train on.
 
     Attributes:
         devices: of all machines together; one rank each.
@@ -120,7 +120,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds at one moment of a step, in bytes of the device.
+    """The memory of a rank at one moment of a step, in bytes of the device.
 
     Attributes:
         weights: parts that the rank keeps, or all; with buffers.
@@ -186,7 +186,7 @@ def optimizer_bytes(shape: ModelShape, workload: Workload, *, flat: bool = False
 
 
 class StrategyFootprint:
-    """What a rank holds under a strategy. As it is here, every rank has the whole model and nothing else.
+    """Memory footprint of a rank under a strategy. In this base class every rank has the whole model and nothing else.
 
     A strategy overrides what it holds otherwise. An outside package names its class in the entry-point group
     ``accel_bigmodel.footprints``, under the name of its strategy.
@@ -269,7 +269,7 @@ class StrategyFootprint:
         return (self.setting.shards - 1) / self.setting.shards
 
     def between(self) -> Moment:
-        """What is held between two steps."""
+        """The memory between two steps."""
         return Moment(
             weights=FP32 * self.shape.trainable
             + self.workload.frozen_bytes * self.frozen

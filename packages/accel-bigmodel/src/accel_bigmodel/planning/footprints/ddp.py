@@ -36,5 +36,5 @@ class DDPFootprint(StrategyFootprint):
         return {}
 
     def between(self) -> Moment:
-        """What is held between two steps."""
+        """The memory between two steps."""
         return replace(super().between(), gradients=FP32 * self.shape.trainable)

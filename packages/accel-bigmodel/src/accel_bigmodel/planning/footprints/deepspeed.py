@@ -89,7 +89,7 @@ class DeepSpeedFootprint(StrategyFootprint):
         return self.gathered_bytes() * (2 * micro_batches if stage == 3 else 1) + reduced
 
     def between(self) -> Moment:
-        """What is held between two steps."""
+        """The memory between two steps."""
         n, stage = self.setting.shards, self.setting.stage
         trained = self.shape.trainable
         weights = self.low * self.shape.parameters / (n if stage == 3 else 1)

@@ -72,7 +72,7 @@ class FSDP2Footprint(StrategyFootprint):
         return sent
 
     def parts(self) -> Moment:
-        """What is divided, of one rank, wherever it is."""
+        """One rank's parts, on the device or in host memory."""
         n = self.setting.shards
         frozen = self.workload.frozen_bytes * self.frozen
         return Moment(
@@ -81,7 +81,7 @@ class FSDP2Footprint(StrategyFootprint):
         )
 
     def between(self) -> Moment:
-        """What is held between two steps."""
+        """The memory between two steps."""
         parts = Moment() if self.setting.offload else self.parts()
         return replace(parts, weights=parts.weights + self.shape.buffers, when="between steps")
 

@@ -13,7 +13,7 @@ __all__ = ["TensorParallelFootprint"]
 
 
 class TensorParallelFootprint(StrategyFootprint):
-    """What the model's plan divides is divided, activations are taken as whole."""
+    """Parameters in the model's tensor-parallel plan are divided; activations count as whole."""
 
     blocks: ClassVar[bool] = True
     selected_in_script: ClassVar[str] = "torch_tp_plugin=, and a model loaded with tp_plan='auto'"
@@ -40,7 +40,7 @@ class TensorParallelFootprint(StrategyFootprint):
         return 8 * len(self.shape.units) * self.shape.hidden_size * self.low * tokens * self.share
 
     def between(self) -> Moment:
-        """What is held between two steps."""
+        """The memory between two steps."""
         whole = super().between()
         part = self._part()
         return replace(whole, weights=whole.weights * part, optimizer=whole.optimizer * part)

@@ -21,7 +21,7 @@ __all__ = ["ObjectFolder"]
 
 
 class ObjectFolder(Folder):
-    """What is below a URI."""
+    """A folder in object storage, given by its URI."""
 
     def __init__(self, path: RemotePath) -> None:
         self.path = self._uri = path
@@ -33,7 +33,7 @@ class ObjectFolder(Folder):
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether paths lead to the files themselves: not in object storage."""
+        """False: files in object storage are not on this machine."""
         return False
 
     def begin(
@@ -47,18 +47,18 @@ class ObjectFolder(Folder):
         """Look at the destination, clean up after dead saves, mark this one.
 
         Raises:
-            CheckpointSaveError: `each_node`, which is for file systems that nodes do not share.
+            CheckpointSaveError: `each_node` is set, which is for file systems that nodes do not share.
         """
         if each_node:
             raise CheckpointSaveError(
-                f"{self.path} is seen by all nodes, and save_on_each_node is for folders that are not; leave it out"
+                f"{self.path} is shared by all nodes, but save_on_each_node is for folders that are not; leave it out"
             )
         transaction = ObjectTransaction(self._uri, coordinator)
         transaction.begin(prepare)
         return transaction
 
     def open(self, verify: bool) -> OpenFolder:
-        """Only what is read is fetched, to files in a folder of `tempfile` that lives as long as what is returned."""
+        """Open it; only parts that are read are fetched, to a folder of `tempfile` that lives as long as the result."""
         manifest, mirror, checks = open_remote(self._uri, verify)
 
         def checksum(name: str) -> str | None:
@@ -75,7 +75,7 @@ class ObjectFolder(Folder):
         )
 
     def is_complete(self) -> bool:
-        """It has a readable manifest, and every object that it lists with its size."""
+        """Whether its manifest is readable, and every listed object exists with its size."""
         return listing.is_complete(self._uri)
 
     def complete_checkpoints(self, prefix: str) -> list[Path]:
@@ -83,11 +83,11 @@ class ObjectFolder(Folder):
         return listing.complete_checkpoints(self._uri, prefix)
 
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
-        """What has no manifest is none."""
+        """List them; a folder without a manifest does not count."""
         return listing.checkpoints_from(self._uri, number, prefix)
 
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
-        """Of each the manifest goes first, then its files."""
+        """Remove checkpoints: of each the manifest first, then its files."""
         return listing.prune_checkpoints(self._uri, keep, prefix)
 
     def check_for_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are in object storage, and what dead saves left there.
+"""Listing the checkpoints in object storage, and removing leftovers of dead saves.
 
 ```
 run/checkpoint_3/manifest.json               the last object that a save writes: a checkpoint exists when it does
@@ -61,7 +61,7 @@ _FOREIGN_AGE = 24 * 3600
 
 
 def new_token() -> str:
-    """What tells one save from all others."""
+    """Make a unique identifier of a save."""
     return secrets.token_hex(6)
 
 
@@ -72,11 +72,11 @@ def files_folder(token: str) -> str:
 
 @dataclass(frozen=True)
 class Mark:
-    """A save or a removal that is under way.
+    """The mark of a save or a removal that is under way.
 
     Args:
-        directory: of the checkpoint.
-        token: of the save.
+        directory: the checkpoint.
+        token: identifier of the save.
     """
 
     directory: RemotePath
@@ -87,12 +87,12 @@ class Mark:
         return f"{_MARKS}/{_below(self.directory)}.{self.token}.json"
 
     def write(self) -> None:
-        """Say that it begins, and by whom."""
+        """Write the mark, with the process that saves or removes."""
         content = {**process_identity(), "began": time.time()}
         open_store(_base(self.directory)).put(self._key, json.dumps(content).encode())
 
     def remove(self) -> None:
-        """Say that nothing of it is left to be done."""
+        """Remove the mark, when nothing is left to do."""
         open_store(_base(self.directory)).delete([self._key])
 
 
@@ -106,12 +106,12 @@ def _below(directory: RemotePath) -> str:
 
 
 def read_manifest(store: Store) -> Manifest:
-    """The manifest of the checkpoint that a store is the root of.
+    """Read the manifest of the checkpoint at the root of a store.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: it is damaged.
-        CheckpointVersionError: it was written by a newer version.
+        CheckpointNotFoundError: there is no manifest.
+        CorruptCheckpointError: the manifest is damaged.
+        CheckpointVersionError: a newer version wrote it.
     """
     return open_manifest(store)[0]
 
@@ -141,10 +141,10 @@ def open_manifest(store: Store) -> tuple[Manifest, bytes]:
 
 
 def check_sizes(store: Store, manifest: Manifest) -> None:
-    """Check that every file is there with its size.
+    """Check that every file exists with its size.
 
     Raises:
-        CorruptCheckpointError: names the object that is not.
+        CorruptCheckpointError: an object is missing or has another size; names it.
     """
     prefix = f"{manifest.folder}/" if manifest.folder else ""
     found = store.sizes(manifest.folder)
@@ -234,17 +234,17 @@ def _prune(path: Path) -> bool:
 
 
 def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:
-    """Remove what saves of a checkpoint wrote, except what its manifest lists and what belongs to living saves.
+    """Remove objects of a checkpoint's saves, except those that its manifest lists and those of running saves.
 
     Args:
-        directory: of the checkpoint.
-        alive: tokens.
+        directory: the checkpoint.
+        alive: identifiers of running saves.
 
     Returns:
         The names of the objects, and those of unfinished uploads.
 
     Raises:
-        CorruptCheckpointError: the manifest cannot be read, so it is not known what it lists.
+        CorruptCheckpointError: the manifest cannot be read, so it is not known which objects it lists.
     """
     store = open_store(directory)
     try:
@@ -271,13 +271,13 @@ def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:
 
 
 def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
-    """Remove what dead saves and removals left in the folder that holds a checkpoint, with a warning that names each.
+    """Remove leftovers of dead saves and removals in the folder that holds a checkpoint, with a warning for each.
 
-    A save whose process lives stays. Whether one of another machine lives cannot be known; what it wrote stays for a
+    Objects of a running save stay. Whether a save of another machine is running cannot be known; its objects stay for a
     day.
 
     Returns:
-        The checkpoints about which something was left.
+        The checkpoints with leftovers.
     """
     base = _base(directory)
     store = open_store(base)

@@ -1,7 +1,7 @@
-"""Files of this machine that stand for objects: as large, and filled with what is needed before it is read.
+"""Local files that mirror objects: of the same size, and filled with the needed parts before they are read.
 
-Whatever reads checkpoints reads these files: a header, the parts of tensors that a rank holds, or all of one. Missing
-parts are fetched in parallel, in whole blocks, whose checksums are compared as they arrive.
+All readers of checkpoints read these files: a header, the parts of tensors that a rank holds, or a whole tensor.
+Missing parts are fetched in parallel, in whole blocks, whose checksums are compared as they arrive.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Mirror:
     """Local files for the objects of a folder.
 
     Args:
-        store: where they are.
-        files: size and checksums of each by name; an empty checksum is not compared.
-        prefix: of the names of the objects.
+        store: the store of the objects.
+        files: size and checksums of each file by name; an empty checksum is not compared.
+        prefix: prefix of the names of the objects.
         verify: compare checksums.
     """
 
@@ -216,10 +216,10 @@ def _requests(name: str, blocks: Iterable[int]) -> Iterator[_Request]:
 
 
 class RemoteFiles(FileChecks):
-    """Brings to a mirror what is about to be read; it is checked on its way.
+    """Fetches parts of files to a mirror before they are read, and checks them.
 
     Args:
-        mirror: of the files.
+        mirror: the mirror of the files.
     """
 
     by_range = True

@@ -1,6 +1,6 @@
 """Objects below a URI, by fsspec: the only module that knows which file system is behind it.
 
-Object storage has no folders, no renames and no locks; what it has is that an object appears as a whole, or not.
+Object storage has no folders, no renames and no locks, but an object appears as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Store:
         self.fs, self.base = _file_system(root)
 
     def ask(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the file system; where it can be told how long to wait, it is."""
+        """Call a method of the file system, with a time limit if it takes one."""
         return call(*arguments, **options)
 
     def uri(self, name: str = "") -> str:
@@ -88,7 +88,7 @@ class Store:
         return f"{self.root}/{name}" if name else str(self.root)
 
     def path(self, name: str = "") -> str:
-        """What the file system calls an object."""
+        """The path of an object in the file system."""
         return f"{self.base}/{name}" if name else self.base
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -131,7 +131,7 @@ class Store:
         return None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """The bytes of an object, or of a range of it, which must be there.
+        """Read the bytes of an object, or of a range of it, which must exist.
 
         Raises:
             CheckpointNotFoundError: there is no such object.
@@ -184,11 +184,11 @@ class Store:
         return []
 
     def attempt(self, call: Callable[[], T], doing: str, name: str) -> T:
-        """Make a request, again if it fails as it might not the next time.
+        """Make a request, and retry it after errors that may be temporary.
 
         Raises:
             CheckpointNotFoundError: there is no such object or bucket.
-            ObjectStorageError: it failed; names the URI and what to do.
+            ObjectStorageError: the request failed; names the URI and says what to do.
         """
         for pause in (*_PAUSES, None):
             try:
@@ -252,7 +252,7 @@ class _StreamUpload:
 
 
 def in_parallel(call: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
-    """What a call returns for each item, in order."""
+    """Call a function for each item, in threads; returns the results in order."""
     if len(items) < 2:
         yield from map(call, items)
         return

@@ -76,7 +76,7 @@ class UploadDisk(Disk):
 
     @property
     def blocks(self) -> Mapping[str, tuple[str, ...]]:
-        """Of every finished file, the checksums of its blocks."""
+        """Checksums of the blocks of every finished file."""
         return {file.name: tuple(file.hashes) for file in self._files if file.finished}
 
     def discard(self) -> None:

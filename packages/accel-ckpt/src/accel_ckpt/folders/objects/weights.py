@@ -22,10 +22,10 @@ __all__ = ["check_weights_folder", "fetch_file", "fetch_weights", "publish_weigh
 
 
 def check_weights_folder(directory: RemotePath) -> None:
-    """Refuse to write weights where a training state is.
+    """Refuse to write weights over a training state.
 
     Raises:
-        CheckpointSaveError: one is there, or the storage cannot be read.
+        CheckpointSaveError: there is a training state, or the storage cannot be read.
     """
     store = open_store(directory)
     try:

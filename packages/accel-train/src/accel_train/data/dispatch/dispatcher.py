@@ -81,11 +81,11 @@ class DispatchIteration(Iteration):
         return self.skipped + self.yielded, position
 
     def draw(self, finished: bool) -> Record:
-        """What was drawn for the order, and how far; rank 0's draws are known to it alone."""
+        """The random draws for the order, and how far it was drawn; only rank 0 knows its draws."""
         return {"along": True} if self.drew_along else super().draw(finished)
 
     def read_ahead(self) -> dict[str, Any]:
-        """What was read ahead, and what padding needs of the epoch's first batch.
+        """The state of items read ahead, and of the epoch's first batch, for padding.
 
         That is ``first_rng``, the generators with which it was read, where it may be read again; or the batch as
         ``first``.
@@ -205,7 +205,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches follow the last returned batch in the running iteration; see `PreparedLoader`.
+        """Number of batches after the last returned one in the running iteration; see `PreparedLoader`.
 
         Rank 0 counts, and sends the number with each batch.
         """
@@ -220,7 +220,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return part.steps - current.yielded
 
     def count_batches(self, iteration: Iteration) -> int | None:
-        """How many steps an iteration has in all, by rank 0's data; None when that is not known."""
+        """Total number of steps of an iteration, by rank 0's data; None if not known."""
         if iteration.stream is not None:
             batches = iteration.stream.count()
         else:

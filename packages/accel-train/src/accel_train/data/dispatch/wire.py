@@ -1,4 +1,4 @@
-"""What travels from rank 0 to each rank at a step: its part of the round, the end, or an error."""
+"""Messages from rank 0 to each rank at a step: its part of the round, the end, or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(IntEnum):
 
 @dataclass(slots=True)
 class Envelope:
-    """What arrives at a rank.
+    """A message from rank 0 to a rank.
 
     Args:
         kind: what it is.

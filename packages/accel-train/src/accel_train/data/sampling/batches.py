@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How an epoch begins.
+    """Options for the beginning of an epoch.
 
     Args:
         recorded: an earlier draw of the order, to be used again.
@@ -223,7 +223,7 @@ class SkipBatchSampler(BatchSampler):
 
 @dataclass(frozen=True, slots=True)
 class SamplerPlan:
-    """What torch's loader iterates, taken apart: a batch sampler, or a sampler of single indices.
+    """The sampler that torch's loader iterates, analysed: a batch sampler, or a sampler of single indices.
 
     Args:
         sampler: below all that only skips.
@@ -241,7 +241,7 @@ class SamplerPlan:
 
     @property
     def unit(self) -> str:
-        """What the positions of its streams count."""
+        """The unit of its streams' positions."""
         at_once = self.source is not None and isinstance(self.sampler, BatchSampler)
         return "samples" if at_once else "base_batches"
 
@@ -310,7 +310,7 @@ def length_of(sampler: Any) -> int | None:
 
 
 def arithmetic_source(sampler: Any) -> OrderSource | None:
-    """How to draw the order below a batch sampler or a sampler of single indices at once, if possible."""
+    """Find the source that draws the order below a batch sampler or single-index sampler at once, if there is one."""
     while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
         sampler = sampler.batch_sampler
     return _source_of(sampler)

@@ -45,7 +45,7 @@ class IndexStream(ABC):
         return self
 
     def drawn(self) -> Record:
-        """What was drawn so far to get the order."""
+        """The random draws for the order so far."""
         return self.record
 
     @abstractmethod
@@ -66,7 +66,7 @@ class IndexStream(ABC):
 
     @abstractmethod
     def count(self) -> int | None:
-        """How many batches this stream has in all; None when the sampler has no length. Draws nothing."""
+        """Total number of batches of this stream; None if the sampler has no length. Draws nothing."""
 
     @abstractmethod
     def rows(self, batch_index: int) -> int | None:
@@ -166,7 +166,7 @@ class ArithmeticStream(IndexStream):
             self._begin().catch_up(self._recorded.get("drawn", 0), self._recorded.get("exhausted", False))
 
     def drawn(self) -> Record:
-        """What was drawn so far."""
+        """The random draws so far."""
         if self._order is None or "generator" not in self.record:
             return self.record  # a seed determines everything
         return self.record | self._order.progress()
@@ -199,7 +199,7 @@ class ArithmeticStream(IndexStream):
         return yielded >= self._batches
 
     def count(self) -> int:
-        """How many batches this stream has in all."""
+        """Total number of batches of this stream."""
         return self._batches
 
     def ends_anywhere_at(self, yielded: int) -> bool:

@@ -13,7 +13,7 @@ __all__ = ["BatchLayout", "clip_rows"]
 
 
 def clip_rows(real: int, batch: int, ranks: int) -> tuple[int, ...]:
-    """How many of `real` rows, distributed in order, `batch` to a rank, each of `ranks` ranks gets."""
+    """Number of `real` rows that each of `ranks` ranks gets, if they are distributed in order, `batch` to a rank."""
     return tuple(min(max(real - rank * batch, 0), batch) for rank in range(ranks))
 
 

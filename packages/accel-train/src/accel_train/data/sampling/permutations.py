@@ -340,7 +340,7 @@ _SOURCES: dict[type[Sampler[Any]], Callable[[Any], OrderSource]] = {
 
 
 def order_source(sampler: object) -> OrderSource | None:
-    """How to draw `sampler`'s order at once, or None when it must be iterated.
+    """Find the source that draws `sampler`'s order at once; None if the sampler must be iterated.
 
     A subclass counts as its base only when it changes neither iteration nor length.
     """

@@ -58,7 +58,7 @@ def epochs_of(loader: DataLoader[Any], followers: Iterable[Any]) -> list[tuple[A
 
 
 def stateful_samplers(samplers: Iterable[Any]) -> list[Any]:
-    """Those that have ``state_dict()`` and ``load_state_dict()``."""
+    """Select the samplers that have ``state_dict()`` and ``load_state_dict()``."""
     return [
         sampler
         for sampler in samplers

@@ -16,7 +16,7 @@ __all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
 
 
 class Sharing(Protocol):
-    """How a draw of rank 0 reaches every rank."""
+    """Sends a random draw of rank 0 to every rank."""
 
     alone: bool
 
@@ -80,7 +80,7 @@ class FromMain:
 
 
 def communication_device() -> torch.device:
-    """Where tensors must be to be sent by the world group: host memory if a backend for it exists."""
+    """The device of tensors that the world group can send: host memory if a backend for it exists."""
     if "cpu" in dist.get_backend_config():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

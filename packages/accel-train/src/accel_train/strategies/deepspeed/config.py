@@ -189,7 +189,7 @@ def _makes_its_own(given: object) -> bool:
 
 
 def _values(script: Script) -> dict[str, Any]:
-    """What "auto" stands for, by dotted key."""
+    """The values for "auto", by dotted key."""
     values: dict[str, Any] = {"gradient_clipping": 0.0}
     hidden = _hidden_size(script.model)
     if hidden is not None:

@@ -323,7 +323,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     def _optimizer_for(
         self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]
     ) -> torch.optim.Optimizer | None:
-        """What the engine steps with; None: the optimizer of the configuration."""
+        """The optimizer that the engine steps; None: the optimizer of the configuration."""
         if isinstance(optimizer, DummyOptim):
             return None
         zero = config.get("zero_optimization", {})
@@ -543,7 +543,7 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _frozen_state(named: NamedModel) -> dict[str, Any]:
-    """What this rank holds of a model that stage 3 divides for evaluation."""
+    """This rank's share of a model that stage 3 divides for evaluation."""
     parameters: Mapping[str, Any] = named.parameters()
     state = named.state_dict()
     return {

@@ -1,4 +1,4 @@
-"""What the launcher, the wizard and the help know of Megatron-LM; imports no torch."""
+"""Declaration of Megatron-LM for the launcher, the wizard and the help; imports no torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WITHOUT_STATE = "without_state"
 
 
 class _Known(NamedTuple):
-    """What ranks without a tensor must know of it."""
+    """Description of a tensor for ranks without it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

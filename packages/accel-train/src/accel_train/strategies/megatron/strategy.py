@@ -52,7 +52,7 @@ class MegatronStates(EngineStates):
     strategy: MegatronStrategy
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """This rank's share of the weights, by the names of the script's model; in float32 if the optimizer does so."""
+        """This rank's share of the weights, by the script's names; in float32 if the optimizer updates such copies."""
         item = self.strategy.of_model(model)
         return super().model_state(model, named) if item is None else item.state.model_state()
 
