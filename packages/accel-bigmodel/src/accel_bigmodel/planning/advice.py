@@ -1,4 +1,4 @@
-"""Which strategies fit a memory, which one is advised, and what would fit where none does.
+"""Planning a training: which strategies fit the memory, which one is advised, and changes after which one would fit.
 
 Data in, data out; nothing here imports torch.
 """
@@ -39,13 +39,13 @@ class Row:
 
     Attributes:
         setting: the strategy and its options.
-        found: what a rank holds.
-        fits: on the device and in host memory.
-        host: bytes of host memory of a machine.
+        found: the memory of a rank.
+        fits: whether it fits on the device and in host memory.
+        host: bytes of host memory per machine.
         traffic: bytes that a rank sends in a step.
-        extra: what it costs besides traffic, in words; empty: nothing.
-        largest_batch: samples of a micro-batch on a rank that still fit; None: activations are not known.
-        cost: rows are advised in its order.
+        extra: costs besides traffic, in words; empty: none.
+        largest_batch: the most samples of a micro-batch on a rank that still fit; None: activations are not known.
+        cost: sort key of the rows, the cheapest first.
     """
 
     setting: Setting
@@ -68,8 +68,8 @@ class Suggestion:
     """A change after which something fits.
 
     Attributes:
-        change: what to change, in words.
-        row: what then fits best; None: the text says it.
+        change: the change, in words.
+        row: the best row that then fits; None: the text says it.
     """
 
     change: str
@@ -83,9 +83,9 @@ class Plan:
     Attributes:
         shape: the model.
         cluster: the devices.
-        workload: what is trained.
+        workload: the training.
         rows: strategies, the cheapest first.
-        notes: what a reader must know of the figures.
+        notes: notes on the figures, for the reader.
     """
 
     shape: ModelShape
@@ -119,9 +119,9 @@ def settings_for(
     Args:
         shape: the model.
         cluster: the devices.
-        workload: what is trained.
-        checkpointing: all strategies recompute their units, because the script does; otherwise ``fsdp2`` is listed
-            without and with.
+        workload: the training.
+        checkpointing: all strategies recompute their units (activation checkpointing), because the script does it;
+            otherwise ``fsdp2`` is listed without and with it.
     """
     return [
         setting
@@ -142,17 +142,17 @@ def make_plan(
 ) -> Plan:
     """Plan the training: memory per rank under every strategy that can run, whether it fits, ordered by cost.
 
-    The order: what stays on the devices before what is offloaded, what is computed once before what is recomputed, then
-    less traffic, then strategies that need no other package. `Plan.advised` may prefer one of the latter.
+    Rows are sorted: without offload before offload, without recomputation before recomputation, then by less traffic,
+    then strategies that need no other package first. `Plan.advised` may prefer one of the latter.
 
     Args:
         shape: the model.
         cluster: the devices.
-        workload: what is trained.
-        timelines: of the model's activations.
+        workload: the training.
+        timelines: timelines of the model's activations.
         checkpointing: the script recomputes units under every strategy.
-        batches: also look for the largest batch of each.
-        notes: for the reader.
+        batches: also search the largest batch of each strategy.
+        notes: notes for the reader.
 
     Raises:
         EstimateError: the devices cannot be divided among the machines, or a number is below 1.
@@ -246,10 +246,10 @@ def _cost(
 
 
 def suggestions(plan: Plan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:
-    """Changes after which something fits, each alone: a smaller batch, more devices.
+    """Suggest single changes after which a strategy fits: a smaller batch, more devices.
 
     Args:
-        plan: one in which nothing fits.
+        plan: a plan in which nothing fits.
         timelines: as for ``make_plan``.
         checkpointing: as for ``make_plan``.
     """

@@ -41,15 +41,15 @@ DEVICES: dict[str, int] = {
 def device_memory(name: str) -> int:
     """Bytes of memory of an accelerator.
 
-    Data sheets say GB. What a driver reports is a few percent more or less, and less with error correction in the same
-    memory, so the figure is the one that is stated, in units of 10^9.
+    The figure is the one in the data sheet, in GB of 10^9 bytes. A driver reports a few percent more or less, and less
+    with error correction in the same memory.
 
     Args:
         name: such as "h100-80gb"; upper case, spaces and underscores do not matter, and the size may be left out
-            where the accelerator comes in one size.
+            if the accelerator comes in one size.
 
     Raises:
-        EstimateError: it is not known; the message has the nearest names.
+        EstimateError: the accelerator is not known; the message has the nearest names.
     """
     wanted = name.strip().lower().replace(" ", "-").replace("_", "-")
     found = [key for key in DEVICES if key == wanted or key.rpartition("-")[0] == wanted]

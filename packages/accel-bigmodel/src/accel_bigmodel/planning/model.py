@@ -1,4 +1,4 @@
-"""The shape of a model that exists, also without storage, for a plan."""
+"""The shape of an existing model, also on the meta device, for a plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["find_units", "shape_of_model", "text_config", "with_adapters"]
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a strategy gathers at a time, as ``fsdp2`` finds them.
+    """Find the blocks that a strategy gathers at a time, as ``fsdp2`` does.
 
-    The classes of ``_no_split_modules`` that a model of transformers declares, else the members of lists of modules of
-    one class; of blocks inside blocks the outer ones.
+    They are modules of the classes in ``_no_split_modules`` of a transformers model, else the members of module lists
+    with one class; of nested blocks the outer ones.
     """
     names = next(
         (found for module in model.modules() if (found := getattr(module, "_no_split_modules", None))), ()
@@ -83,7 +83,7 @@ class _Adapted(nn.Module):
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """A copy of a model on the meta device with LoRA adapters at every linear layer of its blocks; the rest is frozen.
+    """Copy a model to the meta device with LoRA adapters at every linear layer of its blocks; the rest is frozen.
 
     Raises:
         EstimateError: the rank is below 1, or no block has a linear layer.

@@ -18,15 +18,15 @@ _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a training step: the forward or the backward of a unit, or of what is around the units.
+    """A phase of a training step: the forward or the backward of a unit, or of the layers around the units.
 
     Attributes:
-        unit: index of the unit; None: what is outside of all units.
+        unit: index of the unit; None: the layers outside of all units.
         backward: whether it belongs to the backward.
-        fixed: bytes alive at most that do not grow with the batch: no weights, no gradients that are complete.
+        fixed: peak bytes that do not grow with the batch, without weights and complete gradients.
         per_sample: bytes that each sample adds.
         logits: of these, bytes of tensors as wide as the vocabulary.
-        gradients: number of elements of the gradients that are complete when the phase ends, and were not before.
+        gradients: number of elements of the gradients that become complete in this phase.
     """
 
     unit: int | None
@@ -37,7 +37,7 @@ class Phase:
     gradients: int
 
     def at(self, batch_size: int) -> float:
-        """Bytes alive at most with that many samples."""
+        """Peak bytes with this number of samples."""
         return max(0.0, self.fixed + self.per_sample * batch_size)
 
 
@@ -48,9 +48,9 @@ class Timeline:
     phases: tuple[Phase, ...]
 
     def with_more_units(self, count: int) -> Timeline:
-        """The timeline of a model with `count` more units behind the third, each equal to the third.
+        """Extend the timeline by `count` units after the third, each equal to the third.
 
-        Each of them keeps what the third adds to the second.
+        Each of them keeps as many bytes as the third adds to the second.
         """
         added = {backward: self._added(backward) for backward in (False, True)}
         found: list[Phase] = []
@@ -86,14 +86,14 @@ def _later(phase: Phase, count: int, added: tuple[float, float], unit: int | Non
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A unit, or what is outside of all units, in elements.
+    """Sizes of a unit, or of the layers outside of all units, in elements.
 
     Attributes:
-        parameters: all of them; a tied parameter counts where it is first.
-        trainable: those that are trained.
-        factored: rows and columns of trained matrices, other tensors whole: what Adafactor keeps.
-        divisible: of the parameters, those that the model's tensor-parallel plan divides.
-        largest: of its largest trained tensor.
+        parameters: all parameters; a tied parameter counts at its first use.
+        trainable: trained parameters.
+        factored: elements of Adafactor's state: rows and columns of trained matrices, other tensors whole.
+        divisible: parameters that the model's tensor-parallel plan divides.
+        largest: elements of its largest trained tensor.
     """
 
     parameters: int
@@ -108,12 +108,12 @@ class ModelShape:
     """Sizes of a model, in elements unless another unit is named.
 
     Attributes:
-        name: of its class, or of its files.
+        name: name of its class, or of its files.
         units: the repeated blocks, each of which a strategy may gather at a time.
-        outside: what is outside of them: embeddings, final norms, heads.
+        outside: the layers outside of them: embeddings, final norms, heads.
         buffers: bytes of its buffers.
         tensors: number of trained tensors.
-        hidden_size: of a text model; 0: unknown.
+        hidden_size: hidden size of a text model; 0: unknown.
         tensor_parallel: counts that a degree of tensor parallelism has to divide; empty: the model has no plan.
         adapters: rank of the adapters that are trained in place of the weights; 0: all weights are trained.
     """
@@ -129,7 +129,7 @@ class ModelShape:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The units, and what is outside."""
+        """The units, and the layers outside."""
         return (*self.units, self.outside)
 
     @property
@@ -154,7 +154,7 @@ class ModelShape:
 
     @property
     def largest_unit(self) -> int:
-        """Elements of the largest unit; of the whole model where it has no units."""
+        """Elements of the largest unit; of the whole model if it has no units."""
         return max((unit.parameters for unit in self.units), default=self.outside.parameters)
 
     @property
@@ -166,13 +166,13 @@ class ModelShape:
 def shape_of_tensors(
     name: str, shapes: Mapping[str, Sequence[int]], adapters: int = 0, hidden_size: int = 0
 ) -> ModelShape:
-    """The shape of a model of which only names and shapes of tensors are known, as from headers of files.
+    """Compute the shape of a model from names and shapes of tensors only, such as those in headers of files.
 
     Repeated blocks are found by the number in their names (``model.layers.3.``).
 
     Args:
-        name: for reports.
-        shapes: by name; tensors of running statistics count as parameters.
+        name: name for reports.
+        shapes: shapes by name; tensors of running statistics count as parameters.
         adapters: rank of the adapters at the matrices of the blocks; 0: all weights are trained.
         hidden_size: 0: unknown.
     """
@@ -217,7 +217,7 @@ def _layer(shapes: list[tuple[int, ...]], adapters: int, is_unit: bool) -> Layer
 
 
 def factored_size(shape: Sequence[int]) -> int:
-    """Elements that Adafactor keeps of a tensor: rows and columns of a matrix, and all of other tensors."""
+    """Elements of Adafactor's state for a tensor: rows and columns of a matrix, all elements of other tensors."""
     if len(shape) < 2:
         return math.prod(shape)
     rest = math.prod(shape[:-2])

@@ -1,4 +1,4 @@
-"""Timelines of a model in the numbers in which strategies compute, each traced when it is first asked for."""
+"""Timelines of a model in the dtypes in which strategies compute, each traced at its first use."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["text_inputs", "timelines_of"]
 def timelines_of(
     model: nn.Module, make_inputs: MakeInputs, *, frozen: torch.dtype | None = None
 ) -> Timelines:
-    """A function from the name of numbers, and whether units are recomputed, to a timeline.
+    """Make a function from the name of a `Numbers`, and whether units are recomputed, to a timeline.
 
     Args:
         model: on any device, meta included; not changed.
-        make_inputs: the keyword inputs for a number of samples.
-        frozen: dtype of weights that are not trained; None: as of those that are.
+        make_inputs: makes the keyword inputs for a number of samples.
+        frozen: dtype of weights that are not trained; None: that of trained weights.
     """
     known: dict[tuple[str, bool], Timeline] = {}
 
@@ -48,7 +48,7 @@ def _numbers(name: str, frozen: torch.dtype | None) -> Numbers:
 
 
 def text_inputs(model: nn.Module, sequence_length: int) -> MakeInputs:
-    """Inputs of a text model of transformers, with labels where its head has a loss over tokens.
+    """Make inputs of a transformers text model, with labels if its head has a loss over tokens.
 
     Raises:
         EstimateError: the model does not take tokens.

@@ -32,11 +32,11 @@ MakeInputs = Callable[[int], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """In which numbers a step computes.
+    """The dtypes in which a step computes.
 
     Attributes:
         weights: dtype of the weights while a unit computes.
-        frozen: dtype of weights that are not trained; None: as the others.
+        frozen: dtype of weights that are not trained; None: that of the others.
         autocast: dtype of autocast; None: off.
     """
 
@@ -65,19 +65,19 @@ def trace_step(
     vocabulary: int = 0,
     device: str | torch.device = "cpu",
 ) -> list[Traced]:
-    """Run one forward and backward without values, and measure what is alive in each of its phases.
+    """Run one forward and backward without values, and measure the memory of each of its phases.
 
-    Counted are all storages that operations make: what autograd keeps, temporaries, outputs, and gradients until they
-    are complete. Weights, buffers and inputs are not. Workspaces inside of kernels are not known.
+    All storages that operations create are counted: tensors that autograd keeps, temporaries, outputs, and gradients
+    until they are complete. Weights, buffers and inputs are not counted. Workspaces inside of kernels are not known.
 
     Args:
         model: on any device; it is copied.
         inputs: keyword inputs; only shapes and dtypes matter. With ``labels`` the model computes its loss; otherwise
-            it is the mean of all floating outputs.
-        numbers: in which numbers it computes.
+            it is the mean of all floating-point outputs.
+        numbers: the dtypes in which it computes.
         checkpointing: recompute each unit in the backward.
         vocabulary: tensors whose last dimension has this size are listed as logits; 0: none are.
-        device: whose kernels are assumed: "cpu", or a type that this build of PyTorch supports.
+        device: type of the device whose kernels are assumed: "cpu", or a type that this build of PyTorch supports.
 
     Raises:
         EstimateError: the model cannot run without values.
@@ -100,7 +100,7 @@ def trace_step(
 
 
 def combine(one: Sequence[Traced], two: Sequence[Traced]) -> Timeline:
-    """The timeline for any number of samples, from traces of one sample and of two.
+    """Compute the timeline for any number of samples, from traces of one sample and of two.
 
     Raises:
         EstimateError: the traces do not have the same phases.
@@ -125,16 +125,16 @@ def trace_model(
     checkpointing: bool = False,
     device: str | torch.device = "cpu",
 ) -> Timeline:
-    """The timeline of a model's training step for any number of samples.
+    """Trace the timeline of a model's training step, for any number of samples.
 
-    Of many equal units a few are run, and the others are taken to be as they are.
+    Of many equal units only a few are run, and the others are assumed to need the same.
 
     Args:
         model: on any device, meta included; not changed.
-        make_inputs: the keyword inputs for a number of samples.
-        numbers: in which numbers it computes.
+        make_inputs: makes the keyword inputs for a number of samples.
+        numbers: the dtypes in which it computes.
         checkpointing: recompute each unit in the backward.
-        device: whose kernels are assumed.
+        device: type of the device whose kernels are assumed.
 
     Raises:
         EstimateError: the model cannot run without values.

@@ -19,7 +19,7 @@ __all__ = ["ForwardWrapper", "WeightStream", "wrappers_of"]
 
 
 class WeightStream(Protocol):
-    """The methods that a wrapper calls around a forward, as :class:`~accel_bigmodel.streaming.streamer.Streamer` has."""
+    """The methods that a wrapper calls around a forward, of :class:`~accel_bigmodel.streaming.streamer.Streamer`."""
 
     turn: threading.RLock
     """Held during a forward, before ``lock``: models that share weights run one at a time."""

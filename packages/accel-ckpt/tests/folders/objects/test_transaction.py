@@ -126,7 +126,7 @@ def test_a_hook_that_takes_a_name_of_the_checkpoint(bucket, tmp_path):
 
 
 def test_each_node_is_refused(bucket):
-    with pytest.raises(CheckpointSaveError, match="is seen by all nodes, and save_on_each_node"):
+    with pytest.raises(CheckpointSaveError, match="is shared by all nodes, but save_on_each_node"):
         save_training_state(f"{bucket}/c", **content(1), each_node=True)
 
 

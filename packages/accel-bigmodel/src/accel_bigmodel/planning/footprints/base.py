@@ -30,23 +30,23 @@ FP32 = 4
 """Bytes of an element."""
 
 Timelines = Callable[[str, bool], Timeline | None]
-"""From a name of ``StrategyFootprint.numbers``, and whether units are recomputed, to a timeline; None: not known."""
+"""Function from a name of ``StrategyFootprint.numbers``, and whether units are recomputed, to a timeline or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A strategy with the options that decide what it holds.
+    """A strategy with the options that determine its memory.
 
     Attributes:
-        name: for reports.
-        strategy: name of the strategy, which is that of its footprint.
-        shards: ranks that share one copy of what is divided.
-        stage: of ZeRO.
+        name: name for reports.
+        strategy: name of the strategy and of its footprint.
+        shards: ranks that share one copy of the divided tensors.
+        stage: ZeRO stage.
         reshard: fsdp2 frees the parameters of a unit after its forward.
         checkpointing: units are recomputed in the backward.
         offload: parts, gradients and optimizer states are in host memory.
-        offload_optimizer: of ZeRO: optimizer states, master weights and gradients are.
-        bucket: elements that ZeRO reduces at a time.
+        offload_optimizer: ZeRO keeps optimizer states, master weights and gradients in host memory.
+        bucket: number of elements that ZeRO reduces at a time.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Workload:
         batch_size: samples of a micro-batch on one rank.
         optimizer: adamw, sgd, adafactor or 8bit.
         precision: no, bf16, fp16 or fp8, which takes what bf16 takes: activations are kept as under bf16.
-        micro_batches: of a step; gradients are summed over them, so they are there in all but the first.
-        frozen_bytes: of an element of a frozen weight.
+        micro_batches: micro-batches per step; gradients are summed over them, so they exist in all but the first.
+        frozen_bytes: bytes per element of a frozen weight.
         accelerator: whether ranks compute on accelerators; a CPU frees sooner, and steps tensor by tensor.
-        seq_length: tokens of a sample.
+        seq_length: tokens per sample.
     """
 
     batch_size: int = 1
@@ -93,12 +93,12 @@ class Cluster:
     """The devices and machines to train on.
 
     Attributes:
-        devices: of all machines together; one rank each.
-        machines: how many.
-        memory: bytes of a device.
-        reserve: bytes of a device that are not for the model: the context of its driver, buffers of communication,
-            fragments of the allocator.
-        host_memory: bytes of a machine; None: not known, and not compared.
+        devices: number of devices of all machines; one rank each.
+        machines: number of machines.
+        memory: bytes per device.
+        reserve: bytes per device that are not available for the model: driver context, communication buffers, allocator
+            fragmentation.
+        host_memory: bytes of host memory per machine; None: not known, and not compared.
     """
 
     devices: int
@@ -123,14 +123,14 @@ class Moment:
     """The memory of a rank at one moment of a step, in bytes of the device.
 
     Attributes:
-        weights: parts that the rank keeps, or all; with buffers.
+        weights: weights that the rank keeps, whole or in parts; with buffers.
         masters: float32 copies of weights.
-        gradients: complete ones.
-        optimizer: its states.
-        gathered: weights that are whole only while they compute, and what is needed to gather and reduce.
-        activations: what autograd keeps, and temporaries.
+        gradients: complete gradients.
+        optimizer: optimizer states.
+        gathered: weights that are whole only while they compute, and buffers to gather and reduce.
+        activations: tensors that autograd keeps, and temporaries.
         logits: outputs as wide as the vocabulary, their copies and gradients.
-        when: the moment.
+        when: name of the moment.
     """
 
     weights: float = 0.0
@@ -150,13 +150,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The most that a rank holds, on its device and in host memory.
+    """Peak memory of a rank, on its device and in host memory.
 
     Attributes:
-        peak: the moment of the most.
+        peak: the moment of the peak.
         kept: bytes between steps.
         host: bytes of host memory.
-        knows_activations: whether they are in it.
+        knows_activations: whether activations are included.
     """
 
     peak: Moment
@@ -188,13 +188,13 @@ def optimizer_bytes(shape: ModelShape, workload: Workload, *, flat: bool = False
 class StrategyFootprint:
     """Memory footprint of a rank under a strategy. In this base class every rank has the whole model and nothing else.
 
-    A strategy overrides what it holds otherwise. An outside package names its class in the entry-point group
-    ``accel_bigmodel.footprints``, under the name of its strategy.
+    A strategy overrides the methods in which its memory differs. Other packages register their class in the entry-point
+    group ``accel_bigmodel.footprints``, under the name of the strategy.
 
     Args:
         shape: the model.
-        setting: the options that decide what is held.
-        workload: what is trained.
+        setting: the options that determine the memory.
+        workload: the training.
         timeline: activations over a step; None: they are not known.
     """
 
@@ -222,12 +222,12 @@ class StrategyFootprint:
     def settings(
         cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
-        """Every setting in which the strategy can train the model on these devices.
+        """List the settings in which the strategy can train the model on these devices.
 
         Args:
             shape: the model.
             cluster: the devices.
-            workload: what is trained.
+            workload: the training.
             checkpointing: the script recomputes units under every strategy.
         """
         if cluster.devices == 1:
@@ -235,7 +235,7 @@ class StrategyFootprint:
 
     @classmethod
     def numbers(cls, precision: str) -> str:
-        """The name of the numbers in which the strategy computes; see ``planning.timelines``."""
+        """The name of the dtypes in which the strategy computes; see ``planning.timelines``."""
         return "float32" if precision == "no" else f"float32 autocast {cls.low_dtype(precision)}"
 
     @classmethod
@@ -265,7 +265,7 @@ class StrategyFootprint:
 
     @property
     def share(self) -> float:
-        """The part of what is divided that other ranks have."""
+        """The share of divided tensors that other ranks have."""
         return (self.setting.shards - 1) / self.setting.shards
 
     def between(self) -> Moment:
@@ -293,13 +293,13 @@ class StrategyFootprint:
             done += phase.gradients
 
     def at(self, phase: Phase, before: int) -> Moment:
-        """The moment of the most in a phase."""
+        """The moment of the peak in a phase."""
         base = self.between()
         gradients = base.gradients or FP32 * (self.shape.trainable if self.workload.accumulates else before)
         return with_activations(replace(base, gradients=gradients), phase, self.workload.batch_size)
 
     def step(self) -> Moment:
-        """The optimizer's step: all gradients, and what it computes."""
+        """The moment of the optimizer's step: all gradients, and its temporaries."""
         base = self.between()
         extra = self.temporaries(self.shape.trainable, self.shape.largest_tensor)
         return replace(

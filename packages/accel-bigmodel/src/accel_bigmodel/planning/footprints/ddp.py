@@ -20,7 +20,7 @@ __all__ = ["DDPFootprint"]
 
 
 class DDPFootprint(StrategyFootprint):
-    """Every rank has the whole model, and gradients that are views of buckets, which stay."""
+    """Footprint of DDP: every rank has the whole model, and gradients that are views of permanent buckets."""
 
     @classmethod
     def settings(

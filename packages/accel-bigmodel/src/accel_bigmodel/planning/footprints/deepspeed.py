@@ -29,7 +29,7 @@ _PREFETCH = 50_000_000
 
 
 class DeepSpeedFootprint(StrategyFootprint):
-    """Weights and gradients in the dtype that computes, float32 masters, flat parts."""
+    """Footprint of DeepSpeed: weights and gradients in the dtype of computation, float32 masters, flat parts."""
 
     needs_package: ClassVar[bool] = True
 
@@ -106,7 +106,7 @@ class DeepSpeedFootprint(StrategyFootprint):
         )
 
     def at(self, phase: Phase, before: int) -> Moment:
-        """The moment of the most in a phase."""
+        """The moment of the peak in a phase."""
         n, stage, trained = self.setting.shards, self.setting.stage, self.shape.trainable
         base = self.between()
         bucket = min(self.setting.bucket, trained)
@@ -128,7 +128,7 @@ class DeepSpeedFootprint(StrategyFootprint):
         return with_activations(moment, phase, self.workload.batch_size)
 
     def step(self) -> Moment:
-        """The step, on one flat part: copies of gradients in float32, and what AdamW computes."""
+        """The optimizer's step, on one flat part: float32 copies of gradients, and AdamW's temporaries."""
         n, stage, trained = self.setting.shards, self.setting.stage, self.shape.trainable
         base = self.between()
         if self.setting.offload_optimizer:

@@ -22,7 +22,7 @@ __all__ = ["FSDP2Footprint"]
 
 
 class FSDP2Footprint(StrategyFootprint):
-    """Parts, and the units that compute."""
+    """Footprint of FSDP2: parts, and the gathered units that compute."""
 
     checkpoints: ClassVar[bool] = True
 
@@ -98,7 +98,7 @@ class FSDP2Footprint(StrategyFootprint):
         )
 
     def at(self, phase: Phase, before: int) -> Moment:
-        """The moment of the most in a phase."""
+        """The moment of the peak in a phase."""
         units = self.shape.units
         unit = units[phase.unit] if phase.unit is not None and units else self.shape.outside
         outside = self.shape.outside

@@ -1,4 +1,4 @@
-"""Footprints by the name of their strategy, those of installed packages among them."""
+"""Footprints by the name of their strategy, including those of installed packages."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def footprint_names() -> list[str]:
 
 
 def footprint_class(strategy: str) -> type[StrategyFootprint]:
-    """The footprint of a strategy.
+    """Return the footprint class of a strategy.
 
     Raises:
-        EstimateError: it has none; the message names those that have one.
+        EstimateError: it has none; the message names the strategies that have one.
     """
     place = _BUILT_IN.get(strategy) or entry_points(GROUP).get(strategy)
     if place is None:
@@ -43,7 +43,7 @@ def footprint_class(strategy: str) -> type[StrategyFootprint]:
 
 
 def footprint(shape: ModelShape, setting: Setting, workload: Workload, timelines: Timelines) -> Footprint:
-    """The most that a rank holds in a step after the first.
+    """Compute the peak memory of a rank in a step after the first.
 
     Raises:
         EstimateError: the memory of the strategy is not known.

@@ -46,7 +46,7 @@ class TensorParallelFootprint(StrategyFootprint):
         return replace(whole, weights=whole.weights * part, optimizer=whole.optimizer * part)
 
     def at(self, phase: Phase, before: int) -> Moment:
-        """The moment of the most in a phase."""
+        """The moment of the peak in a phase."""
         found = super().at(phase, before)
         return replace(found, gradients=found.gradients * self._part())
 

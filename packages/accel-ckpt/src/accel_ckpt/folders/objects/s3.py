@@ -28,7 +28,7 @@ class S3Store(Store):
     """Objects in S3."""
 
     def ask(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the file system for at most :data:`LIMIT` seconds; in fsspec any method takes that argument."""
+        """Call a method of the file system for at most :data:`LIMIT` seconds; fsspec takes that argument everywhere."""
         return call(*arguments, **options, timeout=LIMIT)
 
     def below(self, path: str) -> Iterator[tuple[str, int]]:
