@@ -130,7 +130,7 @@ def test_loads_survive(s3, server, fault):
     assert server.faults()[fault["kind"]] >= 1
 
 
-@pytest.mark.filterwarnings("ignore:what was uploaded of")
+@pytest.mark.filterwarnings("ignore:the uploaded objects of")
 def test_a_server_that_stops_reading_is_not_waited_for_forever(s3, server, monkeypatch):
     monkeypatch.setattr(accel_ckpt.folders.objects.s3, "LIMIT", 5.0)
     server.faults({"kind": "stuck", "method": "PUT", "path": "partNumber", "times": 1})
@@ -148,7 +148,7 @@ def test_a_server_that_stops_reading_is_not_waited_for_forever(s3, server, monke
 
 @pytest.mark.parametrize("path", ["partNumber", "state.json", "manifest", "accel-saving"])
 @pytest.mark.parametrize("kind", ["denied", "bad_key"])
-@pytest.mark.filterwarnings("ignore:what was uploaded of")
+@pytest.mark.filterwarnings("ignore:the uploaded objects of")
 def test_saves_that_are_refused(s3, server, path, kind):
     save("c", 1)
     server.faults({"kind": kind, "method": "PUT", "path": path, "times": 1000})

@@ -55,7 +55,7 @@ def test_without_a_mesh_there_is_no_place():
     assert not accelerator.is_fsdp2
     assert not accelerator.is_composable_parallelism_enabled
     for name in PLACES:
-        with pytest.raises(StateError, match=rf"accelerator\.{name} is a place .*parallelism_config="):
+        with pytest.raises(StateError, match=rf"accelerator\.{name} is an index .*parallelism_config="):
             getattr(accelerator, name)
 
 

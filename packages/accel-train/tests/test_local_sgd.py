@@ -476,7 +476,10 @@ def refused(form):
     ("form", "message"),
     [
         ("static", "IncompatibleOptionsError: .*static_graph=True"),
-        ("plain", r"PrepareError: .*Sequential is no model that ddp trains. Pass what prepare\(\) returned"),
+        (
+            "plain",
+            r"PrepareError: .*Sequential is not a model that ddp trains. Pass the model that prepare\(\) returned",
+        ),
         ("nested", "AccumulationError: .*inside another LocalSGD of the same model"),
         ("joined", r"IncompatibleOptionsError: .*join_uneven_inputs\(\) exclude"),
         ("joins", r"IncompatibleOptionsError: .*join_uneven_inputs\(\) exclude"),

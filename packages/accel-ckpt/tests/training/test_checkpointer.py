@@ -180,7 +180,7 @@ def test_bad_input(tmp_path):
         checkpointer.save(0, {"a.b": 1})
     with pytest.raises(UnsupportedValueError, match="list"):
         checkpointer.save(0, [1])
-    with pytest.raises(UnsupportedValueError, match="no part of per_rank"):
+    with pytest.raises(UnsupportedValueError, match="cannot be part of per_rank"):
         checkpointer.save(0, {}, per_rank={"m": nn.Linear(1, 1)})
     with pytest.raises(UnsupportedValueError, match=r"builtin_function_or_method"):
         checkpointer.save(0, {"f": [print]})

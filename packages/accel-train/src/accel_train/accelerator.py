@@ -637,8 +637,9 @@ class Accelerator:
         ranks = self._plan.strategy.loss.size
         if ranks > 1 and not self._prepared.prepared_models:
             warnings.warn(
-                f"backward() on {ranks} ranks, and no model is prepared: each rank trains on its own gradients, which "
-                "are not averaged. Pass the model to accelerator.prepare() and train what it returns.",
+                f"backward() was called on {ranks} ranks, but no model is prepared: each rank trains on its own "
+                "gradients, which are not averaged. Pass the model to accelerator.prepare() and train the model that "
+                "it returns.",
                 stacklevel=3,
             )
 
@@ -1282,7 +1283,7 @@ class Accelerator:
     def _place(self, dimension: str, name: str) -> int:
         if self.parallelism_config is None:
             raise StateError(
-                f"accelerator.{name} is a place in a mesh, and there is none. Pass Accelerator(parallelism_config="
+                f"accelerator.{name} is an index in a mesh, but there is no mesh. Pass Accelerator(parallelism_config="
                 "ParallelismConfig(…)), or launch with --use_parallelism_config."
             )
         return self._plan.mesh.index(dimension)
@@ -1300,7 +1301,7 @@ class Accelerator:
         if self._plan.sequence is not None and not isinstance(dl, PreparedLoader):
             raise PrepareError(
                 f"deepspeed_ulysses_dl_adapter() got a {type(dl).__name__} that is not prepared, so its batches hold "
-                "whole sequences. Call accelerator.prepare(dataloader) first; what that returns divides them."
+                "whole sequences. Call accelerator.prepare(dataloader) first; the loader that it returns divides them."
             )
         return dl
 

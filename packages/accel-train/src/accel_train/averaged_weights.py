@@ -131,8 +131,8 @@ class AveragedWeights:
     def _refuse_applied(self, what: str) -> None:
         if self._applied:
             raise AccumulationError(
-                f"AveragedWeights: {what} inside applied(), where the model has the averages in the place of what is "
-                "trained. Leave applied() first."
+                f"AveragedWeights: {what} inside applied(), where the averages replace the model's trained parameters. "
+                "Leave applied() first."
             )
 
     def _refuse_others(self) -> None:
@@ -142,9 +142,9 @@ class AveragedWeights:
         others = [name for name, parameter in named.items() if id(parameter) not in known]
         if others:
             raise PrepareError(
-                f"{len(others)} parameters of {type(self._plain).__name__} are others than when AveragedWeights was "
-                f"made, the first {others[0]!r}: they are not averaged. Make it after prepare(), and a new one when "
-                "parameters are added or replaced."
+                f"{len(others)} parameters of {type(self._plain).__name__} were changed after AveragedWeights was "
+                f"created, the first {others[0]!r}: they are not averaged. Create it after prepare(), and a new one "
+                "when parameters are added or replaced."
             )
 
     def state_dict(self) -> dict[str, Any]:

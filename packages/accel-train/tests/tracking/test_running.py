@@ -206,8 +206,8 @@ def test_a_tracker_that_does_not_start_never_stops_training(said):
     assert [call[0] for call in mine.calls[1:]] == ["start", "config", "log", "finish"]
     [message] = said()
     assert message == (
-        "The tracker 'failing' failed in start(): ConnectionError: the server is down (start). Training goes on "
-        "without what it did not log; further failures are not reported. "
+        "The tracker 'failing' failed in start(): ConnectionError: the server is down (start). Training "
+        "continues without these logs; further failures are not reported. "
         "init_trackers(on_failure='raise') raises instead."
     )
 

@@ -173,7 +173,7 @@ def write_safetensors_from(
         record = file.finish()
     if record.size != layout.size:
         raise CorruptCheckpointError(
-            f"{path} got {record.size} bytes instead of {layout.size}: what was to be written changed"
+            f"{path} got {record.size} bytes instead of {layout.size}: the tensors changed while they were written"
         )
     return replace(record, tensors=layout.entries)
 

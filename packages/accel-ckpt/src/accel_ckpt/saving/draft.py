@@ -158,8 +158,8 @@ class StateDraft:
         own_parts, own_tensors = _divided_and_whole(own)
         if own_parts:
             raise UnsupportedValueError(
-                f"{listed(sorted(own_parts))}: trees of each rank hold whole tensors; give what is divided among ranks "
-                "in the shared trees"
+                f"{listed(sorted(own_parts))}: trees of each rank hold whole tensors; pass tensors that are divided "
+                "among ranks in the shared trees"
             )
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))

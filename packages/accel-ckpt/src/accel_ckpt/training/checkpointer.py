@@ -300,7 +300,7 @@ class _Collector:
         state, own = _State(self._state), _State(self._per_rank)
         if own.modules:
             raise UnsupportedValueError(
-                f"{', '.join(own.modules)}: a module is no part of per_rank; its weights belong to the state"
+                f"{', '.join(own.modules)}: a module cannot be part of per_rank; its weights belong to the state"
             )
         self._replicas = {path: m for path, m in state.modules.items() if averages_gradients(m)}
         self._content = StateContent(
@@ -329,8 +329,9 @@ class _Collector:
                 )
             for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
                 warnings.warn(
-                    f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose is saved for "
-                    "all. Give what every rank has of its own in save(…, per_rank=…), and in load()",
+                    f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose value is saved "
+                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to "
+                    "load()",
                     stacklevel=2,
                 )
         return self._content

@@ -163,7 +163,7 @@ def bury(folder):
     return marks
 
 
-@pytest.mark.filterwarnings("ignore:what was uploaded of", "ignore:the checkpoint .* is saved, but")
+@pytest.mark.filterwarnings("ignore:the uploaded objects of", "ignore:the checkpoint .* is saved, but")
 @pytest.mark.parametrize("replaced", [False, True])
 def test_death_at_every_request(bucket, tmp_path, replaced):
     elements = 1000

@@ -39,7 +39,7 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
         raise DataError(
             f"{what} of loader {place + 1} of this prepare() call is {here} on rank 0 and {there} on rank {other}. "
             "prepare() gives each rank its part of one dataset, which must be the same on all: build it, its sampler "
-            "and its loader alike everywhere. If each rank has data of its own, say so: "
+            "and its loader alike everywhere. If each rank has its own data, pass "
             "Accelerator(dataloader_config=DataLoaderConfiguration(pre_sharded=True))."
         )
 

@@ -313,8 +313,8 @@ class DDPStrategy(Strategy):
         inner = _ddp(model)
         if inner is None:
             raise PrepareError(
-                f"LocalSGD averages the copies of a model that ranks train, and {type(model).__name__} is no model "
-                "that ddp trains. Pass what prepare() returned for it, with parameters that are not frozen."
+                f"LocalSGD averages the copies of a model that ranks train, but {type(model).__name__} is not a model "
+                "that ddp trains. Pass the model that prepare() returned, with parameters that are not frozen."
             )
         if inner.static_graph:
             raise IncompatibleOptionsError(

@@ -67,7 +67,7 @@ class _Running:
         if not self._said:
             self._said = True
             _logger.warning(
-                "%s. Training goes on without what it did not log; further failures are not reported. "
+                "%s. Training continues without these logs; further failures are not reported. "
                 "init_trackers(on_failure='raise') raises instead.",
                 text,
                 main_process_only=False,

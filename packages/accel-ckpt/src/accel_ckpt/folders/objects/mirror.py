@@ -161,8 +161,8 @@ class Mirror:
                 view, at = view[count:], at + count
         except OSError as error:
             raise ObjectStorageError(
-                f"{self._store.uri(self._prefix + request.name)} cannot be kept in {self.folder}: {error}; let TMPDIR "
-                "be a folder with room for what is read"
+                f"{self._store.uri(self._prefix + request.name)} cannot be kept in {self.folder}: {error}; set TMPDIR "
+                "to a folder with enough space"
             ) from error
         finally:
             os.close(descriptor)

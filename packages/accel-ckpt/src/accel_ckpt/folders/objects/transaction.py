@@ -81,7 +81,7 @@ class ObjectTransaction(Transaction):
                 self._marked = False
         except CheckpointError as error:
             warnings.warn(
-                f"what was uploaded of {self.directory} could not be removed, a later save will: {error}",
+                f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}",
                 stacklevel=2,
             )
         if folder is not None:

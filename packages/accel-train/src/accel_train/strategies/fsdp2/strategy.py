@@ -344,8 +344,8 @@ def _warn_of_shared(model: nn.Module, shared: Sequence[tuple[str, str]]) -> None
     here, there = shared[0]
     _logger.warning(
         f"{here!r} and {there!r} of {type(model).__name__} are one parameter, which must be gathered for all of its "
-        f"uses. Of the blocks, {len(shared)} share parameters and are no units of their own; they are gathered "
-        "together with what is around them"
+        f"uses. {len(shared)} of the blocks share parameters, so they are not sharded as units; they are gathered "
+        "together with the modules around them"
     )
 
 
