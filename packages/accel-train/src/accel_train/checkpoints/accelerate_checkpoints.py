@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Automatic checkpoints that can be loaded, oldest first: complete ones of ours, and Accelerate's.
+    """List automatic checkpoints that can be loaded, oldest first: complete ones of this library, and Accelerate's.
 
     Args:
-        folder: with folders ``checkpoint_<number>``.
+        folder: the folder with folders ``checkpoint_<number>``.
     """
     return sorted(
         [*accel_ckpt.accelerate_checkpoints(folder), *accel_ckpt.complete_checkpoints(folder)], key=number_of
@@ -43,7 +43,7 @@ def number_of(directory: Path) -> int:
 
 
 def warn_of_newer(chosen: Path) -> None:
-    """Say which newer folders are passed over because they are not complete."""
+    """Warn of newer folders that are ignored because they are not complete."""
     newer = [path.name for path in accel_ckpt.checkpoints_from(chosen.parent, number_of(chosen) + 1)]
     if newer:
         warnings.warn(
@@ -60,20 +60,20 @@ def read(
     """Read everything that Accelerate saved for this rank; nothing is changed yet.
 
     Args:
-        prepared: with everything prepared and registered as in the script that saved.
+        prepared: the prepared and registered objects, as in the script that saved.
         directory: the folder.
-        allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
+        allow_missing_rng: continue without random states that are missing, unreadable or of another kind of device.
         trusted: unpickle custom objects and schedulers, which can run code.
-        parts: what is read.
+        parts: the parts that are read.
 
     Returns:
         State dicts of the models, the shared parts by the names that states of ours give them (loaders only
         where there is a position), and the random states.
 
     Raises:
-        StateMismatchError: other objects are prepared or registered than were saved.
+        StateMismatchError: the prepared or registered objects differ from the saved ones.
         CheckpointNotFoundError: a file is missing, that of the rank's random states included.
-        UnsafeCheckpointError: a file could only be read by running code from it.
+        UnsafeCheckpointError: reading a file would run code from it.
         CorruptCheckpointError: a file cannot be read.
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"

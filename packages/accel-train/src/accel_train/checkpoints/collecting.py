@@ -1,4 +1,4 @@
-"""Collecting what a training state holds besides weights. Nothing here may change what the training does next."""
+"""Collecting the parts of a training state besides weights. Nothing here may affect the training."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def collect(
     named: Sequence[NamedModel],
     ranks: accel_ckpt.Coordinator | None = None,
 ) -> Trees:
-    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
+    """Collect the shared trees, and this rank's own, at one moment. Collective: if it fails, it fails on every rank.
 
-    Tensors in them are the training's own, so a save copies them before it lets the training go on.
+    Tensors in them are the training's own, so a save copies them before the training continues.
 
     Args:
-        prepared: what to save.
-        parts: what its state consists of.
+        prepared: the prepared objects.
+        parts: the parts of the state.
         named: the models with their canonical names.
-        ranks: those that save; the main process alone where the others do not take part; None: all.
+        ranks: the ranks that save; only the main process if the others do not take part; None: all.
     """
     found: list[_Collected] = []
     replicas = _replicated_parameters(prepared)

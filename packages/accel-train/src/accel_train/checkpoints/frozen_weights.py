@@ -1,4 +1,4 @@
-"""Training states without the parameters that are not trained: left out by a save, taken from the script by a load."""
+"""Training states without frozen parameters: a save leaves them out, and a load takes them from the script."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FORM = [{OTHERS: {"shape": [natural], "dtype": str, "mark": (str, None)}}]
 
 
 def leave_out_frozen(weights: Sequence[dict[str, Any]], named: Sequence[NamedModel]) -> list[dict[str, Any]]:
-    """Remove the parameters that are not trained, and what quantised ones have beside them.
+    """Remove frozen parameters, and entries that quantised ones have beside them.
 
     Args:
-        weights: of each model what this rank saves; changed in place.
+        weights: the weights of each model that this rank saves; changed in place.
         named: the models.
 
     Returns:
-        What was removed of each model: name → shape, dtype, and what tells its values from others' where it is whole.
+        The removed entries of each model: name → shape, dtype, and a mark of its values if it is whole.
 
     Raises:
         OptionError: no parameter of any model is frozen.
@@ -84,19 +84,19 @@ def _dtype_of(leaf: Any) -> str:
 def completed(
     saved: SavedModel, frozen: Any, own: Mapping[str, Any], strict: bool, what: str, directory: Path
 ) -> SavedModel:
-    """The saved weights with those of the script for the parameters that were left out.
+    """Complete saved weights with the script's values of the parameters that were left out.
 
     Args:
-        saved: of one model.
-        frozen: what `leave_out_frozen` returned for it; empty if nothing was left out.
-        own: what this rank holds of the model here.
-        strict: whether they must be those that were there when the state was saved.
+        saved: the saved weights of one model.
+        frozen: the result of `leave_out_frozen` for it; empty if nothing was left out.
+        own: this rank's part of the model here.
+        strict: whether the script's values must be the same as at the save.
         what: the model, for messages.
         directory: the checkpoint, for messages.
 
     Raises:
-        StateMismatchError: the model here has none of such a name, or one of another shape, dtype or of other values,
-            as far as samples of tensors that are whole on this rank can tell.
+        StateMismatchError: the model here lacks such a parameter, or its shape, dtype or values differ. Values are
+            compared by samples, of tensors that are whole on this rank.
     """
     if not frozen:
         return saved

@@ -1,4 +1,4 @@
-"""The saved weights of one model, as strategies load them: from a checkpoint of ours, or read whole from another's."""
+"""Saved weights of one model for strategies: from a checkpoint of this library, or read whole from another's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CheckpointModel", "WholeModel"]
 
 
 class CheckpointModel:
-    """A model in a checkpoint of ours; values are read where they go.
+    """A model in a checkpoint of this library; values are read directly into their targets.
 
     Args:
         checkpoint: the checkpoint.
-        index: of the model.
+        index: index of the model.
     """
 
     def __init__(self, checkpoint: accel_ckpt.TrainingCheckpoint, index: int) -> None:
@@ -31,7 +31,7 @@ class CheckpointModel:
         return self._weights.about
 
     def whole(self) -> dict[str, Any]:
-        """The state dict; where it can be, tensors are views of the files, which are checked once."""
+        """The state dict; if possible, tensors are views of the files, which are checked once."""
         if self._whole is None:
             self._whole = self._checkpoint.mapped_model(self._index)
         return self._whole
@@ -41,7 +41,7 @@ class CheckpointModel:
         self._weights.check(targets)
 
     def fill(self, targets: Mapping[str, Any]) -> None:
-        """Fill tensors in place with what this rank holds of each."""
+        """Fill tensors in place with this rank's part of each."""
         self._weights.fill(targets)
 
 
@@ -65,9 +65,9 @@ class WholeModel:
         return self._weights
 
     def check(self, targets: Mapping[str, Any]) -> None:
-        """Everything was checked when it was read."""
+        """Do nothing: everything was checked when it was read."""
 
     def fill(self, targets: Mapping[str, Any]) -> None:
-        """Copy to each target what this rank holds of it."""
+        """Copy this rank's part to each target."""
         for name, target in targets.items():
             fill_part(target, self._weights[name])

@@ -21,10 +21,10 @@ __all__ = ["named_models", "parts_of"]
 
 
 def parts_of(prepared: Prepared, named: Sequence[NamedModel], trusted: bool = False) -> list[StatePart]:
-    """All parts, in the order in which they are restored, after the weights.
+    """List all parts, in the order in which they are restored, after the weights.
 
     Args:
-        prepared: what is prepared and registered.
+        prepared: the prepared and registered objects.
         named: its models with their canonical names.
         trusted: pickles of registered objects may be loaded.
     """

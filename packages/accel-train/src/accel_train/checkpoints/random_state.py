@@ -32,7 +32,7 @@ class RandomStates(StatePart):
         trees.own["rng"] = get_rng_state()
 
     def read(self, saved: SavedTrees) -> dict[str, Any] | None:
-        """This rank's; of a rank that did not save, derived from a saved one. None: it is missing, and may be."""
+        """Read this rank's states; a rank that did not save derives them. None: they are missing, which is allowed."""
         if saved.own is None:
             return None
         rng: dict[str, Any] = saved.own["rng"]
@@ -52,7 +52,7 @@ class RandomStates(StatePart):
         return rng if saved.rank < saved.saved_by else derive_rng_state(rng, saved.rank)
 
     def load(self, taken: dict[str, Any] | None, saved: SavedTrees) -> None:
-        """Set the generators; ranks that must draw alike do so, also where another mesh has saved."""
+        """Set the generators; ranks that must draw alike do so, also if another mesh has saved."""
         if taken is not None:
             set_rng_state(taken)
         share_draws(self._draws)

@@ -27,7 +27,7 @@ _STATE = ("state", "global_state")  # of optimizers; strategies know whether ran
 
 
 def compared(shared: Mapping[str, Any]) -> dict[str, RankTree]:
-    """The shared trees of this rank, encoded to be compared; of optimizers only their options."""
+    """Encode the shared trees of this rank for a comparison; of optimizers only their options."""
     return {
         name: RankTree.of(name, _options(tree) if _is_optimizer(name) else tree)
         for name, tree in shared.items()
@@ -43,7 +43,7 @@ def own_trees(trees: Mapping[str, RankTree], leader: Marks) -> dict[str, Any]:
     """The differences that this rank saves.
 
     Args:
-        trees: this rank's.
+        trees: this rank's trees.
         leader: the marks of the rank whose trees are saved for all.
     """
     beside = {name: tree.beside(leader.get(name, ())) for name, tree in trees.items()}
@@ -51,15 +51,15 @@ def own_trees(trees: Mapping[str, RankTree], leader: Marks) -> dict[str, Any]:
 
 
 def take_up(shared: Mapping[str, Any], own: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The shared trees as this rank saved them.
+    """Restore the shared trees of this rank from those saved for all, and its differences.
 
     Args:
-        shared: those that were saved for all; or some of them.
-        own: what `own_trees` returned for this rank.
+        shared: the trees that were saved for all, or some of them.
+        own: the result of `own_trees` for this rank.
         where: the checkpoint, for messages.
 
     Raises:
-        CorruptCheckpointError: `own` is something else.
+        CorruptCheckpointError: `own` has another form.
     """
     check_form(own, {OTHERS: {}}, f"{where}: what a rank has of its own")
     trees = dict(shared)
@@ -78,14 +78,14 @@ def take_up(shared: Mapping[str, Any], own: Mapping[str, Any], where: Path) -> d
 def warn_of_other_ranks(
     prepared: Prepared, differing: Mapping[str, Sequence[int]], saved_by: int, where: Path, parts: Parts = ALL
 ) -> None:
-    """Say what continues as rank 0 saved it, because the ranks that saved their own are others now.
+    """Warn of states that continue from rank 0's, because another number of ranks saved their own.
 
     Args:
-        prepared: what is prepared.
-        differing: what `ranks_that_differ` returned.
-        saved_by: how many ranks saved.
+        prepared: the prepared objects.
+        differing: the result of `ranks_that_differ`.
+        saved_by: number of ranks that saved.
         where: the checkpoint.
-        parts: what is restored.
+        parts: the parts that are restored.
     """
     names = [name for name in differing if part_of(name) in {*parts, None}]
     for name in names:
@@ -98,7 +98,7 @@ def warn_of_other_ranks(
 
 
 def in_words(prepared: Prepared, name: str) -> str:
-    """A shared tree as a message calls it."""
+    """The name of a shared tree in messages."""
     kind, _, number = name.partition("_")
     if kind in ("custom", "pickled"):
         items = prepared.registered

@@ -20,7 +20,7 @@ class RegisteredStates(StatePart):
 
     Args:
         registered: the objects.
-        trusted: the caller of `load_state` lets pickles be loaded.
+        trusted: the caller of `load_state` allows loading pickles.
     """
 
     group: ClassVar[str | None] = "registered"
@@ -39,7 +39,7 @@ class RegisteredStates(StatePart):
         yield from (f"custom_{index}" for index in range(len(self._registered)))
 
     def read(self, saved: SavedTrees) -> list[Any]:
-        """The states. A pickle is loaded only of an object that was registered as trusted, if the caller allows it."""
+        """Read the states. Pickles are loaded only for objects registered as trusted, and if the caller allows it."""
         for index, registered in enumerate(self._registered):
             if f"pickled_{index}" in saved.shared and not (registered.trusted and self._trusted):
                 self._refuse(index, registered, saved)
@@ -60,7 +60,7 @@ class RegisteredStates(StatePart):
         )
 
     def load(self, taken: list[Any], saved: SavedTrees) -> None:
-        """Hand each its state."""
+        """Load each object's state."""
         for registered, state in zip(self._registered, taken, strict=True):
             registered.item.load_state_dict(state)
 

@@ -21,7 +21,7 @@ _logger = get_logger(__name__)
 
 
 class ReplicaStates(StatePart):
-    """State of each prepared model that is this rank's own, as the strategy gives it, and buffers that differ.
+    """This rank's own state of each prepared model, from the strategy, and buffers that differ between ranks.
 
     Buffers are found by comparing ranks, so the save adds them (`checkpoints.collecting`).
 
@@ -49,7 +49,7 @@ class ReplicaStates(StatePart):
         return None
 
     def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
-        """This rank's; None where other ranks continue, or another program saved."""
+        """Read this rank's state; None if another number of ranks continues, or another program saved."""
         if "replicas" not in saved.known:
             return None
         states = saved.known["replicas"]
@@ -70,7 +70,7 @@ class ReplicaStates(StatePart):
         return saved.known
 
     def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
-        """Hand each model its state, and fill the buffers."""
+        """Load each model's state, and fill the buffers."""
         if taken is None:
             return
         with taken_up("what a rank has of its own", saved.directory):
@@ -86,7 +86,7 @@ def _is_tensor(leaf: object) -> bool:
 
 
 def replicated_buffers(named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:
-    """Buffers of which every rank has a copy, by name: strategies that divide parameters leave them whole."""
+    """Buffers that every rank has whole, by name: strategies that divide parameters do not divide buffers."""
     found: dict[str, torch.Tensor] = {}
     for index, model in enumerate(named):
         saved = model.state_dict()

@@ -1,9 +1,9 @@
 """Reading a training state, checking that it fits, and restoring it. `collecting.py` collects it.
 
-Shared trees are saved once: optimizers, schedulers, the scaler, registered objects, counters. Where a rank has others
-than the rank that saves for all, it saves its own beside (`rank_differences.py`). Every rank has trees of its own in
-any case: random generators, the places of its loaders, and its unfinished accumulation windows. Which parts there are,
-and what each of them does with its trees, `parts.py` lists.
+Shared trees are saved once: optimizers, schedulers, the scaler, registered objects, counters. If a rank's trees differ
+from those of the rank that saves for all, it saves the differences beside (`rank_differences.py`). Every rank also has
+its own trees: random generators, the positions of its loaders, and its unfinished accumulation windows. `parts.py`
+lists all parts, and each part handles its own trees.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Saved:
     """The content of a checkpoint for this rank, read and verified.
 
     Attributes:
-        trees: everything but weights.
+        trees: everything except weights.
         models: the weights of each model.
-        taken: each part that is restored, with what it takes up of the trees.
-        local_folder: gives the folder of the files on this machine, for hooks; fetches those of object storage.
-        left_out: what is not restored, in words.
+        taken: each part that is restored, with the state that it read.
+        local_folder: returns the folder of the files on this machine, for hooks; fetches those of object storage.
+        left_out: descriptions of the parts that are not restored.
     """
 
     trees: SavedTrees
@@ -71,13 +71,13 @@ def read(
 ) -> Saved:
     """Read everything, or some parts, and check that it fits.
 
-    A script that has prepared nothing but models and loaders, as evaluation does, gets the weights of a training.
+    A script that has prepared only models and loaders, as for an evaluation, gets the weights of a training.
 
     Raises:
-        CheckpointNotFoundError: there is no complete checkpoint, or none of this rank's state in it.
-        CorruptCheckpointError: a file is not what was written.
-        StateMismatchError: other objects are prepared or registered than were saved.
-        OptionError: an object was pickled, and it is not said here that it is trusted.
+        CheckpointNotFoundError: there is no complete checkpoint, or it has no state for this rank.
+        CorruptCheckpointError: a file was damaged or changed after the save.
+        StateMismatchError: the prepared or registered objects differ from the saved ones.
+        OptionError: an object was pickled, and is not declared as trusted here.
     """
     with taken_up("it", directory):
         known = parts_of(prepared, named_models(prepared), trust_custom_objects)
@@ -264,10 +264,10 @@ Pairs: TypeAlias = list[tuple[nn.Module, SavedModel]]
 
 
 def fit(prepared: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
-    """Which weights go to which of `models`, the ones that load hooks have left; checked, and with them all parts.
+    """Match saved weights with `models`, the ones that load hooks have left, and check them and all parts.
 
     Raises:
-        StateMismatchError: names or shapes are others than were saved.
+        StateMismatchError: names or shapes differ from the saved ones.
     """
     pairs = _pairs(prepared, saved, models, strict) if "models" in saved.parts else []
     for model, weights in pairs:
@@ -309,7 +309,7 @@ def _completed(
 
 
 def apply(prepared: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
-    """Put everything back that is restored."""
+    """Restore all parts that were read."""
     for model, weights in pairs:
         prepared.plan.strategy.states.load_model_state(model, weights, strict)
     for part, taken in saved.taken:

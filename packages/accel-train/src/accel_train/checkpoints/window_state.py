@@ -1,8 +1,8 @@
-"""Accumulation windows that are unfinished when a state is saved: their gradients and counts, saved and restored.
+"""Saving and restoring unfinished accumulation windows: their gradients and counts.
 
-Every rank saves its own, because ranks hold different gradients until a window ends. The same number of ranks takes
-these up again, bit for bit. Another number of ranks takes up the mean over the ranks that saved (of gradients of sums
-over items: the sum), which is what the window's end would have made of them.
+Every rank saves its own, because ranks hold different gradients until a window ends. The same number of ranks restores
+them bit for bit. Another number of ranks gets the mean over the ranks that saved (for gradients of sums over items: the
+sum), as the end of the window would have computed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class WindowStates(StatePart):
 def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict[str, Any]:
     """The unfinished windows of this rank as a tree; tensors in it are the gradients themselves.
 
-    Inside `accumulate()` they are as they will be when the block ends.
+    Inside `accumulate()` they have the values that they will have when the block ends.
 
     Raises:
         AccumulationError: a window belongs to a model that has no name in the state, or its gradients are where only
@@ -324,7 +324,7 @@ FORM = {
 
 
 def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) -> None:
-    """Take up the windows and gradients of a tree that `dump` made for this number of ranks."""
+    """Restore the windows and gradients of a tree that `dump` made for this number of ranks."""
     accumulator.forget()
     parameters = trained.parameters()
     gradients = tree["gradients"]

@@ -34,11 +34,11 @@ LoadHook: TypeAlias = Callable[[list[nn.Module], str], Any]
 
 @dataclass(frozen=True)
 class Registered:
-    """An object that the script wants to be part of the state.
+    """An object that the script registered for checkpointing.
 
     Args:
-        item: has `state_dict()` and `load_state_dict()`.
-        trusted: its state may be pickled when it is more than plain data and tensors.
+        item: the object, with `state_dict()` and `load_state_dict()`.
+        trusted: its state may be pickled if it is more than plain data and tensors.
     """
 
     item: Any
@@ -72,10 +72,10 @@ class Options:
     """Options of preparing objects; the script may change them between two calls of `prepare()`.
 
     Attributes:
-        device_placement: models, optimizer states and batches move to this process's device.
+        device_placement: move models, optimizer states and batches to this process's device.
         loaders: how loaders are prepared.
-        rng_types: random states that ranks share at the start of an epoch.
-        step_scheduler_with_optimizer: False: calls of a prepared scheduler's `step()` are passed on as they are.
+        rng_types: random generators that are made equal on all ranks at the start of an epoch.
+        step_scheduler_with_optimizer: a prepared scheduler steps only when its optimizer does.
         scale_scheduler: a prepared scheduler takes one step per rank that reads different samples.
         adjust_scheduler: schedulers also advance while gradients accumulate.
         dynamo: whether and how models are compiled.
@@ -98,18 +98,18 @@ class Prepared:
         process: this process and its world.
         plan: strategy, precision and mesh.
         options: how objects are prepared.
-        project: where checkpoints go.
-        accumulator: gradient windows.
-        ledger: which loaders are being iterated.
+        project: where checkpoints are written, and how they are named.
+        accumulator: accumulation windows.
+        ledger: the loaders that are being iterated.
         saver: saves in the background.
         models: the script's own modules, without wrappers.
-        prepared_models: the same as `prepare()` returned them.
+        prepared_models: the same models as `prepare()` returned them.
         optimizers: as `prepare()` returned them.
         schedulers: as `prepare()` returned them.
         loaders: as `prepare()` returned them.
         registered: other objects of the state.
         parts: other kinds of state, of features that the script has switched on.
-        hooks: what runs before a state is saved or loaded.
+        hooks: the script's hooks that run before a state is saved or loaded.
         replaced: parameters that preparation replaced.
         preemption: listens for signals, if asked to.
         step: a counter that scripts may use; part of the state.
