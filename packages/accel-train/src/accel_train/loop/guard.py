@@ -70,7 +70,7 @@ class StepGuardOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise OptionError(
-                    f"guard_steps({name}={value!r}): {name} must be a whole number of at least 1 update."
+                    f"guard_steps({name}={value!r}): expected a whole number of at least 1 update."
                 )
         if self.warmup > self.history:
             raise OptionError(

@@ -111,7 +111,7 @@ class ThroughputMeter:
         for name, value in (("flops_per_item", flops_per_item), ("peak", peak)):
             if value is not None and not value > 0:
                 raise OptionError(
-                    f"ThroughputMeter({name}={value!r}): {name} must be positive, or None if not known."
+                    f"ThroughputMeter({name}={value!r}): expected a positive number, or None if not known."
                 )
         if precision is not None and precision not in PRECISIONS.names():
             raise OptionError(

@@ -40,7 +40,7 @@ def check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[
             near = difflib.get_close_matches(argument, list(known), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes {', '.join(known)}."
             raise OptionError(
-                f"init_kwargs[{name!r}] has {argument!r}, which {function.__qualname__}() of {name} does not take."
+                f"init_kwargs[{name!r}] has {argument!r}, which {function.__qualname__}() of its library does not take."
                 f"{hint}"
             )
 
