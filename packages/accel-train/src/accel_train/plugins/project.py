@@ -20,7 +20,7 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: write checkpoints to `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many automatic checkpoints are kept; older ones are deleted after a new one is complete.
         iteration: number of the next checkpoint.
-        save_on_each_node: one process on every node writes; for nodes without a shared file system.
+        save_on_each_node: every node writes its own folder; for nodes without a shared file system.
 
     Raises:
         OptionError: `total_limit` is below 1.
