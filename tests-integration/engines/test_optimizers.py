@@ -244,7 +244,9 @@ def test_what_lomo_cannot_do_is_refused(on_cpu: None) -> None:
     x, y = samples()[:8]
     accelerator = Accelerator()
     model = accelerator.prepare(make())
-    with pytest.raises(ValueError, match=r"needs exactly one prepared optimizer of lomo-optim, but there are 0"):
+    with pytest.raises(
+        ValueError, match=r"needs exactly one prepared optimizer of lomo-optim, but there are 0"
+    ):
         accelerator.backward(nn.functional.mse_loss(model(x), y), learning_rate=0.1)
     accelerator.prepare(lomo_optim.Lomo(model))
     loss = nn.functional.mse_loss(model(x), y)
