@@ -30,6 +30,24 @@ def config_of(kind):
         "llama": lambda: transformers.LlamaConfig(**small),
         "mixtral": lambda: transformers.MixtralConfig(**small, num_local_experts=4),
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**small, **experts),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            **small, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8
+        ),
+        "deepseek_v3": lambda: transformers.DeepseekV3Config(
+            **small,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        ),
     }[kind]()
 
 
@@ -90,6 +108,10 @@ FSDP = {"fsdp_size": 2}
         ("qwen3_moe", 2, {**TP, "ep_size": 2}),
         ("llama", 2, FSDP),
         ("mixtral", 2, FSDP),
+        ("qwen3_moe", 2, {**FSDP, "ep_size": 2}),
+        ("mixtral", 2, {**FSDP, "ep_size": 2}),
+        ("gpt_oss", 2, {**FSDP, "ep_size": 2}),
+        ("deepseek_v3", 2, {**FSDP, "ep_size": 2}),
         pytest.param("llama", 4, {**TP, **FSDP}, marks=pytest.mark.full),
         pytest.param("mixtral", 4, {**TP, **FSDP}, marks=pytest.mark.full),
     ],

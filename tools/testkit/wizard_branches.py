@@ -224,6 +224,30 @@ BRANCHES = (
         },
     ),
     Branch(
+        "experts divided among ranks",
+        {
+            **_FSDP,
+            "num_processes": 4,
+            "fsdp.auto_wrap_policy": "NO_WRAP",
+            "use_parallelism_config": True,
+            "parallelism.ep_size": 2,
+        },
+        (
+            *_PROCESSES,
+            "fsdp.auto_wrap_policy",
+            *_SHARDING,
+            "use_parallelism_config",
+            "parallelism.tp_size",
+            "parallelism.cp_size",
+            "parallelism.sp_size",
+            "parallelism.dp_replicate_size",
+            "parallelism.dp_shard_size",
+            "parallelism.ep_size",
+            *_END,
+        ),
+        {"parallelism_config.parallelism_config_ep_size": 2},
+    ),
+    Branch(
         "DeepSpeed with its own file",
         {**_DEEPSPEED, "deepspeed_file": True, "deepspeed.hf_ds_config": "zero.json"},
         (

@@ -64,6 +64,14 @@ def test_a_parallelism_section_brings_fsdp_2():
             r"--parallelism_config_tp_size 2 does not go with --use_deepspeed, which has tensor .*autotp_size",
         ),
         (
+            "--use_parallelism_config --parallelism_config_ep_size 2",
+            r"--parallelism_config_ep_size 2 needs FSDP, .*pass --use_fsdp, or leave --parallelism_config_ep_size out",
+        ),
+        (
+            "--use_parallelism_config --use_fsdp --parallelism_config_dp_shard_size 4 --parallelism_config_ep_size 3",
+            r"--parallelism_config_ep_size 3: ep_size=3 does not divide the 4 ranks of a replica .*divisor of 4",
+        ),
+        (
             "--use_parallelism_config --use_fsdp --fsdp_version 1",
             r"--use_parallelism_config needs FSDP version 2, but --fsdp_version 1 was given",
         ),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit
 from accel_state.config.sections.parallelism import ParallelismSection
 
 
@@ -26,3 +26,18 @@ def test_what_does_not_fit_is_named_with_ways_out():
     )
     assert misfit(degrees(tp=3), 8).endswith("there are 8 processes; start 3 processes")
     assert "set dp_shard_size to 4" in misfit(degrees(dp_shard=2, cp=2), 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts"),
+    [({"tp": 2}, 1), ({"dp_shard": 8}, 4), ({"dp_replicate": 3, "dp_shard": 2, "cp": 2}, 4)],
+)
+def test_experts_fit_the_ranks_of_a_replica(sizes, experts):
+    assert experts_misfit(degrees(**sizes), experts) is None
+
+
+def test_experts_that_do_not_fit_are_named_with_ways_out():
+    assert experts_misfit(degrees(dp_replicate=3, dp_shard=4), 3) == (
+        "ep_size=3 does not divide the 4 ranks of a replica (dp_shard_size x cp_size x sp_size); choose a divisor of 4"
+    )
+    assert "ep_size=2 and tp_size=2 cannot be combined" in experts_misfit(degrees(dp_shard=2, tp=2), 2)

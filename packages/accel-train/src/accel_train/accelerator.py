@@ -643,6 +643,17 @@ class Accelerator:
                 stacklevel=3,
             )
 
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """How many tokens each expert got in training since the last call, of layers divided by ``ep_size``.
+
+        All ranks call it. An uneven distribution means that some ranks compute more than others.
+
+        Returns:
+            For each layer, by its name in the model, a tensor (experts,) of whole numbers, summed over all ranks. Empty
+            without divided experts.
+        """
+        return self._plan.strategy.expert_tokens()
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide fp16 gradients by the loss scale; those of one or several optimizers, or of all.
 

@@ -52,6 +52,8 @@ class Mesh:
         batch: ranks that read different samples.
         loss: ranks whose losses are averaged, and whose items are summed.
         draws: ranks that may draw different random numbers while they train.
+        experts: the same ranks as replicas, ``efsdp`` (ranks that hold the same experts) and ``ep`` (ranks that hold
+            all experts together, neighbours by number); None: experts are not divided.
 
     Raises:
         OptionError: a dimension is unknown, or a degree is below 1.
@@ -81,6 +83,8 @@ class Mesh:
 
             shape = tuple(self.degrees[name] for name in used)
             self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(used))
+        self.experts: DeviceMesh | None = None
+        self._device_type = device_type
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self.batch = self._ranks(_READ_ALIKE, world_size, rank)
         self.loss = self._ranks(_SAME_LOSS, world_size, rank)
@@ -92,10 +96,24 @@ class Mesh:
         """Return the mesh of data parallelism alone: every rank has a replica. Creates no process group."""
         mesh = cls.__new__(cls)
         mesh.degrees = {**dict.fromkeys(DIMENSIONS, 1), "dp_replicate": world_size}
-        mesh.device_mesh = None
+        mesh.device_mesh = mesh.experts = None
         mesh._flat = {}
         mesh.batch = mesh.loss = mesh.draws = Ranks.of_world(world_size, rank)
         return mesh
+
+    def divide_experts(self, size: int) -> None:
+        """Make the mesh of experts. Collective.
+
+        Args:
+            size: ranks that hold all experts together; it divides the ranks of a replica.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        replicas = self.degrees["dp_replicate"]
+        shape = (replicas, math.prod(self.degrees.values()) // (replicas * size), size)
+        self.experts = init_device_mesh(
+            self._device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
+        )
 
     def submesh(self, *names: str) -> DeviceMesh | None:
         """The submesh of these dimensions in mesh order, without those of one rank; None if none is left."""

@@ -12,6 +12,7 @@ from accel_cli.wizard.place_questions import SEVERAL
 from accel_cli.wizard.question import Choice, Question
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option
+from accel_state.config.parallel_degrees import experts_misfit
 from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of
 from accel_state.config.strategies import LaunchableStrategy, StrategyQuestion, installed_strategies
@@ -103,6 +104,15 @@ def _check_last_degree(answers: Answers, degree: int) -> None:
         )
 
 
+def _check_experts(answers: Answers, experts: int) -> None:
+    degrees = {
+        path.rpartition(".")[2].removesuffix("_size"): int(answers.get(path, 1)) for path in MESH_DEGREES
+    }
+    wrong = experts_misfit(degrees, experts)
+    if wrong is not None:
+        raise ConfigError(wrong)
+
+
 _MESH = equals("use_parallelism_config", True)
 
 
@@ -124,6 +134,12 @@ _MESH_QUESTIONS = (
     _degree("parallelism.sp_size"),
     _degree("parallelism.dp_replicate_size"),
     _degree("parallelism.dp_shard_size", last=True),
+    Question(
+        path="parallelism.ep_size",
+        when=(_MESH, equals("parallelism.tp_size", 1)),
+        default=lambda answers: answers.before("parallelism.ep_size", 1),
+        check=_check_experts,
+    ),
 )
 
 _OWN_FILE = Option(

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
-from accel_state.config.parallel_degrees import DIMENSIONS
+from accel_state.config.parallel_degrees import DIMENSIONS, experts_misfit
 from accel_state.config.schema import all_of
 from accel_state.config.sources import Origin, Source, Sources
 from accel_state.config.strategies import LaunchableStrategy
@@ -179,6 +179,15 @@ def _parallelism(merged: _MergedOptions) -> None:
             "the parallelism configuration are 1; set --parallelism_config_dp_shard_size, or leave FSDP out, which "
             "trains replicas"
         )
+    experts = merged.values["parallelism.ep_size"] or 1
+    if experts > 1 and kind != "FSDP":
+        raise ConfigError(
+            f"{merged.describe('parallelism.ep_size')} needs FSDP, which divides all other parameters; pass "
+            f"--use_fsdp, or {merged.remedy('parallelism.ep_size')}"
+        )
+    wrong = experts_misfit(sizes, experts) if max(sizes.values()) > 1 else None
+    if wrong is not None:
+        raise ConfigError(f"{merged.describe('parallelism.ep_size')}: {wrong}")
     if kind == "DEEPSPEED" and sizes["tp"] > 1:
         raise ConfigError(
             f"{merged.describe('parallelism.tp_size')} does not go with {merged.describe('distributed_type')}, which "

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DIMENSIONS", "degrees_of", "misfit"]
+__all__ = ["DIMENSIONS", "degrees_of", "experts_misfit", "misfit"]
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Kinds of parallelism that a configuration has degrees of, in the order of the mesh."""
@@ -15,6 +15,29 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 def degrees_of(section: Any) -> dict[str, int]:
     """Ranks of each dimension, by the options ``<dimension>_size``; 1 where unset."""
     return {name: getattr(section, f"{name}_size") or 1 for name in DIMENSIONS}
+
+
+def experts_misfit(degrees: Mapping[str, int], experts: int) -> str | None:
+    """Why a replica's ranks cannot be divided into groups that hold all experts together; None if they can.
+
+    Args:
+        degrees: ranks of each dimension.
+        experts: ranks of a group (``ep_size``). Groups lie inside a replica.
+    """
+    if experts == 1:
+        return None
+    replica = math.prod(size for name, size in degrees.items() if name != "dp_replicate")
+    if degrees["tp"] > 1:
+        return (
+            f"ep_size={experts} and tp_size={degrees['tp']} cannot be combined; leave out one of them, or load the "
+            "model with transformers: from_pretrained(…, distributed_config=DistributedConfig(tp_size=…, ep_size=…))"
+        )
+    if replica % experts:
+        return (
+            f"ep_size={experts} does not divide the {replica} ranks of a replica (dp_shard_size x cp_size x sp_size); "
+            f"choose a divisor of {replica}"
+        )
+    return None
 
 
 def misfit(degrees: Mapping[str, int], ranks: int) -> str | None:

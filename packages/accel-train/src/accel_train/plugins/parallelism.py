@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from accel_state.config.launched import launched_config
-from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit
 from accel_state.config.sections.parallelism import ParallelismSection
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
@@ -130,6 +130,8 @@ class ParallelismConfig:
         dp_replicate_size: number of replicas of the model (data parallelism).
         dp_shard_size: ranks over which parameters, gradients and optimizer states are sharded (FSDP).
         tp_size: ranks among which the script or a `tp_plan` divides tensors (tensor parallelism).
+        ep_size: ranks among which the experts of mixture-of-experts layers are divided (expert parallelism). They are
+            part of the ranks of `dp_shard`, `cp` and `sp`, so this is no dimension of its own.
         cp_size: ranks among which sequences are divided, which exchange keys and values (context parallelism).
         cp_backend: "torch", as in configuration files.
         sp_size: ranks among which sequences are divided, which exchange heads (sequence parallelism, Ulysses).
@@ -140,6 +142,7 @@ class ParallelismConfig:
 
     Raises:
         OptionError: a degree is below 1, or a backend is unknown.
+        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `tp_size`.
         ArgumentTypeError: a handler has another class.
     """
 
@@ -148,6 +151,7 @@ class ParallelismConfig:
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     tp_size: int | None = None
+    ep_size: int | None = None
     cp_size: int | None = None
     cp_backend: str | None = None
     sp_size: int | None = None
@@ -164,9 +168,13 @@ class ParallelismConfig:
             for name in unset:
                 value = getattr(launched, name)
                 setattr(self, name, _WHEN_UNSET.get(name, 1) if value is None else value)
-        for name, size in self.degrees.items():
+        for name, size in (*self.degrees.items(), ("ep", self.ep_size)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise OptionError(f"{name}_size is {size!r}; expected a whole number of at least 1.")
+        assert self.ep_size is not None
+        wrong = experts_misfit(self.degrees, self.ep_size) if self.total_size > 1 else None
+        if wrong is not None:
+            raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
         for name, only in _WHEN_UNSET.items():
             if getattr(self, name) != only:
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected {only!r}.")
@@ -177,6 +185,7 @@ class ParallelismConfig:
         """Build the configuration from a decoded section of the launch configuration."""
         given: dict[str, Any] = {f"{name}_size": size for name, size in degrees_of(section).items()}
         given |= {
+            "ep_size": section.ep_size or 1,
             "cp_backend": section.cp_backend or "torch",
             "sp_backend": section.sp_backend or "deepspeed",
         }
@@ -224,6 +233,11 @@ class ParallelismConfig:
     def tp_enabled(self) -> bool:
         """Whether tensors are divided among several ranks."""
         return self._product("tp") > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are divided among several ranks."""
+        return self.ep_size != 1
 
     @property
     def cp_enabled(self) -> bool:
@@ -381,7 +395,7 @@ class ParallelismConfig:
 
     @staticmethod
     def _plain_names() -> list[str]:
-        return [f"{name}_size" for name in DIMENSIONS] + list(_WHEN_UNSET)
+        return [*(f"{name}_size" for name in DIMENSIONS), "ep_size", *_WHEN_UNSET]
 
     def _complete_handlers(self) -> None:
         for name, kind in _HANDLERS.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_state.config.parallel_degrees import DIMENSIONS, misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, experts_misfit, misfit
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -33,13 +33,41 @@ def asked_degrees(parallelism: ParallelismConfig | None, num_processes: int) -> 
 
 
 def make_mesh(
-    strategy: type[Strategy], config: Any, process: PartialState, degrees: Mapping[str, int] | None
+    strategy: type[Strategy],
+    config: Any,
+    process: PartialState,
+    degrees: Mapping[str, int] | None,
+    experts: int = 1,
 ) -> Mesh:
     """The mesh that was asked for, or else the strategy's own.
+
+    Args:
+        strategy: its class.
+        config: its plugin.
+        process: this one.
+        degrees: ranks of each dimension; None where nobody asks for any.
+        experts: ranks that experts are divided among (`ep_size`).
 
     Raises:
         IncompatibleOptionsError: the strategy, or its plugin, does not go with the degrees.
     """
+    if experts > 1 and "ep" not in strategy.capabilities.dimensions:
+        raise IncompatibleOptionsError(
+            f"strategy {strategy.name!r} cannot train with ep_size={experts}. Strategy 'fsdp2' can "
+            "(FullyShardedDataParallelPlugin, accel launch --use_fsdp)."
+        )
+    mesh = _mesh(strategy, config, process, degrees)
+    wrong = experts_misfit(mesh.degrees, experts)
+    if wrong is not None:
+        raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
+    if experts > 1:
+        mesh.divide_experts(experts)
+    return mesh
+
+
+def _mesh(
+    strategy: type[Strategy], config: Any, process: PartialState, degrees: Mapping[str, int] | None
+) -> Mesh:
     device, size, rank = process.device, process.num_processes, process.process_index
     if degrees is None:
         return strategy.make_mesh(config, device, size, rank)

@@ -124,7 +124,8 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     ddp = given.handlers.get("ddp") or DistributedDataParallelKwargs()
     if config is None or isinstance(config, str):
         config = ddp if name == "ddp" else None
-    mesh = make_mesh(strategy_class, config, process, degrees)
+    experts = (given.parallelism.ep_size or 1) if given.parallelism is not None else 1
+    mesh = make_mesh(strategy_class, config, process, degrees, experts)
     strategy = strategy_class(
         StrategyOptions(
             device=device,

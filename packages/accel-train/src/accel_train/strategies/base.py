@@ -368,6 +368,10 @@ class Strategy:
             return False
         return len({tensor.device for tensor in itertools.chain(plain.parameters(), plain.buffers())}) > 1
 
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """How many tokens each divided expert has got in training since this was last called, by layer. Collective."""
+        return {}
+
     def release(self) -> None:
         """Forget everything prepared: `free_memory()` was called."""
 

@@ -37,6 +37,12 @@ class ParallelismSection(Section):
         launch_default=1,
         prompt="What is the tensor parallelism size?",
     )
+    ep_size: int | None = option(
+        help="Ranks that the experts of mixture-of-experts layers are divided among; a part of the ranks of FSDP.",
+        low=1,
+        launch_default=1,
+        prompt="What is the expert parallelism size?",
+    )
     cp_size: int | None = option(
         help="Ranks of context parallelism.",
         low=1,

@@ -23,6 +23,14 @@ from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
+from accel_train.strategies.fsdp2.experts import (
+    Experts,
+    Tokens,
+    check_experts,
+    divide,
+    find_experts,
+    receive_tokens,
+)
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import (
@@ -65,7 +73,7 @@ class FSDP2Strategy(Strategy):
         needs_process_group=True,
         hides_gradients=True,
         saves_windows=False,
-        dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
+        dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp", "ep"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
     adapter: ClassVar[type[StateAdapter]] = FSDP2States
@@ -75,6 +83,7 @@ class FSDP2Strategy(Strategy):
         self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
         self._watches: list[Watch] = []  # one for each divided model
         self._blocks: list[SameBlocks] = []  # likewise
+        self._tokens: list[Tokens] = []  # one for each layer with divided experts
         self._whole: list[
             nn.Parameter
         ] = []  # that every rank holds: those of ignored modules, and added ones
@@ -148,7 +157,9 @@ class FSDP2Strategy(Strategy):
     def _divide(self, model: nn.Module) -> None:
         plugin = self.plugin
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
-        units = find_units(model, plugin)
+        experts = self._find_experts(model)
+        inside = {id(module) for each in experts for module in each.module.modules()}
+        units = [unit for unit in find_units(model, plugin) if id(unit) not in inside]
         whole = ignored_parameters(model, plugin.ignored_modules)
         blocks, (units, shared) = units, covering_shared(model, units, whole)
         if shared:
@@ -166,6 +177,8 @@ class FSDP2Strategy(Strategy):
         policy = self._precision_policy()
         inner_policy = replace(policy, output_dtype=None)
         widened = 0
+        for each in experts:
+            widened += self._divide_experts(each, start, inner_policy, options)
         for unit in [*units, model]:
             if self.precision.dtypes.compute is not None:
                 widened += widen(unit)
@@ -195,6 +208,43 @@ class FSDP2Strategy(Strategy):
             _prefetch(units)
         allow_inference_first(model)
         let_zero_grad_reach_parts(model)
+
+    def _find_experts(self, model: nn.Module) -> list[Experts]:
+        mesh = self.options.mesh.experts
+        if mesh is None:
+            return []
+        experts = find_experts(model)
+        check_experts(model, experts, mesh["ep"].size())
+        return experts
+
+    def _divide_experts(
+        self, experts: Experts, start: Start | None, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
+    ) -> int:
+        """Give a rank its experts of one layer, sharded over the ranks that hold the same ones.
+
+        Returns:
+            How many parameters are kept in more bits.
+        """
+        mesh = self.options.mesh.experts
+        assert mesh is not None
+        module = experts.module
+        widened = widen(module) if self.precision.dtypes.compute is not None else 0
+        if start is not None:
+            start.fill(module)
+        lay_out(module)
+        divide(experts, mesh["ep"])
+        replicas = mesh["dp_replicate"].size() > 1
+        fully_shard(
+            module,
+            **{
+                **options,
+                "mesh": mesh["dp_replicate", "efsdp"] if replicas else mesh["efsdp"],
+                # Weights of routes keep their dtype, and tokens have that of the layer before.
+                "mp_policy": replace(policy, cast_forward_inputs=False),
+            },
+        )
+        self._tokens.append(receive_tokens(experts, mesh["ep"].get_group()))
+        return widened
 
     def _find_whole(self) -> None:
         self._whole = [parameter for watch in self._watches for parameter in watch.whole]
@@ -315,11 +365,16 @@ class FSDP2Strategy(Strategy):
         """False: offloaded parameters are on another device than buffers, and `Watch` finds added parameters."""
         return False
 
+    def expert_tokens(self) -> dict[str, Tensor]:
+        """How many tokens each divided expert has got in training since this was last called, by layer. Collective."""
+        return {tokens.name: tokens.total(self.loss) for tokens in self._tokens}
+
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
         self._watches.clear()
         self._blocks.clear()
         self._whole.clear()
+        self._tokens.clear()
 
 
 def _named(degrees: Mapping[str, int]) -> str:
