@@ -77,11 +77,6 @@ def test_imports_and_uses(before, after):
             1,
             "accelerate.utils.ParallelismConfigure has no counterpart",
         ),
-        (
-            "import accelerate\nprint(accelerate.__version__)\n",
-            2,
-            "accelerate.__version__ has no counterpart",
-        ),
         ("import accelerate\nf(accelerate)\n", 2, "the module accelerate is used as a value"),
     ],
 )
@@ -95,3 +90,33 @@ def test_texts_are_left_and_noted():
     code, refusals, notes = changed('find_spec("accelerate")\nrun("accelerate launch x.py")\n')
     assert (refusals, notes) == ([], [1, 2])
     assert '"accelerate launch x.py"' in code
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "import accelerate\nv = accelerate.__version__\na = accelerate.Accelerator()\n",
+            "import accelerate, accel_train\nv = accelerate.__version__\na = accel_train.Accelerator()\n",
+        ),
+        (
+            "import accelerate as acc\nv = acc.__version__\n",
+            "import accelerate\nv = accelerate.__version__\n",
+        ),
+        (
+            "from accelerate import Accelerator, __version__\n",
+            "from accel_train import Accelerator\nfrom accelerate import __version__\n",
+        ),
+    ],
+)
+def test_a_version_of_accelerate_is_left_and_noted(before, after):
+    code, refusals, notes = changed(before)
+    assert (code, refusals) == (after, [])
+    assert len(notes) == 1
+
+
+def test_a_trainer_that_uses_accelerate_is_noted():
+    text = "from transformers import Trainer, TrainingArguments\n"
+    assert changed(text) == (text, [], [])  # a file without Accelerate uses one library
+    _, refusals, notes = changed(text + "from accelerate import Accelerator\n")
+    assert (refusals, notes) == ([], [1])

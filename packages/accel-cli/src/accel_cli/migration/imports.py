@@ -16,6 +16,12 @@ __all__ = ["rewrite_imports"]
 
 _THEIRS = "accelerate"
 _NOT_HERE = "has no counterpart in this version"
+_TRAINERS = ("transformers", "trl")
+_VERSION = "__version__"
+_KEPT = (
+    "accelerate.__version__ is left as it is, and needs Accelerate: accel has versions of its own "
+    "(accel_train.__version__); remove the comparison, or compare with those"
+)
 
 
 def rewrite_imports(module: cst.Module) -> tuple[cst.Module, list[Remark], list[Remark]]:
@@ -33,7 +39,8 @@ def rewrite_imports(module: cst.Module) -> tuple[cst.Module, list[Remark], list[
     rewriter = _Rewriter(bindings.modules)
     changed = wrapper.visit(rewriter).visit(_Merger())
     assert isinstance(changed, cst.Module)
-    return changed, sorted(set(bindings.refusals + rewriter.refusals)), sorted(set(rewriter.notes))
+    notes = rewriter.notes + ([] if changed.deep_equals(module) else bindings.notes)
+    return changed, sorted(set(bindings.refusals + rewriter.refusals)), sorted(set(notes))
 
 
 class _Located(cst.CSTTransformer):
@@ -71,8 +78,19 @@ class _Bindings(_Located):
                 self.modules[local or _THEIRS] = name if local else _THEIRS
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        """``from accelerate import utils``."""
+        """``from accelerate import utils``; and trainers that import Accelerate themselves."""
         source = _source(node)
+        if source.partition(".")[0] in _TRAINERS and not isinstance(node.names, cst.ImportStar):
+            trainers = [get_full_name_for_node(alias.name) or "" for alias in node.names]
+            self.notes += [
+                Remark(
+                    self.line(node),
+                    f"{name} of {source} trains through Accelerate, so this file uses both; start it with "
+                    "`accel launch --as_accelerate`, which lets accel answer for Accelerate",
+                )
+                for name in trainers
+                if name.endswith("Trainer")
+            ]
         if not _is_theirs(source) or isinstance(node.names, cst.ImportStar):
             return
         for alias in node.names:
@@ -175,7 +193,7 @@ class _Rewriter(_Located):
         found = _resolve(original_node, self.modules)
         if found is None:
             return updated_node
-        package = home_of(found[1])
+        package = _THEIRS if found[1] == _VERSION else home_of(found[1])
         return updated_node if package is None else updated_node.with_changes(value=cst.Name(package))
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> Any:
@@ -202,6 +220,10 @@ class _Rewriter(_Located):
             local = _asname(alias) or name
             if source == _THEIRS and name in SUBMODULES:
                 modules |= self._used[local]
+                continue
+            if name == _VERSION and source == _THEIRS:
+                self.notes.append(Remark(self.line(line), _KEPT))
+                homes.setdefault(_THEIRS, []).append(alias)
                 continue
             home = home_of(name)
             if home is None:
@@ -304,7 +326,10 @@ class _Uses(cst.CSTVisitor):
             return False
         local, name = found
         package = home_of(name)
-        if package is None:
+        if name == _VERSION:
+            self._rewriter.notes.append(Remark(self._rewriter.line(node), _KEPT))
+            self._rewriter.use(local, _THEIRS)
+        elif package is None:
             self._rewriter.refuse(node, f"{get_full_name_for_node(node)} {_NOT_HERE}")
         else:
             self._rewriter.use(local, package)

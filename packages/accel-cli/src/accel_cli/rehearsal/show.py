@@ -113,9 +113,23 @@ def as_text(findings: Sequence[Finding], ranks: Sequence[Rehearsed], colors: Col
     if errors:
         verdict = colors("red", f"{_count(errors, 'thing')} would fail.")
     else:
-        verdict = colors("green", f"Nothing would fail on rank{'s' if len(ranks) > 1 else ''} {names}.")
+        verdict = colors(
+            "green", f"Nothing would fail on rank{'s' if len(ranks) > 1 else ''} {names}{_reach(ranks)}."
+        )
     lines.append(f"{verdict} ({seconds:.1f} s; values of other ranks are made up, so losses mean nothing)")
     return "\n".join(lines) + "\n"
+
+
+def _reach(ranks: Sequence[Rehearsed]) -> str:
+    """Until where the script ran, if that was not its end."""
+    if all(rank.found["ended"] == "script" for rank in ranks):
+        return ""
+    sections = [section for rank in ranks for section in accelerators(rank.found)]
+    taken = max((section["optimizer steps taken"] for section in sections), default=0)
+    return (
+        f" until optimizer step {taken}, where the rehearsal ended; what the script does later was not tried "
+        "(--steps N goes on)"
+    )
 
 
 def as_json(findings: Sequence[Finding], ranks: Sequence[Rehearsed], world: World) -> dict[str, Any]:
