@@ -143,7 +143,7 @@ def test_check_tied_parameters_on_same_device(caplog):
     ("given", "said"),
     [
         ("gpt2", "the text 'gpt2'"),
-        (Model, "the class Model, and not an object of it"),
+        (Model, "the class Model, not an object of it"),
         ({"weight": torch.ones(2)}, "one dict"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_parameter_over_a_tensor_subclass_is_placed():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (Model, "the class Model, and not an object of it"),
+        (Model, "the class Model, not an object of it"),
         ("org/name", "the text 'org/name'; only checkpoints can be given by name"),
         ({"weight": torch.ones(1)}, "one dict"),
     ],

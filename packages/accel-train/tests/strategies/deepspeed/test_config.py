@@ -83,7 +83,7 @@ def test_one_scheduler():
     scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda real: None)
     plugin = DeepSpeedPlugin({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
     with pytest.raises(
-        IncompatibleOptionsError, match=r"lr_scheduler_callable, and .* 'scheduler' \(WarmupLR\)"
+        IncompatibleOptionsError, match=r"lr_scheduler_callable, but .* 'scheduler' \(WarmupLR\)"
     ):
         engine_config(plugin, script(optimizer=optimizer, scheduler=scheduler))
 
