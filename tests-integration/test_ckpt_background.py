@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -239,13 +240,25 @@ def test_a_rank_that_dies_does_not_hang_the_others(tmp_path, victim):
     open_training_state(tmp_path / "c").verify()
 
 
-def forever(folder, victim, delay):
+def kill_after(delay, there=None):
+    """Kill this process after some seconds, and not before a path exists."""
+
+    def kill():
+        time.sleep(delay)
+        while there is not None and not there.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def forever(folder, victim, delay, first):
     from accel_train import Accelerator
 
     accelerator = Accelerator()
     model, optimizer = build(accelerator)
     if accelerator.process_index == victim:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        kill_after(delay, pathlib.Path(folder) / "c" if first else None)
     number = 0
     while True:
         step(accelerator, model, optimizer, number)
@@ -261,7 +274,7 @@ def test_kill_9_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     generator = random.Random(0)
     for moment in range(6):
         with pytest.raises(worlds.RankError):
-            worlds.run(forever, 2, str(tmp_path), moment % 2, generator.uniform(0.3, 1.0))
+            worlds.run(forever, 2, str(tmp_path), moment % 2, generator.uniform(0.3, 1.0), moment == 0)
         if (tmp_path / "c").exists():
             checkpoint = open_training_state(tmp_path / "c")
             checkpoint.verify()

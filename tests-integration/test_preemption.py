@@ -47,8 +47,7 @@ def train_until_told(told, steps=1, slow=None, times=1, ask_every=1, batches=200
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=2)
     )
-    timer = told_after(told[rank], times) if rank in told else None
-    stopped = None
+    timer = stopped = None
     for index, (x,) in enumerate(loader):
         if rank == slow:
             time.sleep(0.02)
@@ -60,6 +59,8 @@ def train_until_told(told, steps=1, slow=None, times=1, ask_every=1, batches=200
         if index % ask_every == 0 and accelerator.should_stop:
             stopped = index, accelerator.sync_gradients
             break
+        if timer is None and rank in told:  # after a first batch, however slow the machine is
+            timer = told_after(told[rank], times)
     # A collective, as the save is: it would not end if ranks had stopped at different batches.
     everywhere = accelerator.gather(torch.tensor([-1 if stopped is None else stopped[0]])).tolist()
     if timer is not None:
