@@ -60,8 +60,9 @@ class Case:
     @property
     def name(self):
         precision = "" if self.precision == "no" else f"-{self.precision}"
+        experts = "" if self.setting.experts == 1 else f"-experts{self.setting.experts}"
         window = "" if self.micro_batches == 1 else f"-window{self.micro_batches}"
-        return f"{self.model}-{self.setting.name}-{self.setting.shards}{precision}{window}"
+        return f"{self.model}-{self.setting.name}-{self.setting.shards}{experts}{precision}{window}"
 
 
 def build(name):
@@ -69,6 +70,12 @@ def build(name):
         return Toy()
     import transformers
 
+    if name == "mixture":
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=8000, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+            head_dim=32, moe_intermediate_size=512, num_experts=8, num_experts_per_tok=2, use_cache=False,
+        )  # fmt: skip
+        return transformers.Qwen3MoeForCausalLM(config)
     config = transformers.LlamaConfig(
         vocab_size=8000, hidden_size=512, num_hidden_layers=8, intermediate_size=1536, num_attention_heads=8,
         num_key_value_heads=4, use_cache=False,
@@ -93,7 +100,12 @@ def planned(case):
 
 
 def accelerator_of(case):
-    from accel_train import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accel_train import (
+        Accelerator,
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+    )
 
     options = {
         "cpu": True,
@@ -102,6 +114,7 @@ def accelerator_of(case):
     }
     setting = case.setting
     if setting.strategy == "fsdp2":
+        options["parallelism_config"] = ParallelismConfig(ep_size=setting.experts)
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             reshard_after_forward=setting.reshard, activation_checkpointing=setting.checkpointing
         )
@@ -173,6 +186,7 @@ CASES += [
     if setting.name in ("ddp", "fsdp2", "zero1", "zero2")
     for precision in ("no", "bf16")
 ]
+CASES += [Case("mixture", Setting("experts", "fsdp2", 2, experts=experts)) for experts in (1, 2)]
 
 
 def marks(case):

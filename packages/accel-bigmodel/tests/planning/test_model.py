@@ -9,7 +9,15 @@ from accel_bigmodel.planning.model import find_units, shape_of_model, text_confi
 from accel_bigmodel.planning.shape import Layer
 
 pytest.importorskip("transformers", reason="the oldest versions are tested without it; hatch run test has it")
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 
 class Block(nn.Module):
@@ -185,3 +193,17 @@ def test_a_rank_below_one(rank):
 def test_no_place_for_adapters():
     with pytest.raises(EstimateError, match="Sequential has no blocks with linear layers"):
         with_adapters(nn.Sequential(nn.Linear(2, 2)), 4)
+
+
+def test_experts_are_counted():
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "vocab_size": 20, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=6)
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config)
+    model.model.layers[1].mlp.experts.requires_grad_(False)
+    shape = shape_of_model(model)
+    of_a_layer = 6 * (2 * 12 * 8 + 8 * 12)  # gate and up, down
+    assert (shape.experts, shape.routes) == (6, 2)
+    assert [unit.experts for unit in shape.units] == [of_a_layer, of_a_layer]
+    assert [unit.trained_experts for unit in shape.units] == [of_a_layer, 0]
+    assert (shape_of_model(llama()).experts, shape_of_model(llama()).routes) == (0, 0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.planning.shape import Layer, ModelShape, factored_size
+from accel_ckpt.modules.experts import find_experts
 from accel_ckpt.modules.tensors import check_is_module
 
 __all__ = ["find_units", "shape_of_model", "text_config", "with_adapters"]
@@ -49,9 +50,11 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
     check_is_module(model)
     units = find_units(model)
     divided = _divided(model)
+    experts = find_experts(model)
+    of_experts = {id(parameter) for each in experts for parameter in each.module.parameters()}
     seen: set[int] = set()
-    layers = [_layer(unit, seen, divided) for unit in units]
-    outside = _layer(model, seen, divided)
+    layers = [_layer(unit, seen, divided, of_experts) for unit in units]
+    outside = _layer(model, seen, divided, of_experts)
     text = text_config(model)
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return ModelShape(
@@ -63,6 +66,8 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
         hidden_size=int(getattr(text, "hidden_size", 0) or 0),
         tensor_parallel=tuple(head for head in heads if head) if divided else (),
         adapters=adapters,
+        experts=math.gcd(*(each.count for each in experts)),
+        routes=int(getattr(text, "num_experts_per_tok", 0) or 0) if experts else 0,
     )
 
 
@@ -142,7 +147,7 @@ def _divides(how: str) -> bool:
     return how.startswith(("colwise", "rowwise", "local_colwise", "local_rowwise", "packed", "embedding"))
 
 
-def _layer(module: nn.Module, seen: set[int], divided: set[int]) -> Layer:
+def _layer(module: nn.Module, seen: set[int], divided: set[int], of_experts: set[int]) -> Layer:
     own: list[nn.Parameter] = []
     for parameter in module.parameters():
         if id(parameter) not in seen:
@@ -155,4 +160,6 @@ def _layer(module: nn.Module, seen: set[int], divided: set[int]) -> Layer:
         factored=sum(factored_size(parameter.shape) for parameter in trained),
         divisible=sum(math.prod(parameter.shape) for parameter in own if id(parameter) in divided),
         largest=max(map(Tensor.numel, trained), default=0),
+        experts=sum(parameter.numel() for parameter in own if id(parameter) in of_experts),
+        trained_experts=sum(parameter.numel() for parameter in trained if id(parameter) in of_experts),
     )

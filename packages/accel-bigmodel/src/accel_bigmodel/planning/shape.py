@@ -94,6 +94,8 @@ class Layer:
         factored: elements of Adafactor's state: rows and columns of trained matrices, other tensors whole.
         divisible: parameters that the model's tensor-parallel plan divides.
         largest: elements of its largest trained tensor.
+        experts: parameters of experts, which expert parallelism divides.
+        trained_experts: those of them that are trained.
     """
 
     parameters: int
@@ -101,6 +103,8 @@ class Layer:
     factored: int
     divisible: int = 0
     largest: int = 0
+    experts: int = 0
+    trained_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ class ModelShape:
         hidden_size: hidden size of a text model; 0: unknown.
         tensor_parallel: counts that a degree of tensor parallelism has to divide; empty: the model has no plan.
         adapters: rank of the adapters that are trained in place of the weights; 0: all weights are trained.
+        experts: number of experts of a layer, the greatest common divisor if layers differ; 0: it has none.
+        routes: experts of a token.
     """
 
     name: str
@@ -126,6 +132,8 @@ class ModelShape:
     hidden_size: int = 0
     tensor_parallel: tuple[int, ...] = ()
     adapters: int = 0
+    experts: int = 0
+    routes: int = 0
 
     @property
     def layers(self) -> tuple[Layer, ...]:

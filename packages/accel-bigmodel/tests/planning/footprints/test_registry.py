@@ -1,8 +1,11 @@
 """What a rank holds under each strategy, counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from accel_bigmodel.planning.footprints.base import Setting, Workload, optimizer_bytes
+from accel_bigmodel.planning.footprints.base import Cluster, Setting, Workload, optimizer_bytes
+from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
 from accel_bigmodel.planning.footprints.registry import footprint
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
 
@@ -117,3 +120,60 @@ def test_accumulation_keeps_gradients_in_the_forward():
     # In 16 bits too they stay in the dtype of the reduction, float32.
     low = found(Setting("fsdp2", "fsdp2", 4), Workload(2, precision="bf16", micro_batches=2)).peak
     assert low.gradients == 9600
+
+
+MIXTURE = replace(
+    SHAPE,
+    units=(replace(BLOCK, experts=800, trained_experts=800),) * 2,
+    experts=4,
+    routes=2,
+    hidden_size=10,
+)
+
+
+def with_experts(ranks, workload):
+    setting = Setting("experts", "fsdp2", 4, experts=ranks)
+    return footprint(MIXTURE, setting, workload, lambda numbers, again: TIMELINE)
+
+
+def test_experts_of_other_ranks_are_not_gathered():
+    # A unit has 200 parameters and 800 of experts, of which a rank gathers a quarter, also of the next unit. The input
+    # of a reduction has as many.
+    for ranks, held in ((1, 1000), (4, 400)):
+        setting = Setting("experts", "fsdp2", 4, experts=ranks)
+        footprint_of = FSDP2Footprint(MIXTURE, setting, Workload(2), TIMELINE)
+        moment = footprint_of.at(TIMELINE.phases[5], 400)
+        assert moment.gathered == 4 * (400 + held + held) + 4 * held
+        assert footprint_of.between() == FSDP2Footprint(MIXTURE, setting, Workload(2), None).between()
+    held = with_experts(4, Workload(2, micro_batches=2)).peak.gradients
+    assert held == 4 * (2 * (200 + 800 / 4) + 400)
+
+
+def test_experts_send_tokens_in_the_place_of_weights():
+    work, cluster = Workload(2, seq_length=8), Cluster(4, 1, 1e9)
+    by_ranks = [
+        FSDP2Footprint(MIXTURE, Setting("experts", "fsdp2", 4, experts=ranks), work, TIMELINE).traffic(
+            cluster
+        )
+        for ranks in (1, 4)
+    ]
+    # Gathered twice and reduced once in 4 bytes; tokens four times over two layers, two experts each.
+    experts = 3 / 4 * 3 / 4 * (2 * 4 * 1600 + 4 * 1600)
+    tokens = 4 * 4 * 3 / 4 * 2 * 2 * (2 * 8) * 10
+    assert by_ranks[0] - by_ranks[1] == pytest.approx(experts - tokens)
+
+
+def test_experts_are_divided_inside_a_machine_if_their_number_allows():
+    def names(experts, machines):
+        shape = replace(MIXTURE, experts=experts)
+        return [
+            (each.experts, FSDP2Footprint.launch_values(each, Cluster(16, machines, 1e9)))
+            for each in FSDP2Footprint.settings(shape, Cluster(16, machines, 1e9), Workload(), False)
+            if each.experts > 1
+        ]
+
+    assert [ranks for ranks, _ in names(8, 1)] == [8, 8]  # without and with recomputation
+    assert [ranks for ranks, _ in names(12, 2)] == [4, 4]
+    assert names(7, 1) == names(0, 1) == []
+    values = names(8, 2)[0][1]
+    assert (values["parallelism.dp_shard_size"], values["parallelism.ep_size"]) == (16, 8)

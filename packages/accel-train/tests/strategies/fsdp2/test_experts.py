@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from accel_ckpt.modules.experts import find_experts
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.experts import check_experts, find_experts
+from accel_train.strategies.fsdp2.experts import check_experts
 
 
 class Stacked(nn.Module):

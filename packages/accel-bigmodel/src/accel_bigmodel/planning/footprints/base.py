@@ -47,6 +47,7 @@ class Setting:
         offload: parts, gradients and optimizer states are in host memory.
         offload_optimizer: ZeRO keeps optimizer states, master weights and gradients in host memory.
         bucket: number of elements that ZeRO reduces at a time.
+        experts: ranks among which the experts of a layer are divided.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Setting:
     offload: bool = False
     offload_optimizer: bool = False
     bucket: int = 0
+    experts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

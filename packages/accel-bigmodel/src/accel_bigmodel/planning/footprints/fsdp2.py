@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from accel_bigmodel.planning.footprints.base import (
     optimizer_bytes,
     with_activations,
 )
-from accel_bigmodel.planning.shape import ModelShape, Phase
+from accel_bigmodel.planning.shape import Layer, ModelShape, Phase
 
 __all__ = ["FSDP2Footprint"]
 
@@ -39,6 +40,9 @@ class FSDP2Footprint(StrategyFootprint):
             yield sharded
             yield replace(sharded, name="fsdp2, no reshard" + words, reshard=False)
             yield replace(sharded, name="fsdp2 + offload" + words, offload=True)
+            ranks = math.gcd(shape.experts, cluster.per_machine) if shape.experts else 1
+            if ranks > 1:
+                yield replace(sharded, name=f"fsdp2, experts over {ranks}" + words, experts=ranks)
             if cluster.machines > 1 and cluster.per_machine > 1:
                 yield replace(sharded, name="hsdp" + words, shards=cluster.per_machine)
 
@@ -54,7 +58,7 @@ class FSDP2Footprint(StrategyFootprint):
     def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
         """The options of the section ``fsdp``."""
         hybrid = setting.shards < cluster.devices
-        return {
+        found: dict[str, Any] = {
             "distributed_type": "FSDP",
             "fsdp.fsdp_version": 2,
             "fsdp.reshard_after_forward": "HYBRID_SHARD" if hybrid else setting.reshard,
@@ -62,14 +66,40 @@ class FSDP2Footprint(StrategyFootprint):
             "fsdp.activation_checkpointing": setting.checkpointing,
             "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         }
+        if setting.experts > 1:
+            found |= {
+                "use_parallelism_config": True,
+                "parallelism.dp_shard_size": cluster.devices,
+                "parallelism.ep_size": setting.experts,
+            }
+        return found
 
     def traffic(self, cluster: Cluster) -> float:
         """Weights are gathered for every micro-batch, gradients reduced once."""
         gathers = (2 if self.setting.reshard else 1) * self.workload.micro_batches
         sent = self.gathered_bytes() * gathers + self.reduced_bytes()
+        if self.setting.experts > 1:
+            # The experts of other ranks are neither gathered nor reduced. Tokens go to their experts and back, in the
+            # forward and in the backward.
+            away = 1 - 1 / self.setting.experts
+            held, trained = map(
+                sum, zip(*((e.experts, e.trained_experts) for e in self.shape.layers), strict=True)
+            )
+            sent -= self.share * away * (self.low * held * gathers + FP32 * trained)
+            tokens = self.workload.batch_size * self.workload.seq_length * self.workload.micro_batches
+            layers = sum(layer.experts > 0 for layer in self.shape.layers)
+            sent += 4 * self.low * away * layers * self.shape.routes * tokens * self.shape.hidden_size
         if self.setting.shards < cluster.devices:  # replicas average their parts between machines
             sent += 2 * FP32 * self.shape.trainable / self.setting.shards
         return sent
+
+    def _held(self, layer: Layer) -> float:
+        """Elements that a rank gathers of a unit: all but the experts of other ranks."""
+        return layer.parameters - layer.experts * (1 - 1 / self.setting.experts)
+
+    def _trained(self, layer: Layer) -> float:
+        """The trained ones of these."""
+        return layer.trainable - layer.trained_experts * (1 - 1 / self.setting.experts)
 
     def parts(self) -> Moment:
         """One rank's parts, on the device or in host memory."""
@@ -102,27 +132,27 @@ class FSDP2Footprint(StrategyFootprint):
         units = self.shape.units
         unit = units[phase.unit] if phase.unit is not None and units else self.shape.outside
         outside = self.shape.outside
-        largest = max((each.parameters for each in units), default=0)
-        whole = outside.parameters  # gathered all the time
+        largest = max((self._held(each) for each in units), default=0)
+        whole = self._held(outside)  # gathered all the time
         if self.setting.reshard:
-            gathered = whole + (unit.parameters if phase.unit is not None else 0)
+            gathered = whole + (self._held(unit) if phase.unit is not None else 0)
         elif phase.unit is None:
-            gathered = self.shape.parameters if before < self.shape.trainable else whole
+            gathered = sum(map(self._held, self.shape.layers)) if before < self.shape.trainable else whole
         else:
-            gathered = whole + sum(each.parameters for each in units[: phase.unit + 1])
+            gathered = whole + sum(self._held(each) for each in units[: phase.unit + 1])
         copies = largest if phase.unit is not None else 0  # of the next unit, which is gathered meanwhile
-        reducing = 0.0
-        own = 0
+        reducing = own = 0.0
         if phase.backward and phase.unit is not None:
-            own = unit.trainable
+            own = self._trained(unit)
             # Accelerators keep the input of a reduction until the next one begins.
-            reducing = FP32 * unit.trainable if self.workload.accelerator else 0.0
+            reducing = FP32 * own if self.workload.accelerator else 0.0
         elif self.workload.accelerator and phase.unit is not None:
             copies += largest
         if self.workload.accumulates:
             # Without a reduction the whole gradients of earlier micro-batches stay on the device, in the dtype of the
             # reduction. Those of lower precision are added to them when a unit's backward ends.
-            gradients = float(FP32 * self.shape.trainable + (self.low * own if self.low != FP32 else 0))
+            trained = sum(map(self._trained, self.shape.layers))
+            gradients = FP32 * trained + (self.low * own if self.low != FP32 else 0)
         else:
             outer = min(before, outside.trainable) if phase.backward else 0
             gradients = self._reduced(max(0, before - outer)) + self.low * (outer + own)

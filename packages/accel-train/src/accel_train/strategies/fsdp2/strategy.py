@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from accel_ckpt.modules.experts import Experts, find_experts
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
@@ -23,14 +24,7 @@ from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
-from accel_train.strategies.fsdp2.experts import (
-    Experts,
-    Tokens,
-    check_experts,
-    divide,
-    find_experts,
-    receive_tokens,
-)
+from accel_train.strategies.fsdp2.experts import Tokens, check_experts, divide, receive_tokens
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import (
