@@ -184,6 +184,7 @@ from accel_train.data import DataLoaderShard as DataLoaderShard
 from accel_train.data import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data import GrainDataset as GrainDataset
 from accel_train.data import IterableDatasetShard as IterableDatasetShard
+from accel_train.data import MixedDataLoader as MixedDataLoader
 from accel_train.data import PackedDataset as PackedDataset
 from accel_train.data import PackingCollator as PackingCollator
 from accel_train.data import PreparedLoader as PreparedLoader
@@ -191,6 +192,7 @@ from accel_train.data import SeedableRandomSampler as SeedableRandomSampler
 from accel_train.data import ShardedBatchSampler as ShardedBatchSampler
 from accel_train.data import SkipBatchSampler as SkipBatchSampler
 from accel_train.data import SkipDataLoader as SkipDataLoader
+from accel_train.data import SourceCount as SourceCount
 from accel_train.data import TokenBatchSampler as TokenBatchSampler
 from accel_train.data import cu_seqlens_of as cu_seqlens_of
 from accel_train.data import get_sampler as get_sampler

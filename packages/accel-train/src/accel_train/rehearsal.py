@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accel_state.world.rehearsal import Rehearsal
 from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.data.combined import single_loaders
 from accel_train.data.sampling.batches import ShardedBatchSampler, length_of, plan_of
 from accel_train.loop.observers import StepObserver
 
@@ -97,7 +98,9 @@ class TrainingRehearsal(StepObserver):
             "optimizer steps taken": max(self._steps.values(), default=0),
             "models": [_model(model) for model in here.models],
             "memory": self._memory or _memory(here.prepared_models, here.optimizers),
-            "loaders": [_loader(loader, accumulation) for loader in here.loaders],
+            "loaders": [
+                _loader(single, accumulation) for loader in here.loaders for single in single_loaders(loader)
+            ],
         }
 
 

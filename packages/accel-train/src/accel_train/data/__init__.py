@@ -5,6 +5,8 @@ from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
 from accel_train.data.grain import GrainDataset
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
+from accel_train.data.mixing.loader import MixedDataLoader
+from accel_train.data.mixing.progress import SourceCount
 from accel_train.data.packing import PackedDataset, PackingCollator, cu_seqlens_of
 from accel_train.data.prepare import get_sampler, prepare_data_loader
 from accel_train.data.sampling.batches import BatchSamplerShard, ShardedBatchSampler, SkipBatchSampler
@@ -21,6 +23,7 @@ __all__ = [
     "DataLoaderStateMixin",
     "GrainDataset",
     "IterableDatasetShard",
+    "MixedDataLoader",
     "PackedDataset",
     "PackingCollator",
     "PreparedLoader",
@@ -28,6 +31,7 @@ __all__ = [
     "ShardedBatchSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "SourceCount",
     "TokenBatchSampler",
     "cu_seqlens_of",
     "get_sampler",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from accel_state.monitoring.heartbeat import DATA, FORWARD, OTHER, Heartbeat
 from accel_train.data.epoch_start import begin_epoch
@@ -178,12 +178,19 @@ def _stream(loader: PreparedLoader) -> StreamTransfer:
     return loader.transfer
 
 
+class _Closable(Protocol):
+    """An iterator that can be ended before it is dropped."""
+
+    def __next__(self) -> Any: ...
+    def close(self) -> None: ...
+
+
 class TimedIterator:
     """An iterator that reports when a batch is waited for."""
 
     __slots__ = ("_iterator", "_pulse")
 
-    def __init__(self, iterator: LoaderIterator, pulse: Heartbeat) -> None:
+    def __init__(self, iterator: _Closable, pulse: Heartbeat) -> None:
         self._iterator = iterator
         self._pulse = pulse
 

@@ -266,6 +266,23 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             return None
         return current.stream.rows(current.yielded - 1)
 
+    @property
+    def total_rows(self) -> int | None:
+        """Real rows of the last returned batch over all ranks; None when neither sampler nor batch tells.
+
+        Counted by arithmetic, without communication. Where every rank has a sampler or stream of its own, all ranks are
+        counted as this one.
+        """
+        current = self.current
+        if current is None or not current.yielded:
+            return None
+        total = None if current.stream is None else current.stream.total_rows(current.yielded - 1)
+        rows = self.batch_rows
+        if total is not None or rows is None:
+            return total
+        valid = self.valid_rows()
+        return rows * self.ranks.size if valid is None else sum(min(rows, real) for real in valid)
+
     def valid_rows(self) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of the last returned batch are real; None when all are.
 

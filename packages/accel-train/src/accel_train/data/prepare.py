@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from accel_state.world.process import PartialState
 from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.data.combined import CombinedLoader
 from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.loader import PreparedLoader
@@ -174,6 +175,11 @@ def prepare_for_ranks(
         if ledger is not None:
             dataloader.ledger = ledger
         return dataloader
+    if isinstance(dataloader, CombinedLoader):
+        raise ArgumentTypeError(
+            f"prepare_data_loader() prepares a loader of one dataset, got {type(dataloader).__name__}. Use "
+            "accelerator.prepare(), or prepare its sources and build it from those."
+        )
     if not isinstance(dataloader, DataLoader):
         raise ArgumentTypeError(
             f"prepare_data_loader() takes a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "

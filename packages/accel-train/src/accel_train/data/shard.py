@@ -57,6 +57,12 @@ class DataLoaderShard(PreparedLoader):
             return super().batch_rows
         return shard.local_batch if current is not None and current.yielded and self._auto_collation else None
 
+    @property
+    def total_rows(self) -> int | None:
+        """Real rows of the last returned batch over all ranks; None when neither sampler nor batch tells."""
+        current = self.current
+        return super().total_rows if current is None or current.real is None else current.real
+
     def valid_rows(self) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of the last returned batch are real; None when all are.
 

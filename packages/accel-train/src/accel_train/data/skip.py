@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_train.data.combined import CombinedLoader
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.position import check_workers, steps_to
 from accel_train.data.sampling.batches import SkipBatchSampler
@@ -63,6 +64,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         ) from None
     if num_batches < 0:
         raise DataError(f"num_batches must be 0 or more, got {num_batches}.")
+    if isinstance(dataloader, CombinedLoader):
+        raise ArgumentTypeError(
+            f"skip_first_batches() skips batches of one loader, got {type(dataloader).__name__}, which continues at a "
+            "loaded position by itself. Load its state, and iterate it."
+        )
     if isinstance(dataloader, PreparedLoader):
         _check_with_restored(dataloader, num_batches)
         return _skip_prepared(dataloader, num_batches)

@@ -11,6 +11,7 @@ from torch import Tensor
 from accel_state.operations.collectives import gather, gather_object
 from accel_state.trees import honor_type, is_namedtuple, recursively_apply
 from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.data.combined import CombinedLoader
 from accel_train.data.loader import PreparedLoader
 from accel_train.errors import AmbiguousLoaderError, ArgumentTypeError, MetricsShapeError
 from accel_train.ranks import Ranks
@@ -40,7 +41,7 @@ def gather_for_metrics(
         MetricsShapeError: a value does not have one row per sample.
         AmbiguousLoaderError: several loaders are iterated in turn and none was named.
     """
-    if loader is not None and not isinstance(loader, PreparedLoader):
+    if loader is not None and not isinstance(loader, PreparedLoader | CombinedLoader):
         raise ArgumentTypeError(
             f"gather_for_metrics(dataloader=…) takes a loader that prepare() returned, got {type(loader).__name__}, "
             "which does not record padding. Pass the prepared loader that yielded the batch."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from accel_ckpt.parts import is_sharded
 from accel_train.data import DataLoaderDispatcher, PreparedLoader
+from accel_train.data.combined import CombinedLoader, single_loaders
 from accel_train.data.lengths import check_lengths
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
@@ -21,6 +23,7 @@ from accel_train.loop.lomo import check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler, follow
 from accel_train.optimizer_parameters import parameters_of
+from accel_train.plugins import DataLoaderConfiguration
 from accel_train.plugins.base import SectionPlugin
 from accel_train.setup.draws import share_draws
 from accel_train.setup.prepared import Prepared, mark_prepared
@@ -105,7 +108,7 @@ class _Objects:
             given = self.results[place]
             self.results[place] = _own_part(self._prepared, given, self._placed[place])
             if self.results[place] is not given:
-                new.append(self.results[place])
+                new += single_loaders(self.results[place])
         check_lengths(self._strategy.batch, new)
 
     def models_and_optimizers(self) -> None:
@@ -321,13 +324,13 @@ def _check_device_map(prepared: Prepared, model: nn.Module) -> None:
 
 def prepare_loader(
     prepared: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
-) -> PreparedLoader:
+) -> PreparedLoader | CombinedLoader:
     """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
     if _is_new(prepared, loader):
         _meet(prepared, "prepare_data_loader", [type(loader).__name__])
     result = _own_part(prepared, loader, placed, slice_fn)
     if result is not loader:
-        check_lengths(prepared.plan.strategy.batch, [result])
+        check_lengths(prepared.plan.strategy.batch, single_loaders(result))
     return result
 
 
@@ -355,13 +358,30 @@ def _meet(prepared: Prepared, operation: str, names: Sequence[str], *, shared: b
 
 def _own_part(
     prepared: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
-) -> PreparedLoader:
+) -> PreparedLoader | CombinedLoader:
     if not _is_new(prepared, loader):
         return loader  # type: ignore[return-value]
+    if isinstance(loader, CombinedLoader):
+        options = replace(prepared.options.loaders, use_stateful_dataloader=True)
+        result: PreparedLoader | CombinedLoader = loader.prepare_each(
+            lambda source: _shard(prepared, source, options, placed, slice_fn), prepared.ledger
+        )
+        own = {id(source) for source in result.sources.values()}  # their states are part of the mixture's
+        prepared.loaders[:] = [known for known in prepared.loaders if id(known) not in own]
+    else:
+        result = _shard(prepared, loader, prepared.options.loaders, placed, slice_fn)
+    mark_prepared(result)
+    prepared.loaders.append(result)
+    return result
+
+
+def _shard(
+    prepared: Prepared, loader: DataLoader[Any], options: DataLoaderConfiguration, placed: bool, slice_fn: Any
+) -> PreparedLoader:
     result = prepare_for_ranks(
         loader,
         prepared.plan.strategy.batch,
-        prepared.options.loaders,
+        options,
         device=prepared.plan.device if placed else None,
         rng_types=list(prepared.options.rng_types),
         slice_fn=slice_fn,
@@ -373,9 +393,8 @@ def _own_part(
         result.shard_batch = prepared.plan.sequence.shard_batch
     elif type(strategy).shard_batch is not Strategy.shard_batch:
         result.shard_batch = strategy.shard_batch
-    if prepared.preemption is not None:
+    if prepared.preemption is not None and _is_new(prepared, loader):
         prepared.preemption.protect_workers(result)
-    prepared.loaders.append(result)
     return result
 
 
@@ -384,7 +403,7 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
     """Change `even_batches` of prepared map-style loaders, and put it back afterwards."""
     changed: list[tuple[Any, bool]] = []
     try:
-        for loader in loaders:
+        for loader in (single for given in loaders for single in single_loaders(given)):
             if isinstance(loader, DataLoaderDispatcher):
                 warnings.warn(
                     "even_batches can only be overridden for loaders whose ranks read for themselves; a dispatching "

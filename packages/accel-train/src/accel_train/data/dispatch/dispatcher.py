@@ -186,6 +186,12 @@ class DataLoaderDispatcher(PreparedLoader):
         part = self._part()
         return None if part is None else part.rows
 
+    @property
+    def total_rows(self) -> int | None:
+        """Real rows of the last returned batch over all ranks; None when rank 0 did not count them."""
+        part = self._part()
+        return super().total_rows if part is None else part.real
+
     def valid_rows(self) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of the last returned batch are real; None when all are."""
         part = self._part()

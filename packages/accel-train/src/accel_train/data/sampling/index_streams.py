@@ -76,6 +76,10 @@ class IndexStream(ABC):
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of such a batch are real; None for all."""
 
+    def total_rows(self, batch_index: int) -> int | None:
+        """Real rows of such a batch over all ranks; None when only this rank's are known."""
+        return None
+
     def first_batch(self) -> Any:
         """The indices of the epoch's first batch; None when they are not known."""
         return None
@@ -214,6 +218,13 @@ class ArithmeticStream(IndexStream):
         """Real rows per rank."""
         return self.layout.valid_rows(batch_index)
 
+    def total_rows(self, batch_index: int) -> int:
+        """Real rows over all ranks."""
+        layout = self.layout
+        if batch_index < self._full:
+            return layout.stride
+        return layout.consumed(batch_index + 1) - layout.consumed(batch_index)
+
     def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches."""
         return {"samples": self.layout.consumed(yielded)}
@@ -279,9 +290,9 @@ def _plain(item: Any) -> bool:
     return isinstance(item, (int, str))
 
 
-_Facts = tuple[int | None, tuple[int, ...] | None]
-_Produced = tuple[Any, int | None, tuple[int, ...] | None]
-_UNKNOWN: _Facts = (None, None)
+_Facts = tuple[int | None, tuple[int, ...] | None, int | None]
+_Produced = tuple[Any, int | None, tuple[int, ...] | None, int | None]
+_UNKNOWN: _Facts = (None, None, None)
 
 
 class SingleIndexStream(ArithmeticStream):
@@ -321,11 +332,11 @@ class _Iterated(IndexStream):
 
     @abstractmethod
     def _produce(self) -> _Produced:
-        """The next batch, its rows, and the real rows per rank."""
+        """The next batch, its rows, the real rows per rank, and those of all ranks together."""
 
     def _pull(self) -> Any:
-        batch, rows, valid = self._produce()
-        self._facts[self._drawn] = (rows, valid)
+        batch, rows, valid, total = self._produce()
+        self._facts[self._drawn] = (rows, valid, total)
         self._facts.pop(self._drawn - self._remembered, None)
         self._drawn += 1
         return batch
@@ -383,6 +394,10 @@ class _Iterated(IndexStream):
         """Real rows per rank."""
         return self._facts.get(batch_index, _UNKNOWN)[1]
 
+    def total_rows(self, batch_index: int) -> int | None:
+        """Real rows over all ranks."""
+        return self._facts.get(batch_index, _UNKNOWN)[2]
+
 
 class SingleStream(_Iterated):
     """The user's sampler unchanged: one rank, or a sampler that is sharded already.
@@ -422,7 +437,7 @@ class SingleStream(_Iterated):
         if self._first_batch is None:
             self._first_batch = batch
         valid = None if self._real_rows is None else self._real_rows(self.first + self._drawn)
-        return batch, _size(batch), valid
+        return batch, _size(batch), valid, None
 
     def first_batch(self) -> Any:
         """The indices of the epoch's first batch."""
@@ -555,18 +570,19 @@ class RoundStream(_Iterated):
         else:
             raise StopIteration
         missing = self._ranks - len(batches)
+        sizes = [_size(batch) for batch in batches]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
         if not self._even or not missing:
-            return mine, _size(mine), None
-        sizes = (_size(batch) for batch in batches)
+            return mine, _size(mine), None, total
         valid = tuple(ALL_ROWS if size is None else size for size in sizes)
-        return mine, _size(mine), valid + (0,) * missing
+        return mine, _size(mine), valid + (0,) * missing, total
 
     def _slice(self) -> _Produced:
         batch = self._base()
         assert self._batch_size is not None, "split batches need a batch size; checked at preparation"
         each = self._batch_size // self._ranks
         if self._full(batch):
-            return batch[self._rank * each : (self._rank + 1) * each], each, None
+            return batch[self._rank * each : (self._rank + 1) * each], each, None, len(batch)
         if self._oversized(batch):
             raise DataError(
                 f"split_batches=True cuts batches of {self._batch_size} samples, as the batch sampler's batch_size "
@@ -586,7 +602,7 @@ class RoundStream(_Iterated):
         mine = batch[self._rank * each : (self._rank + 1) * each]
         if not mine:
             raise StopIteration
-        return mine, len(mine), None
+        return mine, len(mine), None, len(batch)
 
     def _completed(self, real: list[Any]) -> _Produced:
         """This rank's part of the incomplete round `real`, completed with the first samples of the epoch."""
@@ -599,7 +615,7 @@ class RoundStream(_Iterated):
             for at in range(low, low + each)
         ]
         valid = None if len(real) == each * self._ranks else clip_rows(len(real), each, self._ranks)
-        return mine, each, valid
+        return mine, each, valid, len(real)
 
     def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches."""

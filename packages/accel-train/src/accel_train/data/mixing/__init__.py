@@ -1,0 +1,1 @@
+"""Mixtures of data: from which of several sources the next batch comes."""
