@@ -293,7 +293,7 @@ class MixedDataLoader(CombinedLoader):
         progress = self._progress
         self._iteration += 1
         self._running = True
-        if progress.in_epoch and not progress.continues:
+        if progress.has_begun:
             progress.next_epoch()
             self._forget_end()
             if self._ends_with_sources:
@@ -312,11 +312,7 @@ class MixedDataLoader(CombinedLoader):
         """Leave the epochs of the sources, so that each begins its next one."""
         self._close_iterators()
         for source in sources.values():
-            waiting = source.epoch_state.waiting()  # loaded, so there was no iterator to close
-            if waiting is not None and waiting.batches:
-                source.iteration += 1
-            elif waiting is not None:
-                source.epoch_state.restored = None
+            _leave_loaded_epoch(source)
 
     def _open(self, name: str) -> Any:
         iterator = self._iterators[name] = iter(self.sources[name])
@@ -383,7 +379,7 @@ class MixedDataLoader(CombinedLoader):
         if iteration != self._iteration:
             return
         self._running = False
-        if self._ends_with_sources:
+        if self._ends_with_sources and self._progress.has_begun:
             self._close_iterators()
 
     def _close_iterators(self) -> None:
@@ -470,8 +466,8 @@ class MixedDataLoader(CombinedLoader):
     def iteration(self) -> int:
         """The number of the next epoch of the mixture, or of the one being iterated."""
         progress = self._progress
-        left = progress.in_epoch and not self._running and not progress.continues
-        return progress.epoch + 1 if left or progress.over else progress.epoch
+        is_left = progress.has_begun and not self._running
+        return progress.epoch + 1 if is_left or progress.over else progress.epoch
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -673,6 +669,25 @@ class _MixedIterator:
 
 def _is_prepared(loader: DataLoader[Any]) -> bool:
     return isinstance(loader, PreparedLoader) and not isinstance(loader, SkipDataLoader)
+
+
+def _leave_loaded_epoch(source: PreparedLoader) -> None:
+    """Let a source begin its next epoch, if it was loaded and has yielded nothing since.
+
+    Such a one would continue where it was saved. In an uninterrupted run it has yielded, and begins the next epoch.
+    """
+    state = source.epoch_state
+    running, restored = state.running, state.waiting()
+    if restored is None and running is not None and not running.yielded and not running.ended:
+        restored = running.restored
+    if restored is None:
+        return
+    if restored.batches:
+        source.iteration += 1
+        return
+    state.restored = None
+    if running is not None:
+        running.restored = None
 
 
 def _left_after_loading(source: PreparedLoader) -> int | None:

@@ -62,6 +62,11 @@ class Progress:
         self.batches = dict.fromkeys(self.names, 0)
         self.samples = dict.fromkeys(self.names, 0)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an iteration that begins now begins the next epoch: this one has yielded, and was not loaded since."""
+        return bool(self.in_epoch) and not self.continues
+
     def next_epoch(self) -> None:
         """Another epoch begins."""
         self.epoch += 1
