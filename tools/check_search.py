@@ -55,6 +55,8 @@ EXPECTED: Mapping[str, Sequence[str]] = {
     "torch.compile": ("compile",),
     "mfu": ("throughput",),
     "seed": ("reproducibility",),
+    "mixture": ("data-mixtures",),
+    "interleave_datasets": ("data-mixtures",),
 }
 
 

@@ -22,6 +22,26 @@ class CombinedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def sources(self) -> Mapping[str, PreparedLoader]:
         """The prepared loaders that batches come from, by name."""
 
+    @property
+    @abstractmethod
+    def batch_rows(self) -> int | None:
+        """Rows that this rank received in the last returned batch; None when that is not known."""
+
+    @property
+    @abstractmethod
+    def full_rows(self) -> int | None:
+        """Rows of a full batch of this rank; None when batches vary."""
+
+    @property
+    @abstractmethod
+    def real_rows(self) -> int | None:
+        """How many leading rows of this rank's last batch are real; None when all are."""
+
+    @property
+    @abstractmethod
+    def may_pad(self) -> bool:
+        """Whether rows can be padding."""
+
     @abstractmethod
     def prepare_each(
         self, prepare: Callable[[DataLoader[Any]], PreparedLoader], ledger: ActiveLoaders

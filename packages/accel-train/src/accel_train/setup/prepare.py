@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_ckpt.parts import is_sharded
-from accel_train.data import DataLoaderDispatcher, PreparedLoader
+from accel_train.data import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
 from accel_train.data.combined import CombinedLoader, single_loaders
 from accel_train.data.lengths import check_lengths
 from accel_train.data.prepare import prepare_for_ranks
@@ -366,7 +366,7 @@ def _own_part(
         result: PreparedLoader | CombinedLoader = loader.prepare_each(
             lambda source: _shard(prepared, source, options, placed, slice_fn), prepared.ledger
         )
-        own = {id(source) for source in result.sources.values()}  # their states are part of the mixture's
+        own = {id(source) for source in single_loaders(result)}  # their states are part of the mixture's
         prepared.loaders[:] = [known for known in prepared.loaders if id(known) not in own]
     else:
         result = _shard(prepared, loader, prepared.options.loaders, placed, slice_fn)
@@ -411,7 +411,7 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
                     stacklevel=4,
                 )
                 continue
-            sampler = loader.share()
+            sampler = loader.share() if isinstance(loader, DataLoaderShard) else None
             if sampler is not None:
                 changed.append((sampler, sampler.even_batches))
                 sampler.even_batches = even_batches

@@ -57,7 +57,10 @@ def decay(step):
 
 def test_a_wrong_weight_of_a_function_names_step_and_source():
     called = weights_of(decay, NAMES)
-    with pytest.raises(DataError, match=r"decay\(2\), the weights at step 2.*'web' must be finite and not negative"):
+    with pytest.raises(
+        DataError,
+        match=r"weights at step 2 \(of decay\): the weight of 'web' must be finite and not negative",
+    ):
         called.at(2)
 
 
@@ -89,5 +92,5 @@ def test_refused(weights, kind, text):
 
 
 def test_an_unknown_interpolation_is_refused():
-    with pytest.raises(OptionError, match="'linear' or 'constant'.*got 'cubic'"):
+    with pytest.raises(OptionError, match=r"'linear' or 'constant'.*got 'cubic'"):
         weights_of({"web": 1, "code": 1}, NAMES, interpolation="cubic")

@@ -58,7 +58,7 @@ class Choice(ABC):
 
     @abstractmethod
     def load(self, state: Sequence[float]) -> None:
-        """Go on from what `dump` returned."""
+        """Take over what `dump` returned."""
 
 
 class RandomChoice(Choice):
@@ -146,7 +146,7 @@ class BalancedChoice(Choice):
         return list(self._behind)
 
     def load(self, state: Sequence[float]) -> None:
-        """Go on with these."""
+        """Take these over."""
         self._behind = [float(behind) for behind in state]
 
 

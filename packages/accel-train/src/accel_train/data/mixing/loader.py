@@ -16,7 +16,14 @@ from accel_train.data.iterators import TimedIterator
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.mixing.choice import ChoiceName, choice_called, until_end
 from accel_train.data.mixing.progress import Progress, SourceCount, check_mixture_state
-from accel_train.data.mixing.weights import FixedWeights, Interpolation, Shares, Weights, shares_of, weights_of
+from accel_train.data.mixing.weights import (
+    FixedWeights,
+    Interpolation,
+    Shares,
+    Weights,
+    shares_of,
+    weights_of,
+)
 from accel_train.data.position import steps_to
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.data.sampling.batches import length_of
@@ -96,7 +103,7 @@ class MixedDataLoader(CombinedLoader):
         # By name, so that neither the order of `loaders` nor that of `weights` changes what is drawn.
         self._names: tuple[str, ...] = tuple(sorted(loaders))
         self._planned = weights_of(weights, self._names, interpolation)
-        self._given = {
+        self._given: dict[str, Any] = {
             "weights": weights, "stop": stop, "steps": steps, "choice": choice, "interpolation": interpolation
         }  # fmt: skip
         self._choice = choice_called(choice, seed, len(self._names))
@@ -305,7 +312,7 @@ class MixedDataLoader(CombinedLoader):
 
     @property
     def _ends_with_sources(self) -> bool:
-        """Whether epochs of the mixture are epochs of its sources; else these go on from one to the next."""
+        """Whether epochs of the mixture are epochs of its sources; else these follow one another."""
         return self.stop != "never"
 
     def _begin_anew(self, sources: Mapping[str, PreparedLoader]) -> None:
@@ -332,7 +339,8 @@ class MixedDataLoader(CombinedLoader):
         place = self._choice.choose(progress.step, shares)
         name = self._names[place]
         batch = self._next_of(name)
-        source = self._current = self.sources[name]
+        assert self._prepared is not None, "an iterator was made"
+        source = self._current = self._prepared[name]
         self._choice.take(place, shares)
         total = source.total_rows
         if total is None:

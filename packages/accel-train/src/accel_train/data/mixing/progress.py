@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def has_begun(self) -> bool:
-        """Whether an iteration that begins now begins the next epoch: this one has yielded, and was not loaded since."""
+        """Whether a new iteration begins the next epoch: this one has yielded since it was loaded."""
         return bool(self.in_epoch) and not self.continues
 
     def next_epoch(self) -> None:

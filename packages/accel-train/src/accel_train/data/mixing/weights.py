@@ -23,14 +23,11 @@ Shares: TypeAlias = tuple[float, ...]
 
 
 class WeightsAt(Protocol):
-    """The weights at each step.
-
-    Attributes:
-        fixed_from: the step from which they no longer change; None: nobody knows.
-    """
+    """The weights at each step."""
 
     @property
-    def fixed_from(self) -> int | None: ...
+    def fixed_from(self) -> int | None:
+        """The step from which they no longer change; None: nobody knows."""
 
     def at(self, step: int) -> Shares:
         """The shares for the batch number `step`, counted from 0."""
@@ -94,7 +91,7 @@ class CalledWeights:
 
     def at(self, step: int) -> Shares:
         """The shares that the function returns for a step."""
-        return shares_of(self._schedule(step), self._names, f"{self._called}({step}), the weights at step {step},")
+        return shares_of(self._schedule(step), self._names, f"the weights at step {step} (of {self._called})")
 
 
 def weights_of(weights: Weights, names: Sequence[str], interpolation: Interpolation = "linear") -> WeightsAt:
@@ -118,7 +115,7 @@ def weights_of(weights: Weights, names: Sequence[str], interpolation: Interpolat
         return FixedWeights(shares_of(weights, names, "weights"))
     if callable(weights):
         return CalledWeights(weights, names)
-    if not isinstance(weights, Sequence) or isinstance(weights, str) or not weights:
+    if not _is_sequence(weights) or not weights:
         raise ArgumentTypeError(
             "weights must be a mapping from the name of each source to a number, a list of pairs (step, mapping), or "
             f"a function from a step to a mapping, got {weights!r}."
@@ -134,8 +131,12 @@ def weights_of(weights: Weights, names: Sequence[str], interpolation: Interpolat
     return KnotWeights(steps, shares, interpolation == "linear")
 
 
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _knot(knot: Any) -> tuple[int, Any]:
-    if isinstance(knot, Sequence) and not isinstance(knot, str) and len(knot) == 2:
+    if _is_sequence(knot) and len(knot) == 2:
         step = knot[0]
         if isinstance(step, int) and not isinstance(step, bool) and step >= 0:
             return step, knot[1]
@@ -174,8 +175,10 @@ def shares_of(weights: Any, names: Sequence[str], what: str) -> Shares:
     most = max(values)
     if not most:
         raise DataError(f"{what} are 0 for all of {_listed(names)}. Give at least one a positive weight.")
-    values = [value / most for value in values]  # so that their sum is finite
     total = sum(values)
+    if not math.isfinite(total):
+        values = [value / most for value in values]
+        total = sum(values)
     return tuple(value / total for value in values)
 
 
