@@ -205,6 +205,7 @@ from accel_train.errors import DataError as DataError
 from accel_train.errors import DispatchError as DispatchError
 from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
+from accel_train.errors import LossError as LossError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import NoGradientError as NoGradientError
 from accel_train.errors import OptionError as OptionError
@@ -213,6 +214,9 @@ from accel_train.errors import StepGuardError as StepGuardError
 from accel_train.errors import TrackerContractError as TrackerContractError
 from accel_train.errors import TrackerError as TrackerError
 from accel_train.local_sgd import LocalSGD as LocalSGD
+from accel_train.losses.causal_models import ChunkedLoss as ChunkedLoss
+from accel_train.losses.causal_models import use_chunked_loss as use_chunked_loss
+from accel_train.losses.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from accel_train.loop.device_peaks import DEVICE_PEAKS as DEVICE_PEAKS
 from accel_train.loop.device_peaks import DevicePeak as DevicePeak
 from accel_train.loop.device_peaks import device_peak as device_peak
