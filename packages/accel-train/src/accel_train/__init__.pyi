@@ -236,6 +236,11 @@ from accel_train.loop.state import is_initialized as is_initialized
 from accel_train.loop.throughput import Throughput as Throughput
 from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
 from accel_train.mesh import Mesh as Mesh
+from accel_train.muon.optimizer import MuonWithAdamW as MuonWithAdamW
+from accel_train.muon.optimizer import muon_with_adamw as muon_with_adamw
+from accel_train.muon.split import MuonParameter as MuonParameter
+from accel_train.muon.split import MuonSplit as MuonSplit
+from accel_train.muon.split import split_for_muon as split_for_muon
 from accel_train.plugins import AORecipeKwargs as AORecipeKwargs
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType

@@ -35,6 +35,7 @@ __all__ = [
     "Capabilities",
     "DTypes",
     "DefersSync",
+    "DividesSteps",
     "JoinsUneven",
     "ModelSteps",
     "Parts",
@@ -279,6 +280,14 @@ class TrainsLocally(Protocol):
         ...
 
 
+class DividesSteps:
+    """An optimizer whose ranks can divide the computation of a step among them."""
+
+    def divide_among(self, replicas: Ranks | None) -> None:
+        """Told before each step; see `Strategy.replicas_of`."""
+        raise NotImplementedError
+
+
 class Strategy:
     """Base class of all strategies, and itself the strategy of one process.
 
@@ -449,6 +458,13 @@ class Strategy:
 
     # Complete gradients
 
+    def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
+        """Ranks that take each step of an optimizer together, with the same gradients; None: there may be none now.
+
+        Each of them holds the same parameters, or the same parts of them.
+        """
+        return None
+
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply gradients in place.
 
@@ -503,6 +519,8 @@ class Strategy:
         Returns:
             Whether it stepped (False: gradients were not finite), and the return value of its `step`.
         """
+        if isinstance(optimizer, DividesSteps):
+            optimizer.divide_among(self.replicas_of(optimizer))
         return self.precision.step(optimizer, closure)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

@@ -20,6 +20,7 @@ from accel_state.operations.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
+from accel_train.ranks import Ranks
 from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
@@ -359,6 +360,11 @@ class DDPStrategy(Strategy):
 
     # Complete gradients
 
+    def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
+        """All ranks that average, unless some may take steps alone, or step what is in no prepared model."""
+        alone = self._joins or self.local.in_use or not self._replicas.have_all(parameters_of(optimizer))
+        return None if alone else self.loss
+
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> tuple[bool, Any]:
         """Step an optimizer; before the first step of its model, check that all parameters took part."""
         if self._unchecked:
@@ -367,7 +373,7 @@ class DDPStrategy(Strategy):
             self._replicas.before_step(optimizer)
         if self.local.in_use:
             self.local.before_step(optimizer, self.loss)
-        return self.precision.step(optimizer, closure)
+        return super().step(optimizer, closure)
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Check that ranks have the same learning rates and gradients."""

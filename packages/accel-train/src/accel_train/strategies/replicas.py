@@ -141,6 +141,11 @@ class Replicas:
         self._watched.clear()
         self._to_compare = 0
 
+    def have_all(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether these models have all trained ones of some parameters."""
+        known = {id(parameter) for item in self._watched for parameter in item.parameters}
+        return all(id(parameter) in known for parameter in parameters if parameter.requires_grad)
+
     def is_outdated(self, wrapped: DistributedDataParallel) -> bool:
         """Whether a wrapper averages other parameters than those that are trained now."""
         known = next((item for item in self._watched if item.wrapped is wrapped), None)

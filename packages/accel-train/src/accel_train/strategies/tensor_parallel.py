@@ -14,7 +14,9 @@ from accel_ckpt.parts import fsdp_modules, is_sharded
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.mesh import Mesh
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import TorchTensorParallelPlugin
+from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.gradients import average, local_part
 from accel_train.strategies.relink import step_both_kinds
@@ -135,6 +137,12 @@ class TensorParallelStrategy(Strategy):
         super().backward(models, loss, pending=pending, kwargs=kwargs)
         for model, ids in self._known:
             self._complete(model, ids)
+
+    def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
+        """All ranks that average gradients, unless it steps what is in no prepared model."""
+        known = {key for _, ids in self._known for key in ids}
+        own = all(is_sharded(p) or id(p) in known for p in parameters_of(optimizer) if p.requires_grad)
+        return self.loss if own else None
 
     def _complete(self, model: nn.Module, ids: set[int]) -> None:
         added = self._first_added(model, ids)

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from accel_ckpt.modules.experts import Experts, find_experts
+from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import FullyShardedDataParallelPlugin
+from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
@@ -344,6 +347,12 @@ class FSDP2Strategy(Strategy):
             yield
         finally:
             self._hold_back([model], before)
+
+    def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
+        """All ranks that average gradients, unless it steps what is in no prepared model."""
+        whole = set(map(id, self._whole))
+        known = all(is_sharded(p) or id(p) in whole for p in parameters_of(optimizer) if p.requires_grad)
+        return self.loss if known else None
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None

@@ -1,0 +1,1 @@
+"""Muon for matrices and AdamW for the rest, in one optimizer, on whole and on divided parameters."""
