@@ -54,6 +54,7 @@ EXPECTED: Mapping[str, Sequence[str]] = {
     "docker": ("containers",),
     "gan": ("several-models",),
     "learning rate": ("learning-rate-schedules",),
+    "muon": ("muon",),
     "torch.compile": ("compile",),
     "mfu": ("throughput",),
     "seed": ("reproducibility",),

@@ -172,7 +172,7 @@ def test_every_option_of_every_command_is_answered(command):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (("plan", "model", "--optimizer", ""), ["adamw", "sgd", "adafactor", "8bit"]),
+        (("plan", "model", "--optimizer", ""), ["adamw", "muon", "sgd", "adafactor", "8bit"]),
         (("plan", "model", "--device", "h100"), ["h100-80gb"]),
         (("plan", "model", "--batch_size", ""), []),
         (("plan", "mod"), None),

@@ -97,6 +97,8 @@ def test_which_strategies_can_run():
     assert "tp" not in {setting.name for setting in settings_for(wide, Cluster(12, 1, 1e9), WORK, False)}
     sgd = settings_for(SHAPE, Cluster(2, 1, 1e9), Workload(optimizer="sgd"), False)
     assert not any(setting.offload_optimizer for setting in sgd)
+    muon = settings_for(SHAPE, Cluster(2, 1, 1e9), Workload(optimizer="muon"), False)
+    assert {"ddp", "fsdp2"} <= {setting.strategy for setting in muon} <= {"ddp", "fsdp2", "hsdp"}
 
 
 def test_suggestions_are_changes_after_which_something_fits():

@@ -214,9 +214,6 @@ from accel_train.errors import StepGuardError as StepGuardError
 from accel_train.errors import TrackerContractError as TrackerContractError
 from accel_train.errors import TrackerError as TrackerError
 from accel_train.local_sgd import LocalSGD as LocalSGD
-from accel_train.losses.causal_models import ChunkedLoss as ChunkedLoss
-from accel_train.losses.causal_models import use_chunked_loss as use_chunked_loss
-from accel_train.losses.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from accel_train.loop.device_peaks import DEVICE_PEAKS as DEVICE_PEAKS
 from accel_train.loop.device_peaks import DevicePeak as DevicePeak
 from accel_train.loop.device_peaks import device_peak as device_peak
@@ -235,6 +232,9 @@ from accel_train.loop.state import GradientState as GradientState
 from accel_train.loop.state import is_initialized as is_initialized
 from accel_train.loop.throughput import Throughput as Throughput
 from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
+from accel_train.losses.causal_models import ChunkedLoss as ChunkedLoss
+from accel_train.losses.causal_models import use_chunked_loss as use_chunked_loss
+from accel_train.losses.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from accel_train.mesh import Mesh as Mesh
 from accel_train.muon.optimizer import MuonWithAdamW as MuonWithAdamW
 from accel_train.muon.optimizer import muon_with_adamw as muon_with_adamw

@@ -48,7 +48,9 @@ def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw():
 def test_the_table_joins_layers():
     lines = str(split_for_muon(small())).splitlines()
     assert any(line.split() == ["Muon", "2", "layers.*.up.weight", "9", "x", "6", "matrix"] for line in lines)
-    assert any(line.split() == ["AdamW", "1", "lm_head.weight", "12", "x", "6", "output", "head"] for line in lines)
+    assert any(
+        line.split() == ["AdamW", "1", "lm_head.weight", "12", "x", "6", "output", "head"] for line in lines
+    )
 
 
 def test_a_head_tied_to_the_embedding_goes_with_it():

@@ -12,6 +12,7 @@ from accel_train.ranks import Ranks
 from accel_train.strategies.base import (
     Capabilities,
     DefersSync,
+    DividesSteps,
     JoinsUneven,
     Parts,
     Strategy,
@@ -207,3 +208,22 @@ def test_a_step_is_torchs():
 def test_a_copied_optimizer_keeps_its_strategy():
     strategy = strategy_of()
     assert copy.deepcopy([strategy])[0] is strategy
+
+
+def test_an_optimizer_that_divides_its_steps_is_told_who_takes_them():
+    class Optimizer(DividesSteps, torch.optim.SGD):
+        told = ()
+
+        def divide_among(self, replicas):
+            self.told = (*self.told, replicas)
+
+    class Together(Strategy):
+        def replicas_of(self, optimizer):
+            return self.loss
+
+    model = trained()
+    optimizer = Optimizer(model.parameters(), lr=0.1)
+    strategy_of().step(optimizer)
+    together = strategy_of(Together)
+    together.step(optimizer)
+    assert optimizer.told == (None, together.loss)

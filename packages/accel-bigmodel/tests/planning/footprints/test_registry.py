@@ -104,9 +104,17 @@ def test_offload_of_zero_leaves_the_weights():
 def test_states_of_optimizers():
     sizes = {
         name: optimizer_bytes(SHAPE, Workload(optimizer=name))
-        for name in ("adamw", "sgd", "adafactor", "8bit")
+        for name in ("adamw", "muon", "sgd", "adafactor", "8bit")
     }
-    assert sizes == {"adamw": 19220, "sgd": 0, "adafactor": 4 * 190, "8bit": 2 * 2400 * (1 + 4 / 256)}
+    outside = SHAPE.outside.trainable
+    assert outside == 400
+    assert sizes == {
+        "adamw": 19220,
+        "muon": 4 * 2000 + 8 * outside,
+        "sgd": 0,
+        "adafactor": 4 * 190,
+        "8bit": 2 * 2400 * (1 + 4 / 256),
+    }
     assert optimizer_bytes(SHAPE, Workload(optimizer="adafactor"), flat=True) == 4 * 2400
 
 

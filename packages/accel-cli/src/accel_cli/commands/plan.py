@@ -26,6 +26,7 @@ class _Command(Command):
 
 class _Optimizer(StrEnum):
     adamw = "adamw"
+    muon = "muon"
     sgd = "sgd"
     adafactor = "adafactor"
     eight_bits = "8bit"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ __all__ = ["MuonWithAdamW", "muon_with_adamw"]
 
 _MOMENTUM = "momentum_buffer"  # as torch.optim.Muon and SGD call it
 _SCALES = ("match_rms_adamw", "original")
+_Held = Sequence[tuple[Tensor, Mapping[str, Any]]]
+"""The trained parameters of Muon, each with the options of its group."""
 
 
 class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
@@ -67,6 +69,11 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
         PrepareError: at a step: gradients are sparse, or an engine has flattened the parameters.
     """
 
+    _ranks: Ranks | None
+    _copies: Team
+    _planned: tuple[int, ...]
+    _rounds: dict[Holders, tuple[Rounds, list[int]]]
+
     def __init__(
         self,
         params: Any,
@@ -100,7 +107,7 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
             "flatten": False,
         }
         _check_muon(muon)
-        adamw_options = {
+        adamw_options: dict[str, Any] = {
             "lr": lr if adamw_lr is None else adamw_lr,
             "betas": adamw_betas,
             "eps": adamw_eps,
@@ -150,7 +157,7 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
             self._rounds = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have gradients.
 
         Every rank that holds a parameter of Muon must call it at the same step.
@@ -172,7 +179,7 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
-        held = [
+        held: _Held = [
             (parameter, group)
             for group in self.param_groups
             if group["use_muon"]
@@ -187,9 +194,9 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
         gradients = {id(p): _gradient(p, group) for p, group in held if p.grad is not None}
         self._average(held, gradients)
         for rounds, members in self._rounds.values():
-            rounds.run([self._stepped(*held[place], gradients) for place in members])
+            rounds.run([self._stepped(held[place][0], held[place][1], gradients) for place in members])
 
-    def _plan(self, held: list[tuple[Tensor, Mapping[str, Any]]]) -> None:
+    def _plan(self, held: _Held) -> None:
         copies = (self._given or self._copies) if self._divide_work else ALONE
         members: dict[Holders, list[int]] = {}
         for place, (parameter, _) in enumerate(held):
@@ -210,7 +217,7 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
             for holders, places in members.items()
         }
 
-    def _average(self, held: list[tuple[Tensor, Mapping[str, Any]]], gradients: Mapping[int, Tensor]) -> None:
+    def _average(self, held: _Held, gradients: Mapping[int, Tensor]) -> None:
         """Take the gradients into the momenta, each rank for what it holds."""
         for parameter, group in held:
             gradient = gradients.get(id(parameter))
@@ -234,10 +241,8 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
         )
 
     def _forget_plan(self) -> None:
-        self._ranks: Ranks | None = None
-        self._copies: Team = ALONE
-        self._planned: tuple[int, ...] = ()
-        self._rounds: dict[Holders, tuple[Rounds, list[int]]] = {}
+        self._ranks, self._copies = None, ALONE
+        self._planned, self._rounds = (), {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in ("_options", "_divide_work", "_bucket_bytes")}

@@ -41,8 +41,8 @@ def matrices_of(shape: Sequence[int], flatten: bool) -> Matrices | None:
     if flatten and len(shape) > 2:
         return Matrices(None, shape[0], math.prod(shape[1:]), flatten=True)
     if len(shape) == 2:
-        return Matrices(None, *shape)
-    return Matrices(*shape) if len(shape) == 3 else None
+        return Matrices(None, shape[0], shape[1])
+    return Matrices(shape[0], shape[1], shape[2]) if len(shape) == 3 else None
 
 
 @dataclass(frozen=True)

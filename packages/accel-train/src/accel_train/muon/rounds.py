@@ -159,7 +159,7 @@ class Rounds:
         received = flat.new_empty(sum(sizes))
         group = self._holders.parts.group
         work = dist.all_to_all_single(received, flat, sizes, given, group=group, async_op=True)
-        return _Sending(work, flat), list(received.split(sizes))
+        return _Sending(work, flat), list(torch.split(received, sizes))
 
     def _return(self, number: int, results: Mapping[int, Tensor]) -> _Leaving:
         """Send the pieces of this rank's results back, and receive those of its own parameters."""
@@ -170,10 +170,7 @@ class Rounds:
             for place, item in enumerate(owners[parts.index])
             for piece in item.pieces[parts.index]
         ]
-        work, received = (
-            None,
-            [torch.empty(0, dtype=torch.bfloat16, device=self._holders.device)] * parts.size,
-        )
+        work, received = None, [_flat([], self._holders.device)] * parts.size
         if self.plan.is_exchanged(number, copy):
             sent = [
                 [
@@ -207,8 +204,9 @@ class Rounds:
             for tensor in (
                 leaving.local
                 if owner == parts.index
-                else leaving.received[owner].split(
-                    [piece.elements for item in items for piece in item.pieces[parts.index]]
+                else torch.split(
+                    leaving.received[owner],
+                    [piece.elements for item in items for piece in item.pieces[parts.index]],
                 )
             )
         ]
@@ -227,7 +225,7 @@ class Rounds:
             work = dist.all_gather_into_tensor(together.view(-1), flat, group=copies.group, async_op=True)
             leaving.work = _Sending(work, flat)
         leaving.copies = [
-            values[: sum(each)].split(each) for values, each in zip(together, sizes, strict=True)
+            torch.split(values[: sum(each)], each) for values, each in zip(together, sizes, strict=True)
         ]
 
     def _pieces(self, number: int, copy: int) -> list[tuple[Item, Piece]]:

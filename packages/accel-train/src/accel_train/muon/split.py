@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,23 +105,21 @@ def split_for_muon(
         IncompatibleOptionsError: a parameter is included and excluded.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
-    trained: dict[int, Tensor] = {}
+    trained: dict[int, nn.Parameter] = {}
     for name, parameter in NamedModel(model).parameters().items():
         if parameter.requires_grad:
             names[id(parameter)].append(name)
             trained[id(parameter)] = parameter
     owners: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for label, parameter in module.named_parameters(recurse=False):
-            owners[id(parameter)].append((module, label))
+        for label, own in module.named_parameters(recurse=False):
+            owners[id(own)].append((module, label))
     head = _head_of(model)
-    included, excluded = (
-        _chosen(include, "include", names, trained),
-        _chosen(exclude, "exclude", names, trained),
-    )
-    if both := included & excluded:
+    included = _chosen(include, "include", names, trained)
+    excluded = _chosen(exclude, "exclude", names, trained)
+    if both := [key for key in trained if key in included & excluded]:
         raise IncompatibleOptionsError(
-            f"{names[min(both)][0]!r} is named by include= and by exclude=. Leave it out of one of them."
+            f"{names[both[0]][0]!r} is named by include= and by exclude=. Leave it out of one of them."
         )
     found = []
     for key, parameter in trained.items():
@@ -211,7 +209,7 @@ def _is_head(name: str) -> bool:
 
 
 def _chosen(
-    chosen: Chosen, argument: str, names: dict[int, list[str]], trained: dict[int, Tensor]
+    chosen: Chosen, argument: str, names: Mapping[int, Sequence[str]], trained: Mapping[int, Tensor]
 ) -> set[int]:
     if callable(chosen):
         return {key for key, own in names.items() if chosen(own[0], trained[key])}

@@ -68,7 +68,7 @@ class Workload:
 
     Attributes:
         batch_size: samples of a micro-batch on one rank.
-        optimizer: adamw, sgd, adafactor or 8bit.
+        optimizer: adamw, muon, sgd, adafactor or 8bit.
         precision: no, bf16, fp16 or fp8, which takes what bf16 takes: activations are kept as under bf16.
         micro_batches: micro-batches per step; gradients are summed over them, so they exist in all but the first.
         frozen_bytes: bytes per element of a frozen weight.
@@ -171,7 +171,8 @@ def optimizer_bytes(shape: ModelShape, workload: Workload, *, flat: bool = False
     """Bytes of the optimizer's states for all trained parameters.
 
     AdamW keeps two moments, SGD without momentum nothing, Adafactor (Shazeer and Stern, 2018) the means of rows and
-    columns, AdamW in 8 bits (Dettmers et al., 2021) two bytes and a float32 for every block of 256.
+    columns, AdamW in 8 bits (Dettmers et al., 2021) two bytes and a float32 for every block of 256. Muon keeps one
+    momentum in the blocks, whose few vectors are counted as matrices, and what is outside of them has AdamW.
 
     Args:
         shape: the model.
@@ -180,6 +181,7 @@ def optimizer_bytes(shape: ModelShape, workload: Workload, *, flat: bool = False
     """
     kinds = {
         "adamw": 8.0 * shape.trainable + 4 * shape.tensors,
+        "muon": 4.0 * sum(unit.trainable for unit in shape.units) + 8.0 * shape.outside.trainable,
         "sgd": 0.0,
         "adafactor": 4.0 * (shape.trainable if flat else shape.factored),
         "8bit": 2 * shape.trainable * (1 + 4 / 256),

@@ -38,8 +38,8 @@ class DeepSpeedFootprint(StrategyFootprint):
         cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """The stages of ZeRO, each without and with offload."""
-        if workload.precision == "fp8":
-            return  # DeepSpeed's engine does not compute in it
+        if workload.precision == "fp8" or workload.optimizer == "muon":
+            return  # DeepSpeed's engine does not compute in fp8, and flattens the matrices that Muon needs
         n = cluster.devices
         # The bucket is what "auto" in DeepSpeed's configuration becomes; without a hidden size its default.
         bucket = shape.hidden_size**2 or 500_000_000
