@@ -97,7 +97,7 @@ def receive_tokens(experts: Experts, group: Any) -> Tokens:
         What is called in the place of the module's ``forward``; it counts tokens.
     """
     tokens = Tokens(experts, group)
-    experts.module.forward = tokens  # type: ignore[method-assign]
+    experts.module.forward = tokens
     return tokens
 
 
@@ -176,7 +176,9 @@ def _local_parameters(module: nn.Module, scale: float) -> Iterator[None]:
     experts only. It has a divisor of its own, which only NCCL knows, and which it applies twice to 16 and to 64 bits
     where one rank holds an expert (PyTorch 2.13).
     """
-    tables = [(each._parameters, dict(each._parameters)) for each in module.modules() if each._parameters]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (each._parameters, dict(each._parameters)) for each in module.modules() if each._parameters
+    ]
     try:
         for table, whole in tables:
             for name, parameter in whole.items():
