@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from accel_train import chunked_cross_entropy
 from testkit.memory import freed_at_once, growth
@@ -53,7 +53,7 @@ def measured(
 
 
 def plain(hidden: Any, weight: Any, labels: Any) -> Any:
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+    return functional.cross_entropy(functional.linear(hidden, weight).float(), labels)
 
 
 def main() -> None:

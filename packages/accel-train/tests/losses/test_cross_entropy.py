@@ -229,5 +229,5 @@ def test_shapes_that_are_refused():
         chunked_cross_entropy(hidden, weight, labels[1:])
     with pytest.raises(OptionError, match=r"\(13, 6\) and the head's weight \(17, 5\)"):
         chunked_cross_entropy(hidden, weight[:, 1:], labels)
-    with pytest.raises(ArgumentTypeError, match="torch.int32"):
+    with pytest.raises(ArgumentTypeError, match="int32"):
         chunked_cross_entropy(hidden, weight, labels.int())

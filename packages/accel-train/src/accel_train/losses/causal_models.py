@@ -26,10 +26,10 @@ __all__ = ["ChunkedLoss", "use_chunked_loss"]
 def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> ChunkedLoss:
     """Let a language model of transformers compute its loss without the logits of all tokens.
 
-    When the model is called with `labels`, its head (`get_output_embeddings()`) computes nothing. It returns logits that
-    remember the hidden states, and what the model does with them before the loss: scales, soft caps, casts, views, the
-    shift. `F.cross_entropy` then computes the loss in chunks, with the same loss and gradients. Whatever else uses the
-    logits, such as `outputs.logits.argmax(-1)`, computes all of them at that moment; the first time, a warning names the
+    When the model is called with `labels`, its head (`get_output_embeddings()`) computes nothing. It returns logits
+    that remember the hidden states, and what the model does with them before the loss: scales, soft caps, casts, views,
+    the shift. `F.cross_entropy` then computes chunks, with the same loss and gradients. Whatever else uses the logits,
+    such as `outputs.logits.argmax(-1)`, computes all of them at that moment; the first time, a warning names the
     operation. Without `labels`, as in `generate`, nothing changes.
 
         use_chunked_loss(model)
@@ -148,7 +148,7 @@ class ChunkedLoss:
             self._warned = True
             warnings.warn(
                 f"use_chunked_loss: {operation!r} used the logits of {type(self._owner).__name__}, so all of them were "
-                "computed, and took the memory that the chunked loss saves. The loss alone needs no logits. (Said once.)",
+                "computed, and took the memory that the chunked loss saves. The loss alone needs none. (Said once.)",
                 stacklevel=2,
             )
 

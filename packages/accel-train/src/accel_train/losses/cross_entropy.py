@@ -99,7 +99,7 @@ def chunked_cross_entropy(
                 f"chunked_cross_entropy(softcap={softcap}): the bound of the logits is greater than 0, such as 30.0."
             )
         steps.append(lambda logits: torch.tanh(logits / softcap) * softcap)
-    return head_cross_entropy(
+    loss: Tensor = head_cross_entropy(
         hidden,
         weight,
         labels,
@@ -110,6 +110,7 @@ def chunked_cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
+    return loss
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

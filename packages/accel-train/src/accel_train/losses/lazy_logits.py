@@ -119,12 +119,12 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls, product: Product, steps: tuple[Step, ...], dtype: torch.dtype, divided: bool
+        cls: Any, product: Product, steps: tuple[Step, ...], dtype: torch.dtype, divided: bool
     ) -> LazyLogits:
         """Logits that `steps` make of a product."""
         shape = (*product.hidden.shape[:-1], product.weight.shape[0])
         sources = (product.hidden, product.weight, product.bias)
-        self: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self: LazyLogits = Tensor._make_wrapper_subclass(
             cls,
             shape,
             dtype=dtype,
@@ -191,13 +191,13 @@ class LazyLogits(Tensor):
         """What an elementwise operation makes of these logits."""
         return LazyLogits(self._product, (*self._steps, step), dtype, self._divided)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape and dtype; printing computes nothing."""
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     # What the hooks of a head whose weight is divided over the vocabulary ask of a DTensor
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """DTensor in the place of one, for `isinstance`."""
         if object.__getattribute__(self, "_divided"):
@@ -214,9 +214,12 @@ class LazyLogits(Tensor):
         return (Shard(self.dim() - 1),)
 
     def redistribute(self, *args: Any, placements: Any = None, **kwargs: Any) -> Any:
-        """Whole logits stay what they are; others are computed and divided."""
-        if placements is not None and not args and all(p.is_replicate() for p in placements):
-            return LazyLogits(self._product, self._steps, self.dtype, False)
+        """Whole logits, or divided ones as they are, are not computed for it."""
+        if placements is not None and not args and len(placements) == 1:
+            if placements[0].is_replicate():
+                return LazyLogits(self._product, self._steps, self.dtype, False)
+            if any(placements[0].is_shard(dim) for dim in (-1, self.dim() - 1)):
+                return self
         return cast(Any, self.materialised("redistribute")).redistribute(
             *args, placements=placements, **kwargs
         )
@@ -244,7 +247,7 @@ class LazyLogits(Tensor):
         return func(*_computed(args, func), **_computed(kwargs, func))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute what an operation below `__torch_function__` needs, such as a collective."""
@@ -374,7 +377,7 @@ _DESCRIBING = {
         for name in (
             *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "grad", "is_leaf"),
             *("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_quantized", "is_nested"),
-            *("nbytes", "itemsize", "_backward_hooks"),
+            *("nbytes", "itemsize", "_backward_hooks", "_base"),
         )
     ),
     *_functions("is_floating_point", "is_complex", "numel", "is_inference"),
