@@ -148,6 +148,13 @@ def test_a_parameter_without_a_gradient_stays():
     assert model.layers[1][1].weight not in optimizer.state
 
 
+def test_a_matrix_without_elements_is_left_alone():
+    empty, full = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(2, 3))
+    empty.grad, full.grad = torch.zeros(0, 3), torch.ones(2, 3)
+    MuonWithAdamW([empty, full], lr=0.1).step()
+    assert full.lt(1).all()
+
+
 def test_groups_decay_what_has_two_dimensions():
     optimizer = muon_with_adamw(build(), lr=0.01, weight_decay=0.2)
     assert [(g["use_muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [

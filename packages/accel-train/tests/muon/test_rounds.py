@@ -164,7 +164,7 @@ def counted():
     with (
         mock.patch.object(rounds, "orthogonalize", orthogonalize),
         mock.patch.object(dist, "all_to_all_single", passing("all_to_all", dist.all_to_all_single)),
-        mock.patch.object(dist, "all_gather_into_tensor", passing("all_gather", dist.all_gather_into_tensor)),
+        mock.patch.object(dist, "all_gather", passing("all_gather", dist.all_gather)),
     ):
         yield seen
 

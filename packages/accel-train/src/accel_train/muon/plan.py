@@ -133,6 +133,7 @@ def plan_of(
         for item in _items(
             place, one, tuple(shape), [held[place] for held in boxes], copies, steps[place], largest
         )
+        if item.elements
     ]
     load = [[0] * owners for _ in range(copies)]
     dealt: list[list[list[Item]]] = [[[] for _ in range(owners)] for _ in range(copies)]

@@ -110,8 +110,8 @@ class Rounds:
         return enumerate(self.plan.rounds[number][self._holders.copies.index][self._holders.parts.index])
 
     def _orthogonal(self, item: Item, whole: Tensor, parameter: Stepped) -> Tensor:
-        if parameter.gradients is None:
-            return torch.zeros_like(whole)  # no rank uses it
+        if parameter.gradients is None and item.home is not None:
+            return torch.zeros_like(whole)  # no rank has one, or uses it
         group, matrices = parameter.group, self._matrices[item.parameter]
         given = whole.flatten(1) if matrices.flatten else whole
         found = orthogonalize(given, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
@@ -222,7 +222,7 @@ class Rounds:
             end += tensor.numel()
         together = flat.new_empty((copies.size, longest))
         if longest:
-            work = dist.all_gather_into_tensor(together.view(-1), flat, group=copies.group, async_op=True)
+            work = dist.all_gather([*together.unbind()], flat, group=copies.group, async_op=True)
             leaving.work = _Sending(work, flat)
         leaving.copies = [
             torch.split(values[: sum(each)], each) for values, each in zip(together, sizes, strict=True)
