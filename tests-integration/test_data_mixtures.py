@@ -206,16 +206,11 @@ def preparing():
     alone = accelerator.prepare_data_loader(MixedDataLoader({"web": plain}, {"web": 1}))
     known = accelerator._dataloaders
     shares = [rows.tolist() for rows, _ in alone]
-    with accelerator.join_uneven_inputs([], even_batches=False):
-        even = [
-            source.share().even_batches for source in alone.sources.values() if source.share() is not None
-        ]
-    return (
-        again is result,
-        [loader is found for loader, found in zip(known, (result, alone), strict=True)],
-        shares,
-        even,
-    )
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        even = [source.share().even_batches for source in alone.sources.values()]
+    found = [loader is expected for loader, expected in zip(known, (result, alone), strict=True)]
+    return again is result, found, shares, even
 
 
 def test_sources_become_part_of_the_mixture():
