@@ -102,7 +102,8 @@ def test_what_was_asked_for_by_mistake_holds_nothing_up(attach):
         same(model(x()), plain(x()))
     streamer.detach()
     # What had begun is finished, what waited in the queue is not begun.
-    assert copied in (["blocks.0", "blocks.7"], ["blocks.7"])
+    assert copied[-1] == "blocks.7"
+    assert len(copied) <= 2
 
 
 def test_without_moving_ahead(attach):

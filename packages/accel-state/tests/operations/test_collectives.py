@@ -439,7 +439,7 @@ def test_one_process_sends_nothing():
     assert torch.equal(reduced["x"], x)
     assert reduced["x"].data_ptr() != x.data_ptr()
     assert torch.equal(collectives.copy_tensor_to_devices(x), x)
-    with pytest.raises(ConfigError, match="only one"):
+    with pytest.raises(ConfigError, match="the only rank"):
         collectives.copy_tensor_to_devices()
     with pytest.raises(ConfigError, match="sometimes"):
         collectives.set_collective_checks("sometimes")

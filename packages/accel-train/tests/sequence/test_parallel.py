@@ -246,7 +246,7 @@ def test_what_cannot_be_divided_is_refused():
         assert "without a call of torch.nn.functional.scaled_dot_product_attention" in told["no attention"]
         assert "mask of shape (4, 4)" in told["mask"]
         assert "sp_size 2 does not divide the 3 attention heads" in told["heads"]
-        assert "sequences of 32 positions, and sp_seq_length is 16" in told["fixed"]
+        assert "sequences of 32 positions, but sp_seq_length is 16" in told["fixed"]
 
 
 def transformers_refusals(degrees):

@@ -244,7 +244,7 @@ def test_no_room_for_what_is_read(saved, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(
-        ObjectStorageError, match=r"cannot be kept in .*No space left.*let TMPDIR be a folder"
+        ObjectStorageError, match=r"cannot be kept in .*No space left.*set TMPDIR to a folder"
     ):
         _ = checkpoint.models[0]
 

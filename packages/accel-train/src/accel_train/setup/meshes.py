@@ -57,10 +57,10 @@ def make_mesh(
             "(FullyShardedDataParallelPlugin, accel launch --use_fsdp)."
         )
     mesh = _mesh(strategy, config, process, degrees)
-    wrong = experts_misfit(mesh.degrees, experts)
-    if wrong is not None:
-        raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
     if experts > 1:
+        wrong = experts_misfit(mesh.degrees, experts)
+        if wrong is not None:
+            raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
         mesh.divide_experts(experts)
     return mesh
 
