@@ -205,7 +205,6 @@ from accel_train.errors import DataError as DataError
 from accel_train.errors import DispatchError as DispatchError
 from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
-from accel_train.errors import LossError as LossError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import NoGradientError as NoGradientError
 from accel_train.errors import OptionError as OptionError

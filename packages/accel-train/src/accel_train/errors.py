@@ -8,7 +8,6 @@ AccelError
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    gradient accumulation was used in an invalid way
 ├── NoGradientError (RuntimeError)      the loss depends on nothing that requires a gradient
-├── LossError (RuntimeError)            a loss cannot be computed in the way that was asked for
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DividedTensorError (PicklingError)  one rank's part of a tensor would be saved as the whole tensor
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
@@ -32,7 +31,6 @@ __all__ = [
     "DispatchError",
     "DividedTensorError",
     "IncompatibleOptionsError",
-    "LossError",
     "MetricsShapeError",
     "NoGradientError",
     "OptionError",
@@ -73,10 +71,6 @@ class DividedTensorError(AccelError, pickle.PicklingError):
 
 class NoGradientError(AccelError, RuntimeError):
     """The loss of a backward pass depends on nothing that requires a gradient."""
-
-
-class LossError(AccelError, RuntimeError):
-    """A loss cannot be computed in the way that was asked for; the message says how it can."""
 
 
 class StepGuardError(AccelError, RuntimeError):

@@ -1,1 +1,0 @@
-"""Losses of language models that never hold the logits of all tokens."""
