@@ -34,7 +34,7 @@ def test_a_good_machine_has_no_findings():
 @pytest.mark.parametrize(
     ("topic", "status", "advice", "changes"),
     [
-        ("packages", "problem", "release series must be the same", {"versions": {**GOOD.versions, "accel-ckpt": "0.2.0"}}),
+        ("packages", "problem", "series must be the same", {"versions": {**GOOD.versions, "accel-ckpt": "0.2.0"}}),
         ("torch", "problem", "2.8 or newer", {"versions": {**GOOD.versions, "torch": "2.7.1+cu126"}}),
         ("accelerators", "problem", "build of torch for CUDA", {"accelerators": 0, "torch_cuda": ""}),
         ("accelerators", "problem", "nvidia-smi", {"accelerators": 0}),
