@@ -329,10 +329,7 @@ def test_the_command(script, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "rank             0 of 16, on machine 0 of 4" in run.stdout
     assert "15 of 16, on machine 3 of 4" in run.stdout
-    assert (
-        "Nothing would fail on ranks 0, 15 until optimizer step 1, where the rehearsal ended; what "
-        in run.stdout
-    )
+    assert "Nothing would fail on ranks 0, 15." in run.stdout
 
 
 @pytest.mark.full

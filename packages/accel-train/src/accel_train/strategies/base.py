@@ -7,6 +7,7 @@ subclass overrides the methods in which its engine differs. Its `StateAdapter` s
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -280,12 +281,12 @@ class TrainsLocally(Protocol):
         ...
 
 
-class DividesSteps:
+class DividesSteps(ABC):
     """An optimizer whose ranks can divide the computation of a step among them."""
 
+    @abstractmethod
     def divide_among(self, replicas: Ranks | None) -> None:
         """Told before each step; see `Strategy.replicas_of`."""
-        raise NotImplementedError
 
 
 class Strategy:
