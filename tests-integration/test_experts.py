@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from testkit import worlds
+from testkit.language_models import config_of, train
 
 FEATURES, HIDDEN, CLASSES = 8, 12, 4
 
@@ -299,82 +300,23 @@ def test_a_degree_is_refused(kind, message):
 # Models of transformers
 
 
-def language_model(kind):
-    import transformers
+def train_language_model(kind, ep):
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    small = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "num_hidden_layers": 2,
-        "use_cache": False,
-    }
-    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    latent = {
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    }
-    config = {
-        "mixtral": lambda: transformers.MixtralConfig(**small, num_local_experts=4),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**small, **routed, head_dim=8),
-        "gpt_oss": lambda: transformers.GptOssConfig(
-            **small, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=8
-        ),
-        "deepseek_v3": lambda: transformers.DeepseekV3Config(
-            **small | {"num_key_value_heads": 4},
-            **latent,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            n_group=2,
-            topk_group=1,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-        ),
-    }[kind]()
-    return transformers.AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    if ep is None:
+        model, seen = train(None, model)
+        return seen, model.state_dict()
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
-
-def tokens():
-    return (torch.arange(80).view(8, 10) * 3) % 96
-
-
-def train_language_model(kind, ep):
-    model, rows, accelerator = language_model(kind), tokens(), None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    if ep is not None:
-        from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-
-        accelerator = Accelerator(
-            cpu=True,
-            fsdp_plugin=FullyShardedDataParallelPlugin(),
-            parallelism_config=ParallelismConfig(ep_size=ep),
-        )
-        model, optimizer = accelerator.prepare(model, optimizer)
-        ranks = accelerator.strategy.batch
-        rows = rows.chunk(ranks.size)[ranks.index]
-    seen = []
-    for _ in range(3):
-        loss = model(input_ids=rows, labels=rows).loss
-        if accelerator is None:
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        else:
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            loss = accelerator.reduce(loss.detach(), "mean")
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append((loss.item(), norm.item()))
-    weights = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
-    return seen, {name: value.clone() for name, value in weights.items()}
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        parallelism_config=ParallelismConfig(ep_size=ep),
+    )
+    model, seen = train(accelerator, model)
+    return seen, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
