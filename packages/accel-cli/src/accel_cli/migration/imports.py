@@ -122,6 +122,11 @@ class _Rewriter(_Located):
         """Remember that ``package`` replaces the module called ``local``."""
         self._used[local][package] = None
 
+    def note_version(self, name: str, node: cst.CSTNode) -> None:
+        """Note a use of Accelerate's version, which no package here replaces."""
+        if name == _VERSION:
+            self.notes.append(Remark(self.line(node), _KEPT))
+
     def visit_Import(self, node: cst.Import) -> bool:
         """Not the names inside."""
         return False
@@ -193,7 +198,7 @@ class _Rewriter(_Located):
         found = _resolve(original_node, self.modules)
         if found is None:
             return updated_node
-        package = _THEIRS if found[1] == _VERSION else home_of(found[1])
+        package = home_of(found[1])
         return updated_node if package is None else updated_node.with_changes(value=cst.Name(package))
 
     def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> Any:
@@ -221,10 +226,7 @@ class _Rewriter(_Located):
             if source == _THEIRS and name in SUBMODULES:
                 modules |= self._used[local]
                 continue
-            if name == _VERSION and source == _THEIRS:
-                self.notes.append(Remark(self.line(line), _KEPT))
-                homes.setdefault(_THEIRS, []).append(alias)
-                continue
+            self.note_version(name, line)
             home = home_of(name)
             if home is None:
                 self.refuse(line, f"{source}.{name} {_NOT_HERE}")
@@ -326,10 +328,8 @@ class _Uses(cst.CSTVisitor):
             return False
         local, name = found
         package = home_of(name)
-        if name == _VERSION:
-            self._rewriter.notes.append(Remark(self._rewriter.line(node), _KEPT))
-            self._rewriter.use(local, _THEIRS)
-        elif package is None:
+        self._rewriter.note_version(name, node)
+        if package is None:
             self._rewriter.refuse(node, f"{get_full_name_for_node(node)} {_NOT_HERE}")
         else:
             self._rewriter.use(local, package)

@@ -10,8 +10,9 @@ __all__ = ["SUBMODULES", "home_of"]
 _PACKAGES = ("accel_train", "accel_bigmodel", "accel_ckpt", "accel_state", "accel_cli")
 """In this order: training scripts import from accel_train, which has most of them."""
 
-# Two packages have a version of this name; this is the one with Accelerate's arguments.
-_TAKEN = {"load_checkpoint_in_model": "accel_bigmodel"}
+# Two packages have a version of the first name; this is the one with Accelerate's arguments. Of the second only
+# Accelerate knows the value.
+_TAKEN = {"load_checkpoint_in_model": "accel_bigmodel", "__version__": "accelerate"}
 
 SUBMODULES = frozenset(
     {
