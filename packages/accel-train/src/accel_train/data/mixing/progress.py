@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_train.data.mixing.weights import quoted
 from accel_train.errors import DataError
 
 __all__ = ["Progress", "SourceCount", "check_mixture_state"]
@@ -126,11 +127,11 @@ def check_mixture_state(state: Mapping[str, Any], names: Iterable[str], choice: 
         )
     here, saved = set(names), set(state["sources"])
     if here != saved:
-        parts = [f"it has no {_listed(here - saved)}"] if here - saved else []
-        parts += [f"this mixture has no {_listed(saved - here)}"] if saved - here else []
+        parts = [f"it has no {quoted(sorted(here - saved))}"] if here - saved else []
+        parts += [f"this mixture has no {quoted(sorted(saved - here))}"] if saved - here else []
         raise DataError(
-            f"The state is of a mixture of {_listed(saved)}: {', and '.join(parts)}. Build the mixture with the same "
-            "names: the weight 0 leaves one out. To begin with other sources, restore the rest alone: "
+            f"The state is of a mixture of {quoted(sorted(saved))}: {', and '.join(parts)}. Build the mixture with the "
+            "same names: the weight 0 leaves one out. To begin with other sources, restore the rest alone: "
             "load_state(folder, only=['models', 'optimizers', 'schedulers', 'random'])."
         )
     if state["choice"] != choice:
@@ -138,7 +139,3 @@ def check_mixture_state(state: Mapping[str, Any], names: Iterable[str], choice: 
             f"The state is of a mixture with choice={state['choice']!r}, and this one has choice={choice!r}. Use the "
             "same, or begin without this state."
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))

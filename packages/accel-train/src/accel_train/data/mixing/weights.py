@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias
 
 from accel_train.errors import ArgumentTypeError, DataError, OptionError
 
-__all__ = ["Interpolation", "Shares", "Weights", "WeightsAt", "shares_of", "weights_of"]
+__all__ = ["Interpolation", "Shares", "Weights", "WeightsAt", "quoted", "shares_of", "weights_of"]
 
 Interpolation: TypeAlias = Literal["linear", "constant"]
 Weights: TypeAlias = (
@@ -165,16 +165,16 @@ def shares_of(weights: Any, names: Sequence[str], what: str) -> Shares:
     unknown = [name for name in weights if name not in names]
     missing = [name for name in names if name not in weights]
     if unknown or missing:
-        parts = [f"name {_listed(unknown)}, which is no source"] if unknown else []
-        parts += [f"lack {_listed(missing)}"] if missing else []
+        parts = [f"name {quoted(unknown)}, which is no source"] if unknown else []
+        parts += [f"lack {quoted(missing)}"] if missing else []
         raise DataError(
-            f"{what} {' and '.join(parts)}. The sources are {_listed(names)}; give each of them a weight, 0 to leave "
+            f"{what} {' and '.join(parts)}. The sources are {quoted(names)}; give each of them a weight, 0 to leave "
             "it out."
         )
     values = [_checked(weights[name], name, what) for name in names]
     most = max(values)
     if not most:
-        raise DataError(f"{what} are 0 for all of {_listed(names)}. Give at least one a positive weight.")
+        raise DataError(f"{what} are 0 for all of {quoted(names)}. Give at least one a positive weight.")
     total = sum(values)
     if not math.isfinite(total):
         values = [value / most for value in values]
@@ -193,5 +193,6 @@ def _checked(value: Any, name: str, what: str) -> float:
     return number
 
 
-def _listed(names: Sequence[Any]) -> str:
+def quoted(names: Iterable[Any]) -> str:
+    """Names for a message, as Python writes them."""
     return ", ".join(repr(name) for name in names)
