@@ -79,19 +79,22 @@ class FSDP2Footprint(StrategyFootprint):
         gathers = (2 if self.setting.reshard else 1) * self.workload.micro_batches
         sent = self.gathered_bytes() * gathers + self.reduced_bytes()
         if self.setting.experts > 1:
-            # The experts of other ranks are neither gathered nor reduced. Tokens go to their experts and back, in the
-            # forward and in the backward.
+            # Tokens go to their experts and back, in the forward and in the backward.
             away = 1 - 1 / self.setting.experts
-            held, trained = map(
-                sum, zip(*((e.experts, e.trained_experts) for e in self.shape.layers), strict=True)
-            )
-            sent -= self.share * away * (self.low * held * gathers + FP32 * trained)
             tokens = self.workload.batch_size * self.workload.seq_length * self.workload.micro_batches
             layers = sum(layer.experts > 0 for layer in self.shape.layers)
             sent += 4 * self.low * away * layers * self.shape.routes * tokens * self.shape.hidden_size
         if self.setting.shards < cluster.devices:  # replicas average their parts between machines
             sent += 2 * FP32 * self.shape.trainable / self.setting.shards
         return sent
+
+    def reduced_bytes(self) -> float:
+        """As in the base class, without the experts of other ranks."""
+        return FP32 * sum(map(self._trained, self.shape.layers)) * self.share
+
+    def gathered_bytes(self) -> float:
+        """As in the base class, without the experts of other ranks."""
+        return self.low * sum(map(self._held, self.shape.layers)) * self.share
 
     def _held(self, layer: Layer) -> float:
         """Elements that a rank gathers of a unit: all but the experts of other ranks."""
