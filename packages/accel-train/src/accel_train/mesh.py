@@ -84,7 +84,6 @@ class Mesh:
             shape = tuple(self.degrees[name] for name in used)
             self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(used))
         self.experts: DeviceMesh | None = None
-        self._device_type = device_type
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self.batch = self._ranks(_READ_ALIKE, world_size, rank)
         self.loss = self._ranks(_SAME_LOSS, world_size, rank)
@@ -109,10 +108,11 @@ class Mesh:
         """
         from torch.distributed.device_mesh import init_device_mesh
 
+        assert self.device_mesh is not None, "a replica has several ranks"
         replicas = self.degrees["dp_replicate"]
         shape = (replicas, math.prod(self.degrees.values()) // (replicas * size), size)
         self.experts = init_device_mesh(
-            self._device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
+            self.device_mesh.device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
         )
 
     def submesh(self, *names: str) -> DeviceMesh | None:

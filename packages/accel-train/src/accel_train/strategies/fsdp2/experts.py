@@ -115,7 +115,6 @@ class Tokens:
         self._count = experts.count
         self._group = group
         self._ranks = dist.get_world_size(group)
-        self._device = next(experts.module.parameters()).device
         self._counts: Tensor | None = None
 
     def __call__(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -159,11 +158,16 @@ class Tokens:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._counts = sent.clone() if self._counts is None else self._counts.add_(sent)
 
-    def total(self, ranks: Ranks) -> Tensor:
-        """How many tokens each expert has got from all `ranks` since the last call: (experts,). Collective."""
+    def total(self, ranks: Ranks, device: torch.device) -> Tensor:
+        """How many tokens each expert has got from all `ranks` since the last call: (experts,). Collective.
+
+        Args:
+            ranks: those whose tokens differ.
+            device: where they compute.
+        """
         counts, self._counts = self._counts, None
         if counts is None:
-            counts = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+            counts = torch.zeros(self._count, dtype=torch.int64, device=device)
         dist.all_reduce(counts, group=ranks.group)
         return counts
 

@@ -155,6 +155,7 @@ class FSDP2Strategy(Strategy):
         plugin = self.plugin
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         experts = self._find_experts(model)
+        of_module = {each.module: each for each in experts}
         inside = {id(module) for each in experts for module in each.module.modules()}
         units = [unit for unit in find_units(model, plugin) if id(unit) not in inside]
         whole = ignored_parameters(model, plugin.ignored_modules)
@@ -174,15 +175,16 @@ class FSDP2Strategy(Strategy):
         policy = self._precision_policy()
         inner_policy = replace(policy, output_dtype=None)
         widened = 0
-        for each in experts:
-            widened += self._divide_experts(each, start, inner_policy, options)
-        for unit in [*units, model]:
+        for unit in [*of_module, *units, model]:
             if self.precision.dtypes.compute is not None:
                 widened += widen(unit)
             if start is not None:
                 start.fill(unit)
             lay_out(unit)
             self.precision.before_sharding(unit, whole)
+            if unit in of_module:
+                self._divide_experts(of_module[unit], inner_policy, options)
+                continue
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
             # What a unit returns goes into the next one, or into what is outside of all units and casts no inputs.
@@ -215,24 +217,15 @@ class FSDP2Strategy(Strategy):
         return experts
 
     def _divide_experts(
-        self, experts: Experts, start: Start | None, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
-    ) -> int:
-        """Give a rank its experts of one layer, sharded over the ranks that hold the same ones.
-
-        Returns:
-            How many parameters are kept in more bits.
-        """
+        self, experts: Experts, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
+    ) -> None:
+        """Give a rank its experts of one layer, sharded over the ranks that hold the same ones."""
         mesh = self.options.mesh.experts
         assert mesh is not None
-        module = experts.module
-        widened = widen(module) if self.precision.dtypes.compute is not None else 0
-        if start is not None:
-            start.fill(module)
-        lay_out(module)
         divide(experts, mesh["ep"])
         replicas = mesh["dp_replicate"].size() > 1
         fully_shard(
-            module,
+            experts.module,
             **{
                 **options,
                 "mesh": mesh["dp_replicate", "efsdp"] if replicas else mesh["efsdp"],
@@ -241,7 +234,6 @@ class FSDP2Strategy(Strategy):
             },
         )
         self._tokens.append(receive_tokens(experts, mesh["ep"].get_group()))
-        return widened
 
     def _find_whole(self) -> None:
         self._whole = [parameter for watch in self._watches for parameter in watch.whole]
@@ -370,7 +362,7 @@ class FSDP2Strategy(Strategy):
 
     def expert_tokens(self) -> dict[str, Tensor]:
         """How many tokens each divided expert has got in training since this was last called, by layer. Collective."""
-        return {tokens.name: tokens.total(self.loss) for tokens in self._tokens}
+        return {tokens.name: tokens.total(self.loss, self.options.device) for tokens in self._tokens}
 
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
