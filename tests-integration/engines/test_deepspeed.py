@@ -413,7 +413,7 @@ def of_two_precisions() -> None:
 
 
 def test_plugins_of_two_precisions_are_refused():
-    match = r"plugin 'teacher' enables bf16 in .*hf_ds_config, and this run .*mixed_precision='no'"
+    match = r"plugin 'teacher' enables bf16 in .*hf_ds_config, but this run .*mixed_precision='no'"
     with pytest.raises(worlds.RankError, match=match):
         worlds.run(of_two_precisions, 2)
 

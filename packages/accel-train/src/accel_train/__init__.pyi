@@ -251,6 +251,7 @@ from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulati
 from accel_train.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_train.plugins import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_train.plugins import ParallelismConfig as ParallelismConfig
+from accel_train.plugins import PipelineParallelConfig as PipelineParallelConfig
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import StrategyPlugin as StrategyPlugin

@@ -73,6 +73,7 @@ def process_count(answers: Answers) -> int:
 
 
 MESH_DEGREES = (
+    "parallelism.pp_size",
     "parallelism.tp_size",
     "parallelism.cp_size",
     "parallelism.sp_size",
@@ -128,6 +129,8 @@ def _degree(path: str, last: bool = False) -> Question:
 
 _MESH_QUESTIONS = (
     Question(path="use_parallelism_config", when=(_FSDP, offered("use_parallelism_config"))),
+    _degree("parallelism.pp_size"),
+    Question(path="parallelism.pp_schedule", when=(more_than("parallelism.pp_size", 1),)),
     _degree("parallelism.tp_size"),
     _degree("parallelism.cp_size"),
     Question(path="parallelism.cp_comm_strategy", when=(more_than("parallelism.cp_size", 1),)),
@@ -136,7 +139,7 @@ _MESH_QUESTIONS = (
     _degree("parallelism.dp_shard_size", last=True),
     Question(
         path="parallelism.ep_size",
-        when=(_MESH, equals("parallelism.tp_size", 1)),
+        when=(_MESH, equals("parallelism.tp_size", 1), equals("parallelism.pp_size", 1)),
         default=lambda answers: answers.before("parallelism.ep_size", 1),
         check=_check_experts,
     ),

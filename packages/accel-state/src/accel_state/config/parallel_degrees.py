@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["DIMENSIONS", "degrees_of", "experts_misfit", "misfit"]
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Kinds of parallelism that a configuration has degrees of, in the order of the mesh."""
 
 
@@ -27,6 +27,11 @@ def experts_misfit(degrees: Mapping[str, int], experts: int) -> str | None:
     if experts == 1:
         return None
     replica = math.prod(size for name, size in degrees.items() if name != "dp_replicate")
+    if degrees.get("pp", 1) > 1:
+        return (
+            f"ep_size={experts} and pp_size={degrees['pp']} cannot be combined; leave out one of them: stages of a "
+            "pipeline hold all experts of their layers"
+        )
     if degrees["tp"] > 1:
         return (
             f"ep_size={experts} and tp_size={degrees['tp']} cannot be combined; leave out one of them, or load the "

@@ -19,6 +19,7 @@ from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "HfDeepSpeedConfig",
     "MSAMPRecipeKwargs",
     "ParallelismConfig",
+    "PipelineParallelConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",

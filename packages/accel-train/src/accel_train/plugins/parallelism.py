@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from accel_state.config.launched import launched_config
 from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit
-from accel_state.config.sections.parallelism import ParallelismSection
+from accel_state.config.sections.parallelism import PIPELINE_SCHEDULES, ParallelismSection
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeepSpeedSequenceParallelConfig",
     "ParallelismConfig",
+    "PipelineParallelConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
 ]
@@ -118,15 +119,71 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
+@dataclass
+class PipelineParallelConfig:
+    """Options of pipeline parallelism.
+
+    Attributes:
+        schedule: order in which stages compute micro-batches: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs",
+            "interleaved_zero_bubble" or "zbv_zero_bubble", as PyTorch's classes of these names. With "gpipe" the script
+            may compute the loss; with the others the last stage computes it, because backward passes begin before all
+            micro-batches went forward. None: the launcher's setting, else "1f1b" where the last stage computes the
+            loss, and "gpipe" where the script does.
+        num_micro_batches: micro-batches that each batch of a rank is cut into. None: the launcher's setting, else two
+            for each stage, or the next smaller number that divides the batch.
+        stages_per_rank: stages that each rank holds. None: the launcher's setting, else 1, or 2 for schedules that
+            interleave stages.
+        modules: names of the modules that hold the model's parameters, in the order in which its forward calls them;
+            a `ModuleList` stands for its items. A model that is not of transformers must be their chain: each is called
+            with what the one before returned. None: the children of an `nn.Sequential`, or what a model of
+            transformers declares.
+        cuts: names of the modules with which the second and all later stages begin. None: stages of about equal bytes
+            of parameters.
+        loss_function: called by the last stage as ``loss_function(output, target)``, where the script calls
+            ``model(…, target=target)``, which then returns the loss. It must return a mean over rows.
+
+    Raises:
+        OptionError: a value cannot be used.
+    """
+
+    schedule: str | None = None
+    num_micro_batches: int | None = None
+    stages_per_rank: int | None = None
+    modules: Sequence[str] | None = None
+    cuts: Sequence[str] | None = None
+    loss_function: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        launched = _launched()
+        for name in ("schedule", "num_micro_batches", "stages_per_rank"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(launched, f"pp_{name}"))
+        if self.schedule is not None and self.schedule not in PIPELINE_SCHEDULES:
+            raise OptionError(
+                f"schedule is {self.schedule!r}; expected one of {', '.join(PIPELINE_SCHEDULES)}."
+            )
+        for name in ("num_micro_batches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1, or None.")
+        for name in ("modules", "cuts"):
+            value = getattr(self, name)
+            if isinstance(value, str) or (
+                value is not None and not all(isinstance(item, str) for item in value)
+            ):
+                raise OptionError(f"{name} is {value!r:.80}; expected names of modules in a list.")
+
+
 @dataclass(eq=False)
 class ParallelismConfig:
     """The degree of each kind of parallelism, which is its number of ranks; their product is the number of all ranks.
 
     Ranks that differ in `dp_replicate` and `dp_shard` read different samples. Ranks of `cp` and `sp` hold different
-    parts of the same sequences, and ranks of `tp` compute different parts of the same tensors. All degrees can be
-    combined.
+    parts of the same sequences, ranks of `tp` compute different parts of the same tensors, and ranks of `pp` compute
+    different layers. All degrees can be combined, except `pp` with `cp` and `sp`.
 
     Attributes:
+        pp_size: ranks among which the layers of the model are divided (pipeline parallelism).
         dp_replicate_size: number of replicas of the model (data parallelism).
         dp_shard_size: ranks over which parameters, gradients and optimizer states are sharded (FSDP).
         tp_size: ranks among which the script or a `tp_plan` divides tensors (tensor parallelism).
@@ -136,13 +193,15 @@ class ParallelismConfig:
         cp_backend: "torch", as in configuration files.
         sp_size: ranks among which sequences are divided, which exchange heads (sequence parallelism, Ulysses).
         sp_backend: "deepspeed", as in configuration files; DeepSpeed need not be installed.
-        tp_handler, cp_handler, sp_handler: options of `tp`, `cp` and `sp`; None: the launcher's settings.
+        tp_handler, cp_handler, sp_handler, pp_handler: options of `tp`, `cp`, `sp` and `pp`; None: the launcher's
+            settings.
 
     Unset degrees come from the launcher's environment, and are 1 otherwise.
 
     Raises:
         OptionError: a degree is below 1, or a backend is unknown.
-        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `tp_size`.
+        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `tp_size` or
+            `pp_size`.
         ArgumentTypeError: a handler has another class.
     """
 
@@ -159,6 +218,8 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+    pp_handler: PipelineParallelConfig | None = None
 
     def __post_init__(self) -> None:
         self._device_mesh: DeviceMesh | None = None
@@ -191,6 +252,10 @@ class ParallelismConfig:
         }
         if (section.cp_size or 1) > 1:
             given["cp_handler"] = TorchContextParallelConfig(section.cp_comm_strategy)
+        if (section.pp_size or 1) > 1:
+            given["pp_handler"] = PipelineParallelConfig(
+                section.pp_schedule, section.pp_num_micro_batches, section.pp_stages_per_rank
+            )
         if (section.sp_size or 1) > 1:
             given["sp_handler"] = DeepSpeedSequenceParallelConfig(
                 section.sp_seq_length, section.sp_seq_length_is_variable, section.sp_attn_implementation
@@ -217,7 +282,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Ranks that read the same samples."""
-        return self._product("tp", "cp", "sp")
+        return self._product("pp", "tp", "cp", "sp")
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -228,6 +293,11 @@ class ParallelismConfig:
     def dp_shard_enabled(self) -> bool:
         """Whether parameters are sharded over several ranks."""
         return self._product("dp_shard") > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether the layers are divided among several ranks."""
+        return self._product("pp") > 1
 
     @property
     def tp_enabled(self) -> bool:
@@ -259,7 +329,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Dimensions with several ranks along which samples are the same."""
-        return self._enabled("tp", "cp", "sp")
+        return self._enabled("pp", "tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -416,6 +486,7 @@ class ParallelismConfig:
 
 _WHEN_UNSET: Mapping[str, str] = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _HANDLERS: Mapping[str, type] = {
+    "pp": PipelineParallelConfig,
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,

@@ -103,6 +103,8 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     name = strategy_name(config, process.num_processes, process.device, degrees)
     strategy_class = STRATEGIES.get(name)
     _check_launched(launched, strategy_class, process.device)
+    if degrees is not None and degrees["pp"] > 1:
+        strategy_class = _of_stages(strategy_class, degrees["pp"])
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -135,6 +137,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             sync_each_batch=given.sync_each_batch,
             by_degrees=degrees is not None,
             ddp=ddp,
+            pipeline=given.parallelism.pp_handler if given.parallelism is not None else None,
         )
     )
     parallelism = given.parallelism
@@ -168,6 +171,20 @@ def strategy_name(
             return "tp"
         return "ddp" if num_processes > 1 else "single"
     return given if isinstance(given, str) else given.strategy
+
+
+def _of_stages(strategy: type[Strategy], degree: int) -> type[Strategy]:
+    """The strategy that divides a model into stages, which are trained as by another one.
+
+    Raises:
+        IncompatibleOptionsError: that one cannot train stages.
+    """
+    if not strategy.capabilities.in_stages:
+        raise IncompatibleOptionsError(
+            f"strategy {strategy.name!r} cannot train with pp_size={degree}. Leave it out; stages of a pipeline hold "
+            "replicas, or are sharded by FSDP (dp_shard_size), or divided by tensor parallelism (tp_size)."
+        )
+    return STRATEGIES.get("pp")
 
 
 def mixed_precision_name(

@@ -72,6 +72,7 @@ class Capabilities:
         skips_steps: an update can be skipped by not calling `step` and dropping the gradients.
         dimensions: mesh dimensions that can have several ranks, when a script or a launcher sets degrees of
             parallelism.
+        in_stages: with `pp_size`, strategy "pp" trains the stages of a pipeline as this one would the model.
     """
 
     precisions: frozenset[str] | None = None
@@ -89,6 +90,7 @@ class Capabilities:
     communication_hooks: bool = False
     skips_steps: bool = True
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
+    in_stages: bool = False
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
         """Names of the supported precisions on a type of device; None: all."""
@@ -186,6 +188,7 @@ class StrategyOptions:
         precision: scales, unscales and steps.
         config: the plugin whose type selected the strategy; for "ddp" `DistributedDataParallelKwargs`.
         ddp: the script's `DistributedDataParallelKwargs`, or its defaults, for strategies that average as "ddp" does.
+        pipeline: the script's `PipelineParallelConfig`; None: there are no stages.
         sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
         by_degrees: a script or a launcher set the degrees of the mesh.
     """
@@ -197,6 +200,7 @@ class StrategyOptions:
     sync_each_batch: bool = False
     by_degrees: bool = False
     ddp: Any = None
+    pipeline: Any = None
 
 
 class ModelSteps(Protocol):
@@ -300,7 +304,7 @@ class Strategy:
     """
 
     name: ClassVar[str] = "single"
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: ClassVar[Capabilities] = Capabilities(in_stages=True)
     #: What `Accelerator.distributed_type` answers; None: what the process says (NO, MULTI_CPU, MULTI_GPU, …).
     distributed_type: ClassVar[DistributedType | None] = None
     #: The class of `states`.

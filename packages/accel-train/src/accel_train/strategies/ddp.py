@@ -107,6 +107,7 @@ class DDPStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(
+        in_stages=True,
         needs_process_group=True,
         communication_hooks=True,
         dimensions=frozenset({"dp_replicate", "cp", "sp"}),

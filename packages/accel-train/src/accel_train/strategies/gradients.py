@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from accel_ckpt.parts import is_sharded
 from accel_train.ranks import Ranks
 
-__all__ = ["any_divided", "any_nonfinite", "average", "buckets", "clip_by_norm", "local_part", "total_norm"]
+__all__ = [
+    "any_divided",
+    "any_nonfinite",
+    "average",
+    "buckets",
+    "clip_by_norm",
+    "combine_norms",
+    "divide_like_parameter",
+    "local_part",
+    "multiply",
+    "total_norm",
+]
 
 # As torch's DistributedDataParallel: large enough for the bandwidth, small beside the gradients.
 _BUCKET_BYTES = 25 * 1024 * 1024
@@ -109,6 +120,31 @@ def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     multiply([local_part(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
     return norm
+
+
+def combine_norms(norm: Tensor, norm_type: float, group: Any, device: torch.device) -> Tensor:
+    """The norm of all gradients together, from those of ranks that hold different parameters. Collective.
+
+    Args:
+        norm: of this rank's gradients, a 0-d tensor.
+        norm_type: as in `torch.nn.utils.clip_grad_norm_`.
+        group: the ranks.
+        device: on which they communicate.
+    """
+    kind = _kind_of(norm_type)
+    finite = not math.isinf(norm_type) and norm_type != 0
+    # A rank without trained parameters has a float32 zero where others may have float64.
+    value = norm.detach().to(device, torch.float32 if device.type == "mps" else torch.float64)
+    power = value**norm_type if finite else value.clone()
+    dist.all_reduce(power, dist.ReduceOp.SUM if norm_type == 0 else kind.combine, group=group)
+    return (power ** (1 / norm_type) if finite else power).to(norm.dtype)
+
+
+def divide_like_parameter(parameter: Any) -> None:
+    """Divide a gradient as its parameter; ranks may have summands of it, as of a norm over a divided sequence."""
+    gradient = parameter.grad
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(gradient.device_mesh, parameter.placements)
 
 
 def multiply(gradients: Iterable[Tensor], factor: float | Tensor) -> None:

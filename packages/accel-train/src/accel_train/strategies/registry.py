@@ -15,6 +15,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "ddp": "accel_train.strategies.ddp:DDPStrategy",
         "deepspeed": "accel_train.strategies.deepspeed.strategy:DeepSpeedStrategy",
         "fsdp2": "accel_train.strategies.fsdp2.strategy:FSDP2Strategy",
+        "pp": "accel_train.strategies.pipeline.strategy:PipelineStrategy",
         "tp": "accel_train.strategies.tensor_parallel:TensorParallelStrategy",
         "xla": "accel_train.strategies.xla:XlaStrategy",
     },

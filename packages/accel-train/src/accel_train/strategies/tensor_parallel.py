@@ -18,7 +18,7 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import TorchTensorParallelPlugin
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.gradients import average, local_part
+from accel_train.strategies.gradients import average, divide_like_parameter, local_part
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
@@ -37,6 +37,7 @@ class TensorParallelStrategy(Strategy):
     name: ClassVar[str] = "tp"
     # Torch's gradient scaler cannot unscale whole tensors and parts of others together.
     capabilities: ClassVar[Capabilities] = Capabilities(
+        in_stages=True,
         precisions=frozenset({"no", "bf16"}),
         needs_process_group=True,
         dimensions=frozenset({"dp_replicate", "cp", "sp", "tp"}),
@@ -154,7 +155,7 @@ class TensorParallelStrategy(Strategy):
         engine = reduced_by_fsdp(model)
         parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in engine]
         for parameter in parameters:
-            _sum_up(parameter)
+            divide_like_parameter(parameter)
         if self.loss.size > 1 and not self._holds_back:
             average(parameters, self.loss)
 
@@ -180,10 +181,3 @@ class TensorParallelStrategy(Strategy):
             yield
         finally:
             self._holds_back = before
-
-
-def _sum_up(parameter: Any) -> None:
-    """Divide a gradient as its parameter; ranks may have summands of it, as of a norm over a divided sequence."""
-    gradient = parameter.grad
-    if is_sharded(gradient) and gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(gradient.device_mesh, parameter.placements)

@@ -7,7 +7,17 @@ from typing import Any
 
 from accel_state.config.option import Section, option
 
-__all__ = ["ParallelismSection"]
+__all__ = ["PIPELINE_SCHEDULES", "ParallelismSection"]
+
+PIPELINE_SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+)
+"""Schedules of pipelines, by the names of PyTorch's classes in lower case."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -19,6 +29,25 @@ class ParallelismSection(Section):
     env_prefix = "PARALLELISM_CONFIG_"
     title = "Parallelism"
 
+    pp_size: int | None = option(
+        help="Ranks of pipeline parallelism: stages of the model, which pass activations on.",
+        low=1,
+        launch_default=1,
+        prompt="What is the pipeline parallelism size?",
+    )
+    pp_schedule: str | None = option(
+        help="Order in which the stages of a pipeline compute micro-batches; by default 1f1b where the model computes "
+        "the loss, and gpipe where the script does.",
+        choices=PIPELINE_SCHEDULES,
+        prompt="In which order do the stages of the pipeline compute micro-batches?",
+    )
+    pp_num_micro_batches: int | None = option(
+        help="Micro-batches that a pipeline cuts each batch into; by default two for each stage.", low=1
+    )
+    pp_stages_per_rank: int | None = option(
+        help="Stages that each rank of a pipeline holds; by default 1, or 2 for schedules that interleave stages.",
+        low=1,
+    )
     dp_replicate_size: int | None = option(
         help="Ranks that hold replicas of the parameters.",
         low=1,

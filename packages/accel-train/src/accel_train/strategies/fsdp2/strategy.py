@@ -24,7 +24,14 @@ from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.base import (
+    Capabilities,
+    ModelSteps,
+    Parts,
+    PrecisionVerbs,
+    Strategy,
+    StrategyOptions,
+)
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.experts import Tokens, check_experts, divide, receive_tokens
@@ -48,7 +55,7 @@ from accel_train.strategies.shared_buffers import saved_buffers, share_in_evalua
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.wrappers import is_sharded_by_script
 
-__all__ = ["FSDP2States", "FSDP2Strategy"]
+__all__ = ["FSDP2States", "FSDP2Strategy", "mixed_precision_policy"]
 
 _logger = get_logger(__name__)
 
@@ -67,6 +74,7 @@ class FSDP2Strategy(Strategy):
 
     name: ClassVar[str] = "fsdp2"
     capabilities: ClassVar[Capabilities] = Capabilities(
+        in_stages=True,
         needs_process_group=True,
         hides_gradients=True,
         saves_windows=False,
@@ -172,7 +180,7 @@ class FSDP2Strategy(Strategy):
             checkpoint_blocks(model, blocks, bool(plugin.activation_checkpointing_offload), recomputed)
         reshard = plugin.reshard_after_forward
         formats = _formats(model)
-        policy = self._precision_policy()
+        policy = mixed_precision_policy(plugin, self.precision)
         inner_policy = replace(policy, output_dtype=None)
         widened = 0
         for unit in [*of_module, *units, model]:
@@ -280,15 +288,6 @@ class FSDP2Strategy(Strategy):
                 f"{compute}. Leave one of them out."
             )
 
-    def _precision_policy(self) -> MixedPrecisionPolicy:
-        if self.plugin.mixed_precision_policy is not None:
-            policy: MixedPrecisionPolicy = self.plugin.mixed_precision_policy
-            return policy
-        dtypes = self.precision.dtypes
-        if dtypes.compute is None:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce or torch.float32)
-
     # One micro-batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
@@ -370,6 +369,19 @@ class FSDP2Strategy(Strategy):
         self._blocks.clear()
         self._whole.clear()
         self._tokens.clear()
+
+
+def mixed_precision_policy(
+    plugin: FullyShardedDataParallelPlugin, precision: PrecisionVerbs
+) -> MixedPrecisionPolicy:
+    """The dtypes in which FSDP gathers parameters and reduces gradients: the plugin's, else those of the precision."""
+    if plugin.mixed_precision_policy is not None:
+        policy: MixedPrecisionPolicy = plugin.mixed_precision_policy
+        return policy
+    dtypes = precision.dtypes
+    if dtypes.compute is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce or torch.float32)
 
 
 def _named(degrees: Mapping[str, int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,57 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, OptionError
+from accel_train.strategies.computed_loss import computed_loss
 from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied, weighted_mean
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.context import ContextPart
 from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 from accel_train.strategies.megatron.runtime import Groups, draws
+from accel_train.strategies.outputs import EngineOutput
 
-__all__ = ["MegatronEngine", "MegatronOutput"]
+__all__ = ["MegatronEngine"]
 
 _HARMLESS = frozenset(
     {"use_cache", "return_dict", "token_type_ids", "output_attentions", "output_hidden_states"}
 )
-
-
-class MegatronOutput(OrderedDict[str, Any]):
-    """Output of the model, read like outputs of transformers: by key, attribute or index, without values of None.
-
-    Attributes:
-        loss: loss of this rank's batch, if labels were given.
-        logits: logits of this rank's batch, on every rank.
-    """
-
-    def __init__(self, loss: Tensor | None = None, logits: Tensor | None = None) -> None:
-        found = {"loss": loss, "logits": logits}
-        super().__init__((name, value) for name, value in found.items() if value is not None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loss", "logits"):
-            return self.get(name)
-        raise AttributeError(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
-
-
-class _Computed(torch.autograd.Function):
-    """A loss whose gradients are computed already: backward only asks what it is multiplied with."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, check: Callable[[float], None]) -> Tensor:
-        ctx.check = check
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.check(float(gradients[0]))
-        return torch.zeros_like(gradients[0]), None, None
-
-
-def _computed(*arguments: Any) -> Tensor:
-    loss: Tensor = _Computed.apply(*arguments)  # type: ignore[no-untyped-call]
-    return loss
 
 
 class MegatronEngine(nn.Module):
@@ -112,7 +73,7 @@ class MegatronEngine(nn.Module):
         """The configuration of the script's model."""
         return getattr(self.given, "config", self._built.config)
 
-    def forward(self, input_ids: Tensor | None = None, **others: Any) -> MegatronOutput:
+    def forward(self, input_ids: Tensor | None = None, **others: Any) -> EngineOutput:
         """Call the model like one of transformers; ranks of a tensor, pipeline or context group pass the same batch.
 
         Args:
@@ -167,13 +128,13 @@ class MegatronEngine(nn.Module):
 
     # One forward
 
-    def _whole(self, given: dict[str, Any]) -> MegatronOutput:
+    def _whole(self, given: dict[str, Any]) -> EngineOutput:
         if self.training and torch.is_grad_enabled() and self._trained:
             self.before_backward()
         batch = self._batch(given)
         output = self._call(self.module, batch)
         loss, logits = self._loss(batch, output, self._tokens([batch]))
-        return MegatronOutput(loss, logits)
+        return EngineOutput(loss, logits)
 
     def _call(self, model: Any, batch: Batch) -> Any:
         """The logits of this rank's part of the vocabulary; of a script's own model what it returns."""
@@ -254,7 +215,7 @@ class MegatronEngine(nn.Module):
 
     # Schedules
 
-    def _scheduled(self, pieces: list[dict[str, Any]]) -> MegatronOutput:
+    def _scheduled(self, pieces: list[dict[str, Any]]) -> EngineOutput:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         trains = self.training and torch.is_grad_enabled() and self._trained
@@ -294,7 +255,7 @@ class MegatronEngine(nn.Module):
 
     def _collected(
         self, batches: list[Batch], results: list[Any], trains: bool, first: bool, factor: float, summed: bool
-    ) -> MegatronOutput:
+    ) -> EngineOutput:
         """What the last stage has computed, on every stage."""
         batch = batches[0]
         logits = None
@@ -308,14 +269,12 @@ class MegatronEngine(nn.Module):
                 ),
             )
         if batch.labels is None:
-            return MegatronOutput(None, logits)
+            return EngineOutput(None, logits)
         losses = torch.stack([result["loss"].float() for result in results]) if results else None
         value = self._from_last(None if losses is None else losses.sum() if summed else losses.mean(), ())
         if not trains:
-            return MegatronOutput(value, logits)
-        anchor = torch.zeros((), device=value.device, requires_grad=True)
-        check = functools.partial(self._account, first, factor)
-        return MegatronOutput(_computed(anchor, value, check), logits)
+            return EngineOutput(value, logits)
+        return EngineOutput(computed_loss(value, functools.partial(self._account, first, factor)), logits)
 
     def _from_last(self, value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the last stage, on every stage."""

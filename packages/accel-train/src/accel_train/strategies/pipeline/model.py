@@ -1,0 +1,478 @@
+"""The prepared model under pipeline parallelism: a call runs all micro-batches through all stages."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
+from accel_train.plugins.parallelism import PipelineParallelConfig
+from accel_train.strategies.computed_loss import computed_loss
+from accel_train.strategies.outputs import EngineOutput
+from accel_train.strategies.pipeline.exchange import Exchange, Form
+from accel_train.strategies.pipeline.schedules import (
+    SCHEDULES,
+    Forwarded,
+    Fused,
+    Layout,
+    MicroBatch,
+    Schedule,
+    run_backward,
+    run_forward,
+)
+from accel_train.strategies.pipeline.stages import TARGET, Stage
+
+__all__ = ["PipelineModel"]
+
+_NAMES = ("loss", "logits", "last_hidden_state")
+"""What other ranks get of an output that is a mapping."""
+_SINGLE, _SEVERAL = -1, -2
+_REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_DROPPED = ("use_cache", "return_dict")
+_KEPT_SHAPES = 4
+
+
+class PipelineModel(nn.Module):
+    """This rank's stages of a model. A call returns on every rank what the whole model would.
+
+    With the schedule "gpipe" a call is a forward, and `accelerator.backward` runs the backward of all stages. With
+    others, a call in training runs forward *and* backward, and the gradients of the returned loss are computed already:
+    `accelerator.backward(loss)` accounts for them.
+
+    Args:
+        given: the script's model, with this rank's modules.
+        stages: of this rank.
+        layout: which rank holds which stage.
+        rank: this rank of the pipeline.
+        group: the ranks of the pipeline.
+        config: options.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        given: nn.Module,
+        stages: Sequence[Stage],
+        layout: Layout,
+        rank: int,
+        group: Any,
+        config: PipelineParallelConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self._given = [given]  # no child: its modules are in the stages
+        self._layout, self._rank, self._group = layout, rank, group
+        self._config, self._device = config, device
+        self._exchange = Exchange(group, device)
+        self._chain = stages[0].chain
+        self._signature = inspect.signature(given.forward)
+        self._most_rows = 0
+        self._forms: dict[Any, dict[int, list[Form]]] = {}
+        self._fused: dict[Any, Fused] = {}
+        self._passes: list[_Pass] = []
+        self.loss_factor = 1.0
+        self.reduces = True
+        #: A call has computed gradients that `accelerator.backward` has not accounted for.
+        self.unaccounted = False
+        #: Gradients of earlier calls of the window wait.
+        self.accumulated = False
+        self.scale: Callable[[float], None] = lambda factor: None
+
+    @property
+    def given(self) -> nn.Module:
+        """The script's model."""
+        return self._given[0]
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the script's model."""
+        return self.given.config
+
+    # A call
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model; ranks of one pipeline pass the same batch.
+
+        Returns:
+            The loss where the last stage computes it in training, else the outputs of the whole batch.
+
+        Raises:
+            ArgumentTypeError: an argument cannot pass through stages, or the schedule needs a loss.
+            DataError: the batch cannot be cut into micro-batches.
+        """
+        if not self._chain:
+            inputs, named = self._named(inputs, named)
+        has_loss = TARGET in named or (not self._chain and named.get("labels") is not None)
+        trains = torch.is_grad_enabled()
+        schedule = self._schedule(has_loss)
+        fused = schedule.kind is not None and trains and self.training
+        if fused and not has_loss:
+            raise ArgumentTypeError(
+                f"The schedule {schedule.name!r} begins backward before all micro-batches went forward, so the last "
+                "stage must compute the loss, and the model was called without labels. Pass labels to a model of "
+                "transformers, or PipelineParallelConfig(loss_function=…) and model(…, target=…); or choose "
+                "schedule='gpipe', with which the script computes the loss."
+            )
+        weight, named = self._summed(named) if has_loss else (None, named)
+        micro_batches, key = self._cut(inputs, named, schedule if fused else None)
+        weight = 1 / len(micro_batches) if weight is None else weight
+        if fused:
+            return self._run_fused(schedule, micro_batches, key, weight)
+        trains = trains and schedule.kind is None
+        return self._run_forward(micro_batches, key, weight, trains=trains, only_loss=has_loss and trains)
+
+    def _named(
+        self, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            given = dict(self._signature.bind_partial(*inputs).arguments)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                f"{type(self.given).__name__} was called with too many arguments: {error}."
+            ) from error
+        named = {name: value for name, value in {**given, **named}.items() if value is not None}
+        for name in _REFUSED:
+            if named.get(name):
+                raise ArgumentTypeError(
+                    f"The model was called with {name}=True, and stages of a pipeline pass on activations alone. Leave "
+                    "it out."
+                )
+        return (), {name: value for name, value in named.items() if name not in _DROPPED}
+
+    def _schedule(self, has_loss: bool) -> Schedule:
+        name = self._config.schedule
+        if name is None:
+            several = self._layout.stages > self._layout.ranks
+            name = "interleaved_1f1b" if several else "1f1b" if has_loss else "gpipe"
+        return SCHEDULES[name]
+
+    def _summed(self, named: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
+        """Make causal language models divide by the tokens of the whole batch; None: losses are means."""
+        if "num_items_in_batch" in named:
+            return 1.0, named
+        takes = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
+        labels = named.get("labels")
+        if labels is None or not takes or not type(self.given).__name__.endswith("ForCausalLM"):
+            return None, named
+        tokens = int((labels[..., 1:] != -100).sum())
+        return 1.0, {**named, "num_items_in_batch": max(tokens, 1)}
+
+    def _cut(
+        self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: Schedule | None
+    ) -> tuple[list[MicroBatch], Any]:
+        """Cut a batch into micro-batches; the key tells batches apart whose tensors differ in form."""
+        values = [*inputs, *named.values()]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+        if not tensors:
+            raise DataError("The model was called without a tensor that has rows. Pass the batch.")
+        rows = max(tensor.shape[0] for tensor in tensors)
+        odd = [tuple(tensor.shape) for tensor in tensors if tensor.shape[0] not in (1, rows)]
+        if odd:
+            raise DataError(
+                f"The tensors of a batch have different numbers of rows: {rows}, and one has the shape {odd[0]}. The "
+                "first dimension of each is cut into micro-batches."
+            )
+        count = self._count(rows, schedule)
+
+        def piece(value: Any, place: int) -> Any:
+            if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != rows:
+                return value
+            size = rows // count
+            return value[place * size : (place + 1) * size]
+
+        micro_batches = [
+            (
+                tuple(piece(value, n) for value in inputs),
+                {name: piece(value, n) for name, value in named.items()},
+            )
+            for n in range(count)
+        ]
+        key = (
+            count,
+            *(_key(value) for value in inputs),
+            *((name, _key(value)) for name, value in named.items()),
+        )
+        return micro_batches, key
+
+    def _count(self, rows: int, schedule: Schedule | None) -> int:
+        """Into how many micro-batches a batch is cut."""
+        given = self._config.num_micro_batches
+        wanted = given or 2 * self._layout.stages
+        short = rows < self._most_rows
+        self._most_rows = max(self._most_rows, rows)
+        if given is not None and rows % given and not short:
+            raise DataError(
+                f"A batch has {rows} rows, which num_micro_batches={given} does not divide. Change one of them: each "
+                "batch of a rank is cut into that many micro-batches of one size."
+            )
+        for count in range(min(wanted, rows), 0, -1):
+            if rows % count == 0 and (schedule is None or schedule.takes(count, self._layout)):
+                return count
+        raise DataError(
+            f"A batch of {rows} rows cannot be cut into at least {self._layout.stages} micro-batches of one size, "
+            f"which the schedule {schedule.name if schedule else None!r} needs for {self._layout.stages} stages. Give "
+            "batches of a multiple of that many rows (drop_last=True), or choose schedule='gpipe'."
+        )
+
+    # One forward
+
+    def _run_forward(
+        self, micro_batches: list[MicroBatch], key: Any, weight: float, *, trains: bool, only_loss: bool
+    ) -> Any:
+        forms = self._known((torch.is_grad_enabled(), self.training, key), self._forms, dict)
+        stages = list(self.stages)
+        for stage in stages if trains else ():
+            _reduce(stage, False)
+        with torch.set_grad_enabled(trains):
+            found = run_forward(
+                stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
+            )
+        outputs = [_Output.of(output, weight, only_loss) for output in found.outputs]
+        merged = _Output.merged(outputs, weight) if outputs else None
+        codes, *tensors = self._exchange.share(
+            None if merged is None else [torch.tensor(merged.codes, device=self._device), *merged.tensors],
+            self._layout.owner(self._layout.stages - 1),
+        )
+        if trains:
+            tensors = [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
+            self._passes = [known for known in self._passes if known.waits]
+            self._passes.append(_Pass(found, outputs, tensors, weight))
+        return _structure(codes.tolist(), tensors)
+
+    def run_backward(self) -> None:
+        """Run the backward of all calls whose outputs have got gradients.
+
+        Raises:
+            AccumulationError: a call's outputs went through backward before.
+        """
+        for item in [known for known in self._passes if known.has_gradients]:
+            self._passes.remove(item)
+            run_backward(
+                self.stages[0],
+                self._layout,
+                self._exchange,
+                item.forwarded.saved,
+                item.taken(),
+                before_last=lambda: _reduce(self.stages[0], self.reduces),
+            )
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether outputs have gradients that went through no stage, or a call's gradients are not accounted for."""
+        return self.unaccounted or any(item.has_gradients for item in self._passes)
+
+    def forget(self) -> None:
+        """Forget calls that wait for a backward."""
+        self._passes.clear()
+        self.unaccounted = self.accumulated = False
+
+    # Forward and backward
+
+    def _run_fused(
+        self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weight: float
+    ) -> EngineOutput:
+        def make() -> Fused:
+            forms: dict[int, list[Form]] = {}
+            with _evaluated(self.stages), torch.no_grad():
+                run_forward(
+                    list(self.stages),
+                    self._layout,
+                    self._rank,
+                    self._exchange,
+                    micro_batches[:1],
+                    forms,
+                    trains=False,
+                )
+            return Fused(
+                schedule,
+                list(self.stages),
+                self._layout,
+                len(micro_batches),
+                forms,
+                self._device,
+                self._group,
+            )
+
+        fused = self._known(key, self._fused, make)
+        factor = self.loss_factor
+        losses = fused.run(micro_batches, factor * weight, reduces=self.reduces)
+        total = torch.stack(losses).sum() * weight if losses else None
+        [value] = self._exchange.share(
+            None if total is None else [total], self._layout.owner(self._layout.stages - 1)
+        )
+        first, self.accumulated, self.unaccounted = not self.accumulated, True, True
+        return EngineOutput(loss=computed_loss(value, lambda given: self._account(first, factor, given)))
+
+    def _account(self, first: bool, factor: float, given: float) -> None:
+        """Backward of a loss with gradients: they were computed for `factor` times the loss."""
+        self.unaccounted = False
+        if abs(given - factor) <= 1e-6 * abs(factor):
+            return
+        if not first or not self.reduces:
+            raise AccumulationError(
+                f"The loss was multiplied by {given / factor:g} after the model returned it, but its gradients are "
+                "already added to those of earlier calls: the schedule computes them while it calls the model. Put the "
+                "factor into the loss function, or choose PipelineParallelConfig(schedule='gpipe')."
+            )
+        self.scale(given / factor)
+
+    def _known(self, key: Any, cache: dict[Any, Any], make: Callable[[], Any]) -> Any:
+        """What was made for batches of this form; only the newest few are kept."""
+        found = cache.pop(key, None)
+        if found is None:
+            found = make()
+            while len(cache) >= _KEPT_SHAPES:
+                cache.pop(next(iter(cache)))
+        cache[key] = found
+        return found
+
+
+class _Output:
+    """An output of the last stage as a list of tensors.
+
+    Attributes:
+        codes: what the tensors are: numbers of names, or one tensor, or several.
+        tensors: the tensors.
+    """
+
+    def __init__(self, codes: list[int], tensors: list[Tensor]) -> None:
+        self.codes, self.tensors = codes, tensors
+
+    @classmethod
+    def of(cls, output: Any, weight: float, only_loss: bool) -> _Output:
+        if isinstance(output, Tensor):
+            return cls([_SINGLE], [output])
+        if isinstance(output, Mapping):
+            wanted = _NAMES[:1] if only_loss else _NAMES
+            found = {name: output[name] for name in wanted if isinstance(output.get(name), Tensor)}
+            if found:
+                return cls([_NAMES.index(name) for name in found], list(found.values()))
+        if isinstance(output, tuple | list) and output and all(isinstance(item, Tensor) for item in output):
+            return cls([_SEVERAL], list(output))
+        raise ArgumentTypeError(
+            f"The model returned {type(output).__name__}, and what all ranks of a pipeline get is a tensor, a tuple of "
+            f"tensors, or a mapping with {', '.join(_NAMES)}. Let its forward return one of these."
+        )
+
+    @classmethod
+    def merged(cls, outputs: Sequence[_Output], weight: float) -> _Output:
+        """The output of the whole batch: losses are averaged, or added up; rows follow each other."""
+        columns = zip(*(output.tensors for output in outputs), strict=True)
+        return cls(
+            outputs[0].codes,
+            [
+                torch.stack([t.detach() for t in column]).sum(0) * weight
+                if column[0].dim() == 0
+                else torch.cat([t.detach() for t in column])
+                for column in columns
+            ],
+        )
+
+
+def _structure(codes: list[int], tensors: list[Tensor]) -> Any:
+    if codes[0] == _SINGLE:
+        return tensors[0]
+    if codes[0] == _SEVERAL:
+        return tuple(tensors)
+    return EngineOutput(**{_NAMES[code]: tensor for code, tensor in zip(codes, tensors, strict=True)})
+
+
+class _Pass:
+    """A call whose backward has not run.
+
+    Args:
+        forwarded: what this rank's stage keeps.
+        outputs: of each micro-batch, on the rank of the last stage.
+        leaves: what the call returned.
+        weight: of each micro-batch's loss.
+    """
+
+    def __init__(
+        self, forwarded: Forwarded, outputs: Sequence[_Output], leaves: Sequence[Tensor], weight: float
+    ) -> None:
+        self.forwarded = forwarded
+        self._outputs, self._weight = outputs, weight
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        self._gradients: dict[int, Tensor] = {}
+        self._done = False
+        for place, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(self._receive(place))
+
+    def _receive(self, place: int) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            if self._done:
+                raise AccumulationError(
+                    "A second backward went through what the model returned in one call, and its stages have freed "
+                    "their activations. Add the losses up and call accelerator.backward() once, or call the model "
+                    "again."
+                )
+            known = self._gradients.get(place)
+            self._gradients[place] = gradient.detach().clone() if known is None else known + gradient
+
+        return receive
+
+    @property
+    def waits(self) -> bool:
+        """Whether its outputs may still get gradients."""
+        return bool(self._gradients) or any(leaf() is not None for leaf in self._leaves)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has reached its outputs."""
+        return bool(self._gradients)
+
+    def taken(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Outputs and their gradients, of each micro-batch; afterwards they are spent."""
+        self._done = True
+        gradients, self._gradients = self._gradients, {}
+        for leaf in self._leaves:
+            known = leaf()
+            if known is not None:
+                known.grad = None
+        found = []
+        starts = [0] * (max(gradients, default=0) + 1)
+        for output in self._outputs:
+            tensors, theirs = [], []
+            for place, gradient in gradients.items():
+                tensor = output.tensors[place]
+                if tensor.dim() == 0:
+                    theirs.append((gradient * self._weight).to(tensor.dtype))
+                else:
+                    start = starts[place]
+                    theirs.append(gradient[start : start + tensor.shape[0]])
+                    starts[place] = start + tensor.shape[0]
+                tensors.append(tensor)
+            found.append((tensors, theirs))
+        return found
+
+
+def _key(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _reduce(stage: nn.Module, reduces: bool) -> None:
+    """Whether FSDP reduces gradients in the next backward."""
+    if isinstance(stage, FSDPModule):
+        stage.set_requires_gradient_sync(reduces)
+
+
+@contextmanager
+def _evaluated(stages: nn.ModuleList) -> Iterator[None]:
+    """Context in which modules draw nothing and count nothing."""
+    training = [module for module in stages.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

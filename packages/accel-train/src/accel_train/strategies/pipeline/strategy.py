@@ -1,0 +1,292 @@
+"""Pipeline parallelism: each rank holds stages of the model, whose parameters may be sharded or divided further."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import accel_ckpt
+from accel_ckpt.parts import is_sharded
+from accel_state.operations.collectives import broadcast
+from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.optimizer_parameters import parameters_of
+from accel_train.plugins import FullyShardedDataParallelPlugin, PipelineParallelConfig
+from accel_train.ranks import Ranks
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
+from accel_train.strategies.fsdp2.start import agree, lay_out, place_whole, widen
+from accel_train.strategies.fsdp2.strategy import mixed_precision_policy
+from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
+from accel_train.strategies.gradients import (
+    average,
+    combine_norms,
+    divide_like_parameter,
+    local_part,
+    multiply,
+)
+from accel_train.strategies.pipeline.cut import cut_model
+from accel_train.strategies.pipeline.model import PipelineModel
+from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
+from accel_train.strategies.pipeline.stages import Stage, make_stages
+from accel_train.strategies.pipeline.states import PipelineStates, Whole
+from accel_train.strategies.relink import step_both_kinds
+from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.wrappers import reduced_by_fsdp
+
+__all__ = ["PipelineStrategy"]
+
+
+class PipelineStrategy(Strategy):
+    """Pipeline parallelism. Inside a stage, FSDP may shard parameters, and the script may divide tensors."""
+
+    name: ClassVar[str] = "pp"
+    # A loss scale would have to be one on all stages.
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        precisions=frozenset({"no", "bf16"}),
+        needs_process_group=True,
+        hides_gradients=True,
+        saves_windows=False,
+        dimensions=frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
+    )
+    adapter: ClassVar[type[StateAdapter]] = PipelineStates
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self.pipeline: PipelineParallelConfig = options.pipeline or PipelineParallelConfig()
+        mesh = options.mesh.submesh("pp")
+        if mesh is None:
+            raise IncompatibleOptionsError(
+                "strategy 'pp' needs stages on several ranks. Give ParallelismConfig(pp_size=…)."
+            )
+        self.pipeline_group: Any = mesh.get_group()
+        self._rank: int = mesh.get_local_rank()
+        self._layout = _layout(self.pipeline, mesh.size())
+        self._made: list[tuple[PipelineModel, Whole]] = []
+        self._gone: dict[int, weakref.ref[Tensor]] = {}  # parameters of other stages
+
+    @property
+    def _shards(self) -> bool:
+        return self.options.mesh.degrees["dp_shard"] > 1
+
+    # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Divide models into stages; optimizers keep the parameters of this rank's."""
+        prepared = super().prepare(parts, steps)
+        for optimizer in parts.optimizers:
+            self._keep_own(optimizer)
+            step_both_kinds(optimizer)
+        return prepared
+
+    def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
+        """Cut a model into stages, keep those of this rank, and shard them."""
+        plain = self.plain(model)
+        meta = [name for name, tensor in plain.named_parameters() if tensor.is_meta]
+        if meta:
+            raise PrepareError(
+                f"{meta[0]!r} (of {len(meta)} parameters) has no storage (it is on the meta device). Load the weights "
+                "before prepare()."
+            )
+        self.check_plan(plain)
+        cut = cut_model(plain, self.pipeline, self._layout.stages)
+        agree(plain)
+        self._share_start(plain)
+        state = accel_ckpt.NamedModel(plain).state_dict()
+        forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
+        before = list(plain.parameters())
+        stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function)
+        kept = {id(parameter) for parameter in plain.parameters()}
+        for parameter in before:
+            if id(parameter) not in kept:
+                key = id(parameter)
+                self._gone[key] = weakref.ref(parameter, lambda _, key=key: self._gone.pop(key, None))
+        del before
+        steps.place(plain)
+        for stage in stages:
+            steps.convert(stage.module)
+            if self._shards:
+                self._shard(stage)
+            stage.enter_and_leave()
+        engine = PipelineModel(
+            plain, stages, self._layout, self._rank, self.pipeline_group, self.pipeline, self.options.device
+        )
+        engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
+        self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
+        self._made.append((engine, Whole(plain, forms)))
+        for stage in stages:
+            self.precision.after_sharding(stage, stage)
+        return engine
+
+    @torch.no_grad()
+    def _share_start(self, model: nn.Module) -> None:
+        """All ranks begin with rank 0's values, before each keeps its stages."""
+        tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
+        whole = [tensor for tensor in tensors.values() if not is_sharded(tensor)]
+        if whole:
+            broadcast(whole)
+        for tensor in filter(is_sharded, tensors.values()):
+            dist.broadcast(local_part(tensor), group=self.pipeline_group, group_src=0)
+            if self.loss.size > 1:
+                dist.broadcast(local_part(tensor), group=self.loss.group, group_src=0)
+
+    def _shard(self, stage: Stage) -> None:
+        """Shard the parameters of a stage over the ranks that hold the same one."""
+        plugin: FullyShardedDataParallelPlugin = (
+            self.options.config
+            if isinstance(self.options.config, FullyShardedDataParallelPlugin)
+            else FullyShardedDataParallelPlugin()
+        )
+        model = stage.module
+        whole = ignored_parameters(model, plugin.ignored_modules)
+        units = [unit for unit in find_units(model, plugin) if next(unit.parameters(), None) is not None]
+        blocks, (units, _) = units, covering_shared(model, units, whole)
+        if plugin.activation_checkpointing:
+            recomputed = policy_of(plugin.activation_checkpointing)
+            checkpoint_blocks(model, blocks, bool(plugin.activation_checkpointing_offload), recomputed)
+        policy = mixed_precision_policy(plugin, self.precision)
+        for unit in [*units, stage]:
+            if self.precision.dtypes.compute is not None:
+                widen(unit)
+            lay_out(unit)
+            self.precision.before_sharding(unit, whole)
+            fully_shard(
+                unit,
+                mesh=self.options.mesh.holders,
+                reshard_after_forward=plugin.reshard_after_forward if unit is not stage else None,
+                mp_policy=policy if unit is stage else replace(policy, output_dtype=None),
+                offload_policy=plugin.offload_policy,
+                ignored_params=whole,
+            )
+        place_whole(whole, self.options.device)
+
+    def _keep_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave parameters of other stages out of an optimizer."""
+        for group in optimizer.param_groups:
+            kept = []
+            for parameter in group["params"]:
+                gone = self._gone.get(id(parameter))
+                if gone is not None and gone() is parameter:
+                    optimizer.state.pop(parameter, None)
+                else:
+                    kept.append(parameter)
+            group["params"] = kept
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The script's model, with this rank's modules."""
+        return model.given if isinstance(model, PipelineModel) else model
+
+    def is_outdated(self, model: nn.Module) -> bool:
+        """False: parameters that are added afterwards are in no stage."""
+        return False
+
+    def whole_of(self, model: nn.Module) -> Whole | None:
+        """What a prepared model was before it was divided; None: it was prepared for evaluation alone."""
+        plain = self.plain(model)
+        return next((whole for _, whole in self._made if whole.module is plain), None)
+
+    def release(self) -> None:
+        """Forget the prepared models."""
+        self._made.clear()
+
+    # One micro-batch
+
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """Reduce gradients only in the last micro-batch of a window."""
+        for engine, _ in self._made:
+            engine.loss_factor = loss_factor
+            engine.reduces = last or self.options.sync_each_batch
+
+    def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
+        """Reduce again."""
+        for engine, _ in self._made:
+            engine.loss_factor, engine.reduces = 1.0, True
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Run backward through all stages, or account for gradients that calling the model has computed."""
+        super().backward(models, loss, pending=pending, kwargs=kwargs)
+        for engine, _ in self._made:
+            engine.run_backward()
+            engine.unaccounted = False
+            self._complete(engine)
+
+    def _complete(self, engine: PipelineModel) -> None:
+        by_fsdp = reduced_by_fsdp(engine)
+        parameters = [p for p in engine.parameters() if p.requires_grad and id(p) not in by_fsdp]
+        for parameter in parameters:
+            divide_like_parameter(parameter)
+        if engine.reduces and self.loss.size > 1 and parameters:
+            average(parameters, self.loss)
+
+    def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
+        """The ranks that hold the same stages, unless it steps what is in no prepared model."""
+        known = {id(p) for engine, _ in self._made for p in engine.parameters()}
+        own = all(id(p) in known for p in parameters_of(optimizer) if p.requires_grad)
+        return self.loss if own else None
+
+    # Complete gradients
+
+    def clip_grad_norm_(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of the gradients of all stages; returns the norm before, a 0-d tensor."""
+        norm = self.gradient_norm(parameters, norm_type)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        multiply([local_part(p.grad) for p in parameters if p.grad is not None], factor)
+        return norm
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of all stages, a 0-d tensor; changes nothing."""
+        own = super().gradient_norm(parameters, norm_type)
+        return combine_norms(own, norm_type, self.pipeline_group, self.options.device)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step an optimizer.
+
+        Raises:
+            AccumulationError: a loss went to `loss.backward()`, so that gradients did not go through all stages.
+        """
+        for engine, _ in self._made:
+            if engine.has_unused_gradients:
+                raise AccumulationError(
+                    "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
+                    "accelerator.backward(loss), which goes through all stages of the pipeline."
+                )
+            engine.accumulated = False
+        return super().step(optimizer, closure)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop gradients."""
+        for engine, _ in self._made:
+            engine.forget()
+        super().zero_grad(optimizer, set_to_none)
+
+
+def _layout(config: PipelineParallelConfig, ranks: int) -> Layout:
+    """Which rank holds which stage.
+
+    Raises:
+        IncompatibleOptionsError: the schedule does not take so many stages on a rank.
+    """
+    each = config.stages_per_rank
+    if config.schedule is None:
+        return Layout(ranks, ranks * (each or 1))
+    schedule = SCHEDULES[config.schedule]
+    each = each or schedule.stages_per_rank
+    if each != schedule.stages_per_rank and not (schedule.any_stages and each > 1):
+        takes = "2 or more" if schedule.any_stages else str(schedule.stages_per_rank)
+        raise IncompatibleOptionsError(
+            f"stages_per_rank={each}, and the schedule {schedule.name!r} takes {takes} on each rank. Change one of "
+            "them."
+        )
+    return Layout(ranks, ranks * each, schedule.turns)
