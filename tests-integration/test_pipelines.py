@@ -7,19 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from testkit import worlds
+from testkit.language_models import config_of, ids
 
 FEATURES, ROWS, STEPS = 6, 8, 3
 
 
 def chain(layers: int = 8) -> nn.Sequential:
     """Layers that differ in shape and in what they compute."""
-    parts: list[nn.Module] = []
-    for index in range(layers):
-        parts.append(
-            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh() if index % 2 else nn.LayerNorm(FEATURES))
-        )
     torch.manual_seed(0)
-    model = nn.Sequential(*parts)
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh() if index % 2 else nn.LayerNorm(FEATURES))
+            for index in range(layers)
+        )
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
@@ -65,15 +66,12 @@ def train(degrees: dict, handler: dict, windows: int = 1, inside: bool = False, 
     )
     model = chain()
     if tp:
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        mesh = accelerator.torch_device_mesh["tp"]
         for layer in model:
-            parallelize_module(
-                layer[0],
-                mesh,
-                ColwiseParallel(output_layouts=__import__("torch").distributed.tensor.Replicate()),
-            )
+            style = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(layer[0], accelerator.torch_device_mesh["tp"], style)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     replicas = degrees.get("dp_replicate_size", 1) * degrees.get("dp_shard_size", 1)
     inputs, targets = batches(replicas, windows=windows)
@@ -138,3 +136,279 @@ def test_windows(degrees: dict, inside: bool) -> None:
 
 def test_stages_of_divided_tensors() -> None:
     assert_equal(worlds.run(train, 4, {"pp_size": 2, "tp_size": 2}, {}, tp=True), one_process(1))
+
+
+# States
+
+
+def started(degrees: dict | None, handler: dict | None = None):
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+
+    parallelism = None
+    if degrees is not None:
+        pipeline = PipelineParallelConfig(**(handler or {})) if "pp_size" in degrees else None
+        parallelism = ParallelismConfig(**degrees, pp_handler=pipeline)
+    accelerator = Accelerator(cpu=True, parallelism_config=parallelism)
+    model = chain()
+    groups = [{"params": list(model[:3].parameters())}, {"params": list(model[3:].parameters()), "lr": 0.02}]
+    return (accelerator, *accelerator.prepare(model, torch.optim.AdamW(groups, lr=0.05)))
+
+
+def steps(accelerator, model, optimizer, first: int, last: int) -> None:
+    ranks = accelerator.strategy.batch
+    inputs, targets = batches(2, steps=4)
+    for step in range(first, last):
+        rows = slice(step * 2 * ROWS, (step + 1) * 2 * ROWS)
+        x, y = (whole[rows].chunk(ranks.size)[ranks.index] for whole in (inputs, targets))
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def half(folder, degrees, handler=None):
+    accelerator, model, optimizer = started(degrees, handler)
+    steps(accelerator, model, optimizer, 0, 2)
+    accelerator.save_state(folder / "state")
+    accelerator.save_model(model, folder / "model")
+    return accelerator.get_state_dict(model)
+
+
+def rest(folder, degrees, handler=None):
+    accelerator, model, optimizer = started(degrees, handler)
+    accelerator.load_state(folder / "state")
+    steps(accelerator, model, optimizer, 2, 4)
+    return accelerator.get_state_dict(model)
+
+
+def whole_run():
+    accelerator, model, optimizer = started(None)
+    steps(accelerator, model, optimizer, 0, 4)
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((2, {"pp_size": 2}), (2, {"pp_size": 2}), id="the same stages"),
+        pytest.param((2, {"pp_size": 2}), (1, None), id="one process"),
+        pytest.param((1, None), (2, {"pp_size": 2}), id="from one process"),
+        pytest.param((2, {"pp_size": 2}), (2, {"dp_shard_size": 2}), id="fsdp2"),
+        pytest.param(
+            (4, {"pp_size": 2, "dp_shard_size": 2}),
+            (4, {"pp_size": 4}),
+            id="other stages",
+            marks=pytest.mark.full,
+        ),
+        pytest.param((2, {"dp_shard_size": 2}), (4, {"pp_size": 2, "dp_replicate_size": 2}), id="from fsdp2"),
+    ],
+)
+def test_a_state_is_continued_by(tmp_path, before, after) -> None:
+    expected = worlds.run(whole_run, 1)[0]
+    worlds.run(half, before[0], tmp_path, before[1])
+    for weights in worlds.run(rest, after[0], tmp_path, after[1]):
+        torch.testing.assert_close(dict(weights), dict(expected), rtol=1e-9, atol=1e-10)
+
+
+def test_saved_weights_load_into_the_plain_model(tmp_path) -> None:
+    from accel_ckpt import load_checkpoint_in_model
+
+    weights = worlds.run(half, 2, tmp_path, {"pp_size": 2}, {"cuts": ["5"]})
+    model = chain()
+    load_checkpoint_in_model(model, tmp_path / "model")
+    torch.testing.assert_close(dict(model.state_dict()), dict(weights[0]), rtol=0, atol=0)
+
+
+# Models of transformers
+
+
+def language_model(kind: str, layers: int = 4):
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    config = config_of(kind, layers) if kind != "gpt2" else GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=layers, n_head=4, n_positions=64, tie_word_embeddings=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    return model if "_" in kind else model.double()  # grouped products of experts are not of float64
+
+
+def padded() -> dict[str, Tensor]:
+    """Sequences of different lengths, whose padding counts in no loss."""
+    rows = ids()
+    mask = torch.ones_like(rows)
+    mask[1, 6:] = mask[4, 3:] = mask[7, 8:] = 0
+    mask[2:4, 1:] = 0  # a micro-batch without a token that counts
+    return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
+
+
+def train_language_model(kind: str, degrees: dict | None, handler: dict | None = None):
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+
+    model = language_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    batch, seen = padded(), []
+    accelerator = None
+    if degrees is not None:
+        parallelism = ParallelismConfig(**degrees, pp_handler=PipelineParallelConfig(**(handler or {})))
+        accelerator = Accelerator(cpu=True, parallelism_config=parallelism)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(3):
+        loss = model(**batch).loss
+        if accelerator is None:
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss), float(norm)))
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch)
+    weights = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return seen, dict(weights), output.logits, float(output.loss)
+
+
+GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "handler"),
+    [
+        ("llama", {}),
+        ("llama", {"schedule": "gpipe"}),
+        ("llama", {"schedule": "interleaved_zero_bubble"}),
+        ("llama", {"cuts": ["model.layers.3"]}),
+        ("qwen3_moe", {}),
+        ("gpt2", {"modules": GPT2_MODULES}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_models_of_transformers_train_as_on_one_process(kind: str, handler: dict) -> None:
+    expected = train_language_model(kind, None)
+    for seen, weights, logits, loss in worlds.run(train_language_model, 2, kind, {"pp_size": 2}, handler):
+        # Norms and rotary positions of these models compute in float32.
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected[0]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights, expected[1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits, expected[2], rtol=1e-4, atol=1e-4)
+        assert loss == pytest.approx(expected[3], rel=1e-5)
+
+
+def train_in_bf16(degrees: dict, plugin: dict | None) -> list[float]:
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16",
+        parallelism_config=ParallelismConfig(**degrees),
+        fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
+    )
+    model = language_model("llama").float()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    batch, losses = padded(), []
+    for _ in range(4):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("degrees", "plugin"),
+    [
+        pytest.param({"pp_size": 2}, None, id="autocast"),
+        pytest.param(
+            {"pp_size": 2, "dp_shard_size": 2},
+            {"activation_checkpointing": True, "auto_wrap_policy": "transformer_based_wrap"},
+            id="fsdp2, recomputed",
+        ),
+        pytest.param(
+            {"pp_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2},
+            {"reshard_after_forward": False},
+            id="hybrid",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_mixed_precision(degrees: dict, plugin: dict | None) -> None:
+    """All ranks read the same batch here, so losses are those of one process, as far as bfloat16 is exact."""
+    [expected] = worlds.run(train_in_bf16, 1, {}, None)
+    ranks = degrees["pp_size"] * degrees.get("dp_shard_size", 1) * degrees.get("dp_replicate_size", 1)
+    for losses in worlds.run(train_in_bf16, ranks, degrees, plugin):
+        torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)
+        assert losses[-1] < losses[0] - 0.1
+
+
+# What is refused
+
+
+def refused(kind: str) -> str:
+    """The error of a script with one mistake, on this rank."""
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+
+    def made(handler: dict | None = None, degrees: dict | None = None, **arguments):
+        stages = PipelineParallelConfig(**(handler or {}))
+        parallelism = ParallelismConfig(**(degrees or {"pp_size": 2}), pp_handler=stages)
+        return Accelerator(cpu=True, parallelism_config=parallelism, **arguments)
+
+    def step(accelerator, loss_of, rows: int = ROWS):
+        model = chain()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(accelerator, model, torch.randn(rows, FEATURES, dtype=torch.float64))
+        optimizer.step()
+
+    def twice(accelerator, model, x):
+        output = model(x)
+        accelerator.backward(output.sum(), retain_graph=True)
+        accelerator.backward(output.mean())
+
+    def scaled(accelerator, model, x):
+        for _ in range(2):
+            accelerator.backward(model(x, target=x).loss * 3)
+
+    plain = lambda accelerator, model, x: accelerator.backward(model(x).sum())  # noqa: E731
+    fused = {"loss_function": nn.functional.mse_loss}
+    cases = {
+        "rows": lambda: step(made({"num_micro_batches": 3}), plain),
+        "few rows": lambda: step(made({"schedule": "1f1b", **fused}), lambda a, m, x: m(x, target=x), rows=1),
+        "no loss": lambda: step(made({"schedule": "1f1b"}), plain),
+        "no function": lambda: step(made(), lambda a, m, x: m(x, target=x)),
+        "raw backward": lambda: step(made(), lambda a, m, x: m(x).sum().backward()),
+        "raw backward of a schedule": lambda: step(made(fused), lambda a, m, x: m(x, target=x).loss),
+        "second backward": lambda: step(made(), twice),
+        "factor": lambda: step(made(fused), scaled),
+        "stages": lambda: made({"schedule": "gpipe", "stages_per_rank": 2}),
+        "fp16": lambda: made(mixed_precision="fp16"),
+        "cp": lambda: made(degrees={"pp_size": 2, "cp_size": 1, "sp_size": 1, "dp_shard_size": 3}),
+    }
+    try:
+        cases[kind]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("rows", "DataError: A batch has 8 rows, which num_micro_batches=3 does not divide"),
+        ("few rows", "DataError: A batch of 1 rows cannot be cut into at least 2 micro-batches of one size"),
+        ("no loss", "ArgumentTypeError: The schedule '1f1b' begins backward before all micro-batches"),
+        ("no function", "ArgumentTypeError: The model was called with target=…, and nothing computes a loss"),
+        ("raw backward", "AccumulationError: A loss of the model went to loss.backward()"),
+        ("raw backward of a schedule", "AccumulationError: A loss of the model went to loss.backward()"),
+        ("second backward", "AccumulationError: A second backward went through what the model returned"),
+        ("factor", "AccumulationError: The loss was multiplied by 3 after the model returned it"),
+        ("stages", "IncompatibleOptionsError: stages_per_rank=2, and the schedule 'gpipe' takes 1"),
+        ("fp16", "IncompatibleOptionsError: strategy 'pp' cannot compute with mixed_precision='fp16'"),
+        ("cp", "IncompatibleOptionsError: ParallelismConfig: the degrees pp 2 x dp_shard 3 multiply to 6"),
+    ],
+)
+def test_mistakes_are_named_on_all_ranks(kind: str, message: str) -> None:
+    found = worlds.run(refused, 2, kind)
+    assert all(each.startswith(message) for each in found), found

@@ -57,9 +57,17 @@ MESHES: dict[str, dict[str, int]] = {
     "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2},
     "dp_replicate x tp": {"dp_replicate_size": 2, "tp_size": 2},
     "dp_replicate x dp_shard": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "pp x dp_shard": {"pp_size": 2, "dp_shard_size": 2},
+    "pp x tp": {"pp_size": 2, "tp_size": 2},
 }
 """Variants of which the degrees of parallelism are given, and the strategy follows."""
-VARIANTS |= {name: ("fsdp2" if "dp_shard_size" in sizes else "tp", {}) for name, sizes in MESHES.items()}
+
+
+def _strategy_of(sizes: dict[str, int]) -> str:
+    return "pp" if "pp_size" in sizes else "fsdp2" if "dp_shard_size" in sizes else "tp"
+
+
+VARIANTS |= {name: (_strategy_of(sizes), {}) for name, sizes in MESHES.items()}
 
 ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}
 """Variables of a member's ranks, which otherwise compute on the CPU."""
@@ -142,14 +150,21 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Head(nn.Linear):
+    """One number for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).squeeze(-1)
+
+
 class Net(nn.Module):
-    """Repeated blocks, a tied weight and a head."""
+    """Repeated blocks and a head; each module takes what the one before returned, as stages of a pipeline need it."""
 
     def __init__(self, dtype: torch.dtype, frozen: bool = False, width: int = DIM) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, width, dtype=dtype)
         self.blocks = nn.ModuleList([Block(dtype, width) for _ in range(2)])
-        self.head = nn.Linear(width, 1, dtype=dtype)
+        self.head = Head(width, 1, dtype=dtype)
         if frozen:
             self.first.requires_grad_(False)
 
@@ -157,7 +172,7 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x).squeeze(-1)
+        return self.head(x)
 
 
 def make_model(case: Case, seed: int = 0) -> Net:
@@ -230,11 +245,15 @@ def _selection(member: str) -> Any:
 
 def make_accelerator(case: Case, **arguments: Any) -> Any:
     """An `Accelerator` of the case."""
-    from accel_train import Accelerator, GradScalerKwargs, ParallelismConfig
+    from accel_train import Accelerator, GradScalerKwargs, ParallelismConfig, PipelineParallelConfig
 
     selected = {} if case.strategy in ("single", "ddp") else {"strategy": _selection(case.strategy)}
-    if case.strategy in MESHES:
-        selected = {"parallelism_config": ParallelismConfig(**MESHES[case.strategy])}
+    sizes = MESHES.get(case.strategy)
+    if case.strategy == "pp":
+        sizes = {"pp_size": 2, "dp_replicate_size": int(os.environ["WORLD_SIZE"]) // 2}
+    if sizes is not None:
+        stages = PipelineParallelConfig(modules=["first", "blocks", "head"]) if "pp_size" in sizes else None
+        selected = {"parallelism_config": ParallelismConfig(**sizes, pp_handler=stages)}
     os.environ.update(ENVIRONMENTS.get(case.strategy, {}))
     # A scale at which no gradient overflows: a skipped step is a test of its own.
     scaling = GradScalerKwargs(init_scale=case.scale)

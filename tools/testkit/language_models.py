@@ -10,8 +10,8 @@ from torch import Tensor, nn
 __all__ = ["config_of", "ids", "train"]
 
 
-def config_of(kind: str) -> Any:
-    """The configuration of a model of two layers: llama, or a mixture of four experts."""
+def config_of(kind: str, layers: int = 2) -> Any:
+    """The configuration of a small model: llama, or a mixture of four experts."""
     import transformers
 
     small = {
@@ -21,7 +21,7 @@ def config_of(kind: str) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "use_cache": False,
     }
     routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

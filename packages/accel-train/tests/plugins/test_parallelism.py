@@ -11,6 +11,7 @@ from accel_state.environment import patch_environment
 from accel_train import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
@@ -94,8 +95,11 @@ def test_sizes_and_names_of_dimensions():
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
     assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp", "cp", "sp"]
     assert ParallelismConfig(dp_replicate_size=2, cp_size=2).fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
-    enabled = [getattr(config, f"{name}_enabled") for name in config.degrees]
-    assert enabled == [True] * 5
+    enabled = {name: getattr(config, f"{name}_enabled") for name in config.degrees}
+    assert enabled == {name: name != "pp" for name in config.degrees}
+    staged = ParallelismConfig(pp_size=2, dp_shard_size=2)
+    assert (staged.pp_enabled, staged.total_size, staged.data_parallel_size) == (True, 4, 2)
+    assert staged.active_mesh_dims == ["dp_shard", "pp"]
     assert not ParallelismConfig().tp_enabled
 
 
@@ -108,6 +112,7 @@ def test_sizes_and_names_of_dimensions():
         ({"cp_backend": "ring"}, OptionError, "cp_backend is 'ring'; expected 'torch'"),
         ({"sp_backend": "torch"}, OptionError, "sp_backend is 'torch'; expected 'deepspeed'"),
         ({"cp_size": 2, "cp_handler": "alltoall"}, ArgumentTypeError, "takes TorchContextParallelConfig"),
+        ({"pp_size": 2, "pp_handler": "1f1b"}, ArgumentTypeError, "takes PipelineParallelConfig"),
     ],
 )
 def test_what_cannot_be_used_is_named(arguments, error, message):
@@ -161,3 +166,29 @@ def test_copies_and_plain_data():
     assert data["sp_size"] == 2
     assert data["sp_handler"]["sp_attn_implementation"] == "sdpa"
     assert data["tp_handler"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1F1B"}, "schedule is '1F1B'; expected one of gpipe, 1f1b"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0; expected a whole number of at least 1"),
+        ({"stages_per_rank": True}, "stages_per_rank is True"),
+        ({"modules": "layers"}, "modules is 'layers'; expected names of modules in a list"),
+        ({"cuts": [3]}, "cuts is .3.; expected names of modules in a list"),
+    ],
+)
+def test_options_of_pipelines_are_checked(options, message):
+    with pytest.raises(OptionError, match=message):
+        PipelineParallelConfig(**options)
+
+
+def test_options_of_pipelines_come_from_the_launcher():
+    with patch_environment(
+        PARALLELISM_CONFIG_PP_SIZE="2",
+        PARALLELISM_CONFIG_PP_SCHEDULE="looped_bfs",
+        PARALLELISM_CONFIG_PP_NUM_MICRO_BATCHES="6",
+        PARALLELISM_CONFIG_PP_STAGES_PER_RANK="3",
+    ):
+        handler = ParallelismConfig().pp_handler
+    assert (handler.schedule, handler.num_micro_batches, handler.stages_per_rank) == ("looped_bfs", 6, 3)

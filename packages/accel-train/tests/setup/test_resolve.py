@@ -63,7 +63,7 @@ def test_a_strategy_of_an_outside_package_is_selected_by_its_plugin_and_trains()
 
 def test_a_strategy_that_is_not_installed_is_named():
     with pytest.raises(
-        OptionError, match="Unknown strategy 'outside'; known: ddp, deepspeed, fsdp2, megatron, single"
+        OptionError, match="Unknown strategy 'outside'; known: ddp, deepspeed, fsdp2, megatron, pp, single"
     ):
         Accelerator(fsdp_plugin=OutsidePlugin())
 

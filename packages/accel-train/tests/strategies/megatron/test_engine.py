@@ -15,8 +15,9 @@ from torch.nn import functional
 from accel_train import MegatronLMPlugin
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
 from accel_train.strategies.megatron.build import Built
-from accel_train.strategies.megatron.engine import MegatronEngine, MegatronOutput
+from accel_train.strategies.megatron.engine import MegatronEngine
 from accel_train.strategies.megatron.layout import Dims
+from accel_train.strategies.outputs import EngineOutput
 
 VOCABULARY, PADDED = 6, 8
 GROUPS = SimpleNamespace(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, cp_size=1, dp_size=1, dp_group=None)
@@ -266,11 +267,11 @@ def test_what_a_script_asks_of_the_engine():
 
 def test_outputs_are_those_of_transformers():
     loss, logits = torch.ones(()), torch.zeros(2)
-    both = MegatronOutput(loss, logits)
+    both = EngineOutput(loss, logits)
     assert both.loss is both["loss"] is both[0] is loss
     assert both.logits is both["logits"] is both[-1] is logits
     assert both[:1] == (loss,)
-    alone = MegatronOutput(None, logits)
+    alone = EngineOutput(None, logits)
     assert (alone.loss, alone[0], list(alone)) == (None, logits, ["logits"])
     with pytest.raises(AttributeError, match="hidden_states"):
         alone.hidden_states  # noqa: B018

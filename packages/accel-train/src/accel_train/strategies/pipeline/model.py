@@ -27,7 +27,7 @@ from accel_train.strategies.pipeline.schedules import (
     run_backward,
     run_forward,
 )
-from accel_train.strategies.pipeline.stages import TARGET, Stage
+from accel_train.strategies.pipeline.stages import TARGET, Stage, counted_tokens, is_causal
 
 __all__ = ["PipelineModel"]
 
@@ -110,6 +110,11 @@ class PipelineModel(nn.Module):
         """
         if not self._chain:
             inputs, named = self._named(inputs, named)
+        if TARGET in named and self._config.loss_function is None:
+            raise ArgumentTypeError(
+                f"The model was called with {TARGET}=…, and nothing computes a loss from it. Give "
+                "PipelineParallelConfig(loss_function=…), or compute the loss from what the model returns."
+            )
         has_loss = TARGET in named or (not self._chain and named.get("labels") is not None)
         trains = torch.is_grad_enabled()
         schedule = self._schedule(has_loss)
@@ -121,13 +126,12 @@ class PipelineModel(nn.Module):
                 "transformers, or PipelineParallelConfig(loss_function=…) and model(…, target=…); or choose "
                 "schedule='gpipe', with which the script computes the loss."
             )
-        weight, named = self._summed(named) if has_loss else (None, named)
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
-        weight = 1 / len(micro_batches) if weight is None else weight
+        weights = self._weights(micro_batches)
         if fused:
-            return self._run_fused(schedule, micro_batches, key, weight)
+            return self._run_fused(schedule, micro_batches, key, weights)
         trains = trains and schedule.kind is None
-        return self._run_forward(micro_batches, key, weight, trains=trains, only_loss=has_loss and trains)
+        return self._run_forward(micro_batches, key, weights, trains=trains, only_loss=has_loss and trains)
 
     def _named(
         self, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -154,16 +158,19 @@ class PipelineModel(nn.Module):
             name = "interleaved_1f1b" if several else "1f1b" if has_loss else "gpipe"
         return SCHEDULES[name]
 
-    def _summed(self, named: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
-        """Make causal language models divide by the tokens of the whole batch; None: losses are means."""
-        if "num_items_in_batch" in named:
-            return 1.0, named
-        takes = any(p.kind is p.VAR_KEYWORD for p in self._signature.parameters.values())
-        labels = named.get("labels")
-        if labels is None or not takes or not type(self.given).__name__.endswith("ForCausalLM"):
-            return None, named
-        tokens = int((labels[..., 1:] != -100).sum())
-        return 1.0, {**named, "num_items_in_batch": max(tokens, 1)}
+    def _weights(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
+        """The share of each micro-batch in the loss of the batch.
+
+        Causal language models average over tokens, which micro-batches have different numbers of; other losses are
+        taken for means over rows.
+        """
+        labels = [named.get("labels") for _, named in micro_batches]
+        if "num_items_in_batch" in micro_batches[0][1]:
+            return [1.0] * len(labels)  # the script divides by the items of the whole batch
+        if labels[0] is None or not is_causal(self.given):
+            return [1 / len(labels)] * len(labels)
+        counts = torch.stack([counted_tokens(each) for each in labels if each is not None]).tolist()
+        return [count / max(sum(counts), 1) for count in counts]
 
     def _cut(
         self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: Schedule | None
@@ -225,7 +232,13 @@ class PipelineModel(nn.Module):
     # One forward
 
     def _run_forward(
-        self, micro_batches: list[MicroBatch], key: Any, weight: float, *, trains: bool, only_loss: bool
+        self,
+        micro_batches: list[MicroBatch],
+        key: Any,
+        weights: list[float],
+        *,
+        trains: bool,
+        only_loss: bool,
     ) -> Any:
         forms = self._known((torch.is_grad_enabled(), self.training, key), self._forms, dict)
         stages = list(self.stages)
@@ -235,8 +248,8 @@ class PipelineModel(nn.Module):
             found = run_forward(
                 stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
             )
-        outputs = [_Output.of(output, weight, only_loss) for output in found.outputs]
-        merged = _Output.merged(outputs, weight) if outputs else None
+        outputs = [_Output.of(output, only_loss) for output in found.outputs]
+        merged = _Output.merged(outputs, weights) if outputs else None
         codes, *tensors = self._exchange.share(
             None if merged is None else [torch.tensor(merged.codes, device=self._device), *merged.tensors],
             self._layout.owner(self._layout.stages - 1),
@@ -244,7 +257,7 @@ class PipelineModel(nn.Module):
         if trains:
             tensors = [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
             self._passes = [known for known in self._passes if known.waits]
-            self._passes.append(_Pass(found, outputs, tensors, weight))
+            self._passes.append(_Pass(found, outputs, tensors, weights))
         return _structure(codes.tolist(), tensors)
 
     def run_backward(self) -> None:
@@ -277,7 +290,7 @@ class PipelineModel(nn.Module):
     # Forward and backward
 
     def _run_fused(
-        self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weight: float
+        self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weights: list[float]
     ) -> EngineOutput:
         def make() -> Fused:
             forms: dict[int, list[Form]] = {}
@@ -303,8 +316,9 @@ class PipelineModel(nn.Module):
 
         fused = self._known(key, self._fused, make)
         factor = self.loss_factor
-        losses = fused.run(micro_batches, factor * weight, reduces=self.reduces)
-        total = torch.stack(losses).sum() * weight if losses else None
+        losses = fused.run(micro_batches, [factor * weight for weight in weights], reduces=self.reduces)
+        weighted = [loss * weight for loss, weight in zip(losses, weights if losses else (), strict=True)]
+        total = torch.stack(weighted).sum() if weighted else None
         [value] = self._exchange.share(
             None if total is None else [total], self._layout.owner(self._layout.stages - 1)
         )
@@ -347,7 +361,7 @@ class _Output:
         self.codes, self.tensors = codes, tensors
 
     @classmethod
-    def of(cls, output: Any, weight: float, only_loss: bool) -> _Output:
+    def of(cls, output: Any, only_loss: bool) -> _Output:
         if isinstance(output, Tensor):
             return cls([_SINGLE], [output])
         if isinstance(output, Mapping):
@@ -363,13 +377,13 @@ class _Output:
         )
 
     @classmethod
-    def merged(cls, outputs: Sequence[_Output], weight: float) -> _Output:
+    def merged(cls, outputs: Sequence[_Output], weights: Sequence[float]) -> _Output:
         """The output of the whole batch: losses are averaged, or added up; rows follow each other."""
         columns = zip(*(output.tensors for output in outputs), strict=True)
         return cls(
             outputs[0].codes,
             [
-                torch.stack([t.detach() for t in column]).sum(0) * weight
+                torch.stack([t.detach() * weight for t, weight in zip(column, weights, strict=True)]).sum(0)
                 if column[0].dim() == 0
                 else torch.cat([t.detach() for t in column])
                 for column in columns
@@ -392,14 +406,18 @@ class _Pass:
         forwarded: what this rank's stage keeps.
         outputs: of each micro-batch, on the rank of the last stage.
         leaves: what the call returned.
-        weight: of each micro-batch's loss.
+        weights: of the micro-batches' losses.
     """
 
     def __init__(
-        self, forwarded: Forwarded, outputs: Sequence[_Output], leaves: Sequence[Tensor], weight: float
+        self,
+        forwarded: Forwarded,
+        outputs: Sequence[_Output],
+        leaves: Sequence[Tensor],
+        weights: Sequence[float],
     ) -> None:
         self.forwarded = forwarded
-        self._outputs, self._weight = outputs, weight
+        self._outputs, self._weights = outputs, weights
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         self._gradients: dict[int, Tensor] = {}
         self._done = False
@@ -440,12 +458,12 @@ class _Pass:
                 known.grad = None
         found = []
         starts = [0] * (max(gradients, default=0) + 1)
-        for output in self._outputs:
+        for output, weight in zip(self._outputs, self._weights[: len(self._outputs)], strict=True):
             tensors, theirs = [], []
             for place, gradient in gradients.items():
                 tensor = output.tensors[place]
                 if tensor.dim() == 0:
-                    theirs.append((gradient * self._weight).to(tensor.dtype))
+                    theirs.append((gradient * weight).to(tensor.dtype))
                 else:
                     start = starts[place]
                     theirs.append(gradient[start : start + tensor.shape[0]])

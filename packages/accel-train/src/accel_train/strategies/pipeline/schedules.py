@@ -263,7 +263,7 @@ class Fused:
         group: Any,
     ) -> None:
         self._losses: list[Tensor] = []
-        self._factor = 1.0
+        self._factors: Sequence[float] = ()
         self._count = count
         self._stages = [
             _TorchStage(
@@ -281,21 +281,24 @@ class Fused:
         self._run = schedule.kind(given, count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Tensor, target: Any) -> Tensor:
+        factor = self._factors[len(self._losses)]  # the last stage computes micro-batches in order
         self._losses.append(output.detach())
-        return output * self._factor
+        return output * factor
 
-    def run(self, micro_batches: Sequence[MicroBatch], factor: float, *, reduces: bool) -> list[Tensor]:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], factors: Sequence[float], *, reduces: bool
+    ) -> list[Tensor]:
         """Run forward and backward.
 
         Args:
             micro_batches: the arguments.
-            factor: of each micro-batch's loss.
+            factors: of the micro-batches' losses.
             reduces: FSDP reduces gradients afterwards.
 
         Returns:
             The losses, on the rank of the last stage.
         """
-        self._factor = factor
+        self._factors = factors
         self._losses.clear()
         for stage in self._stages:
             stage.micro_batches, stage.reduces = micro_batches, reduces

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_train.errors import ArgumentTypeError, PrepareError
+from accel_train.errors import PrepareError
 from accel_train.strategies.pipeline.cut import Cut
 
-__all__ = ["TARGET", "Absent", "Stage", "make_stages", "tensors_of"]
+__all__ = ["TARGET", "Absent", "Stage", "counted_tokens", "is_causal", "make_stages", "tensors_of"]
 
+_IGNORED = -100
 TARGET = "target"
 """Argument of the prepared model that `PipelineParallelConfig.loss_function` gets."""
 
@@ -102,12 +103,12 @@ class Stage(nn.Module):
             return end.hidden
         finally:
             self._received = None
+        labels = named.get("labels")
+        if self.is_last and labels is not None and is_causal(self.module) and not counted_tokens(labels):
+            # The mean over no tokens is not a number; this micro-batch has no share in the loss.
+            return {**output, "loss": output["logits"].sum() * 0.0}
         if self.is_last and target is not None:
-            if self._loss_function is None:
-                raise ArgumentTypeError(
-                    f"The model was called with {TARGET}=…, and nothing computes a loss from it. Give "
-                    "PipelineParallelConfig(loss_function=…), or compute the loss from what the model returns."
-                )
+            assert self._loss_function is not None, "checked where the model is called"
             return {"loss": self._loss_function(output, target)}
         return output
 
@@ -133,6 +134,17 @@ class Stage(nn.Module):
         if not self.is_last:
             named.pop("labels", None)
         return inputs, {**named, "use_cache": False}
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether a model of transformers computes the mean loss of following tokens from `labels`."""
+    kind = getattr(model, "loss_type", "")
+    return kind == "ForCausalLM" or (kind is None and type(model).__name__.endswith("LMHeadModel"))
+
+
+def counted_tokens(labels: Tensor) -> Tensor:
+    """How many tokens count in the loss: all but the first of each sequence, and those that are ignored."""
+    return (labels[..., 1:] != _IGNORED).sum()
 
 
 def make_stages(

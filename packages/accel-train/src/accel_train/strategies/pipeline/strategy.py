@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,12 +17,16 @@ from accel_ckpt.parts import is_sharded
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.optimizer_parameters import parameters_of
-from accel_train.plugins import FullyShardedDataParallelPlugin, PipelineParallelConfig
+from accel_train.plugins import (
+    FullyShardedDataParallelPlugin,
+    PipelineParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.start import agree, lay_out, place_whole, widen
-from accel_train.strategies.fsdp2.strategy import mixed_precision_policy
+from accel_train.strategies.fsdp2.strategy import FSDP2Strategy, mixed_precision_policy
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from accel_train.strategies.gradients import (
     average,
@@ -38,6 +42,7 @@ from accel_train.strategies.pipeline.stages import Stage, make_stages
 from accel_train.strategies.pipeline.states import PipelineStates, Whole
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.tensor_parallel import TensorParallelStrategy
 from accel_train.strategies.wrappers import reduced_by_fsdp
 
 __all__ = ["PipelineStrategy"]
@@ -70,6 +75,14 @@ class PipelineStrategy(Strategy):
         self._layout = _layout(self.pipeline, mesh.size())
         self._made: list[tuple[PipelineModel, Whole]] = []
         self._gone: dict[int, weakref.ref[Tensor]] = {}  # parameters of other stages
+
+    @classmethod
+    def check_degrees(cls, config: Any, degrees: Mapping[str, int]) -> None:
+        """A plugin of FSDP or of tensor parallelism is for what is inside a stage."""
+        if isinstance(config, FullyShardedDataParallelPlugin):
+            FSDP2Strategy.check_degrees(config, degrees)
+        elif isinstance(config, TorchTensorParallelPlugin):
+            TensorParallelStrategy.check_degrees(config, degrees)
 
     @property
     def _shards(self) -> bool:
