@@ -104,7 +104,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     strategy_class = STRATEGIES.get(name)
     _check_launched(launched, strategy_class, process.device)
     if degrees is not None and degrees["pp"] > 1:
-        strategy_class = _of_stages(strategy_class, degrees["pp"])
+        strategy_class = _of_stages(strategy_class, degrees["pp"], rehearsed=process.rehearsal is not None)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -173,12 +173,17 @@ def strategy_name(
     return given if isinstance(given, str) else given.strategy
 
 
-def _of_stages(strategy: type[Strategy], degree: int) -> type[Strategy]:
+def _of_stages(strategy: type[Strategy], degree: int, rehearsed: bool) -> type[Strategy]:
     """The strategy that divides a model into stages, which are trained as by another one.
 
     Raises:
-        IncompatibleOptionsError: that one cannot train stages.
+        IncompatibleOptionsError: that one cannot train stages, or other ranks do not exist.
     """
+    if rehearsed:
+        raise IncompatibleOptionsError(
+            f"pp_size={degree} cannot be rehearsed: what a stage receives depends on the stages of other ranks. Start "
+            "one step with small batches instead."
+        )
     if not strategy.capabilities.in_stages:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} cannot train with pp_size={degree}. Leave it out; stages of a pipeline hold "
