@@ -243,10 +243,14 @@ def padded() -> dict[str, Tensor]:
     return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
 
 
-def train_language_model(kind: str, degrees: dict | None, handler: dict | None = None):
+def train_language_model(
+    kind: str, degrees: dict | None, handler: dict | None = None, recomputed: bool = False
+):
     from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
 
     model = language_model(kind)
+    if recomputed:
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     batch, seen = padded(), []
     accelerator = None
@@ -295,6 +299,33 @@ def test_models_of_transformers_train_as_on_one_process(kind: str, handler: dict
         torch.testing.assert_close(weights, expected[1], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(logits, expected[2], rtol=1e-4, atol=1e-4)
         assert loss == pytest.approx(expected[3], rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_layers_that_recompute_their_activations(schedule: str) -> None:
+    expected = train_language_model("llama", None)
+    for seen, weights, _, _ in worlds.run(
+        train_language_model, 2, "llama", {"pp_size": 2}, {"schedule": schedule}, recomputed=True
+    ):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected[0]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weights, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def unwrapped_call() -> str:
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = accelerator.prepare(language_model("llama"))
+    try:
+        accelerator.unwrap_model(model).generate(ids()[:1], max_new_tokens=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_does_not_generate_with_its_layers_alone() -> None:
+    for found in worlds.run(unwrapped_call, 2):
+        assert "is in another stage of the pipeline, so this rank cannot run the model by itself" in found
 
 
 def train_in_bf16(degrees: dict, plugin: dict | None) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,19 +18,43 @@ TARGET = "target"
 """Argument of the prepared model that `PipelineParallelConfig.loss_function` gets."""
 
 
+class _Calls:
+    """What the modules of one rank's stages share while a stage is called.
+
+    Attributes:
+        running: a stage is called now.
+        received: what the stage received.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.received: Any = None
+
+
 class Absent(nn.Module):
     """In the place of a module of another stage: returns its first input. It keeps plain attributes of the module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, calls: _Calls) -> None:
         super().__init__()
-        for name, value in module.__dict__.items():
-            if name not in self.__dict__ and not name.startswith("_"):
-                self.__dict__[name] = value
+        for attribute, value in module.__dict__.items():
+            if attribute not in self.__dict__ and not attribute.startswith("_"):
+                self.__dict__[attribute] = value
+        self._name = name
+        self._calls = calls
         # An embedding has tokens as its input, which are no activations; what depends on it is not computed here.
         self._zero = module.weight.new_zeros(()).detach() if isinstance(module, nn.Embedding) else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first input; of an embedding 0."""
+        """The first input; of an embedding 0.
+
+        Raises:
+            PrepareError: the model is called by itself, not by its pipeline.
+        """
+        if not self._calls.running:
+            raise PrepareError(
+                f"{self._name!r} is in another stage of the pipeline, so this rank cannot run the model by itself. "
+                "Call what prepare() returned, on all ranks; for a whole model load what save_model() writes."
+            )
         if self._zero is not None:
             return self._zero
         return inputs[0] if inputs else next(iter(named.values()))
@@ -44,14 +68,68 @@ class _Reached(Exception):  # noqa: N818 (no error)
         self.hidden = hidden
 
 
+class _Edge(nn.Module):
+    """The first or the last layer of a stage: takes what the stage received, or ends the forward.
+
+    A layer that recomputes its activations runs its hooks again in backward, so this stands around it.
+    """
+
+    def __init__(self, layer: nn.Module, calls: _Calls, *, enters: bool, leaves: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self._calls = calls
+        self._enters, self._leaves = enters, leaves
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["layer"], name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the layer returns."""
+        if self._enters and inputs:
+            inputs = (self._calls.received, *inputs[1:])
+        elif self._enters:
+            named = {**named, "hidden_states": self._calls.received}
+        output = self.layer(*inputs, **named)
+        if self._leaves:
+            raise _Reached(output[0] if isinstance(output, tuple) else output)
+        return output
+
+
+class _Chain(nn.Module):
+    """Modules of which each is called with what the one before returned."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], *, leaves: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(model.get_submodule(name) for name in names)
+        self._leaves = leaves
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the last one returns."""
+        value: Any = inputs
+        for part in self.parts:
+            value = part(*value, **named) if isinstance(value, tuple) else part(value, **named)
+            named = {}
+        if self._leaves:
+            raise _Reached(value)  # past what converts outputs to float32
+        return value
+
+
 class Stage(nn.Module):
     """One stage of a pipeline. The first one takes the model's arguments, the others what the one before returned.
 
     Args:
-        model: the script's model without the modules of other stages.
+        model: the script's model without the modules of other ranks.
         cut: how the model is cut.
         index: number of the stage.
+        calls: shared by the stages of this rank.
         loss_function: see `PipelineParallelConfig`.
+
+    Attributes:
+        module: what is called: the model without the modules of other stages, or its part of the chain.
+        layers: the layers of the stage.
     """
 
     def __init__(
@@ -59,69 +137,61 @@ class Stage(nn.Module):
         model: nn.Module,
         cut: Cut,
         index: int,
+        calls: _Calls,
         loss_function: Callable[..., Any] | None,
     ) -> None:
         super().__init__()
-        self.module = model
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(cut.stages) - 1
-        self._names = cut.stages[index]
         self.chain = cut.chain
+        self._calls = calls
         self._loss_function = loss_function
-        self._layers = [name for name in self._names if name in cut.layers]
-        self._received: Any = None
-        if self.chain:
-            self.module.forward = self._through_chain
+        self.layers = [model.get_submodule(name) for name in cut.stages[index] if name in cut.layers]
+        self.module: nn.Module
+        if cut.chain:
+            self.module = _Chain(model, cut.stages[index], leaves=not self.is_last)
+        else:
+            self.module = _copied(model, "", self._places(model, cut))
+            self._is_causal = is_causal(model)
 
-    def enter_and_leave(self) -> None:
-        """Let the first layer take what was received, and the last one end the forward. Called when hooks are set."""
-        if self.chain:
-            return
-        if not self.is_first:
-            first = self.module.get_submodule(self._layers[0])
-            first.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        if not self.is_last:
-            self.module.get_submodule(self._layers[-1]).register_forward_hook(self._leave)
-
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if inputs:
-            return (self._received, *inputs[1:]), named
-        return inputs, {**named, "hidden_states": self._received}
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        raise _Reached(output[0] if isinstance(output, tuple) else output)
+    def _places(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
+        """What stands in the place of modules of the model."""
+        names = cut.stages[self.index]
+        layers = [name for name in names if name in cut.layers]
+        found: dict[str, nn.Module] = {
+            name: Absent(name, model.get_submodule(name), self._calls)
+            for name in cut.names
+            if name not in names
+        }
+        for name in {layers[0], layers[-1]}:
+            enters = name == layers[0] and not self.is_first
+            leaves = name == layers[-1] and not self.is_last
+            if enters or leaves:
+                found[name] = _Edge(model.get_submodule(name), self._calls, enters=enters, leaves=leaves)
+        return found
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the next stage takes, a tensor or a tuple of tensors; of the last stage the model's output."""
-        named = dict(named)
         target = named.pop(TARGET, None)
-        if not self.chain:
+        if self.chain:
+            named = named if self.is_first else {}
+        else:
             inputs, named = self._arguments(inputs, named)
+        self._calls.running = True
         try:
-            output = self.module(*inputs, **(named if self.is_first or not self.chain else {}))
+            output = self.module(*inputs, **named)
         except _Reached as end:
             return end.hidden
         finally:
-            self._received = None
-        labels = named.get("labels")
-        if self.is_last and labels is not None and is_causal(self.module) and not counted_tokens(labels):
-            # The mean over no tokens is not a number; this micro-batch has no share in the loss.
-            return {**output, "loss": output["logits"].sum() * 0.0}
-        if self.is_last and target is not None:
+            self._calls.running, self._calls.received = False, None
+        if target is not None:
             assert self._loss_function is not None, "checked where the model is called"
             return {"loss": self._loss_function(output, target)}
+        labels = named.get("labels")
+        if labels is not None and not self.chain and self._is_causal and not counted_tokens(labels):
+            # The mean over no tokens is not a number; this micro-batch has no share in the loss.
+            return {**output, "loss": output["logits"].sum() * 0.0}
         return output
-
-    def _through_chain(self, *inputs: Any, **named: Any) -> Any:
-        """The forward of a model whose modules make a chain."""
-        value: Any = inputs
-        for name in self._names:
-            inner = self.module.get_submodule(name)
-            value = inner(*value, **named) if isinstance(value, tuple) else inner(value, **named)
-            named = {}
-        if not self.is_last:
-            raise _Reached(value)  # past what converts outputs to float32
-        return value
 
     def _arguments(
         self, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -129,8 +199,8 @@ class Stage(nn.Module):
         """What the model's own forward is called with."""
         if not self.is_first:
             named.pop("input_ids", None)
-            [self._received] = inputs
-            inputs, named["inputs_embeds"] = (), self._received
+            [self._calls.received] = inputs
+            inputs, named["inputs_embeds"] = (), self._calls.received
         if not self.is_last:
             named.pop("labels", None)
         return inputs, {**named, "use_cache": False}
@@ -148,10 +218,7 @@ def counted_tokens(labels: Tensor) -> Tensor:
 
 
 def make_stages(
-    model: nn.Module,
-    cut: Cut,
-    held: Sequence[int],
-    loss_function: Callable[..., Any] | None,
+    model: nn.Module, cut: Cut, held: Sequence[int], loss_function: Callable[..., Any] | None
 ) -> list[Stage]:
     """Divide a model: it keeps the modules of the stages that this rank holds, and no others.
 
@@ -161,38 +228,25 @@ def make_stages(
         held: numbers of the stages of this rank, ascending.
         loss_function: see `PipelineParallelConfig`.
     """
+    calls = _Calls()
     own = {name for number in held for name in cut.stages[number]}
-    _drop(model, "", {name for name in cut.names if name not in own})
-    stages = []
-    for number in held:
-        others = own - set(cut.stages[number])
-        inner = _without(model, "", others) if others or cut.chain else model
-        stages.append(Stage(inner, cut, number, loss_function))
-    return stages
+    for name in cut.names:
+        if name not in own:
+            parent, _, last = name.rpartition(".")
+            model.get_submodule(parent)._modules[last] = Absent(name, model.get_submodule(name), calls)
+    return [Stage(model, cut, number, calls, loss_function) for number in held]
 
 
-def _drop(module: nn.Module, prefix: str, names: Collection[str]) -> None:
-    """Put placeholders into the model itself, so that other stages' parameters are freed."""
-    for name, child in list(module._modules.items()):
-        if child is None:
-            continue
-        full = prefix + name
-        if full in names:
-            module._modules[name] = Absent(child)
-        elif any(other.startswith(f"{full}.") for other in names):
-            _drop(child, f"{full}.", names)
-
-
-def _without(module: nn.Module, prefix: str, names: Collection[str]) -> nn.Module:
-    """A copy of the modules around those that are left out; all others, and all tensors, are shared with it."""
+def _copied(module: nn.Module, prefix: str, places: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy of the modules around some, in whose places others stand; all else, and all tensors, is shared with it."""
     copied = copy.copy(module)
     copied._modules = {}
     for name, child in module._modules.items():
         full = prefix + name
-        if child is not None and full in names:
-            child = Absent(child)
-        elif child is not None and any(other.startswith(f"{full}.") for other in names):
-            child = _without(child, f"{full}.", names)
+        if child is not None and full in places:
+            child = places[full]
+        elif child is not None and any(other.startswith(f"{full}.") for other in places):
+            child = _copied(child, f"{full}.", places)
         copied._modules[name] = child
     return copied
 

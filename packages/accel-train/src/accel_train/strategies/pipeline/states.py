@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,10 @@ class Whole:
     Attributes:
         module: the script's model, which has this rank's modules now.
         forms: shape and dtype of all tensors of its state dict, by name.
-        parameters: names of all parameters by `id`; only used to find those of optimizers that were built before.
     """
 
     module: nn.Module
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    gone: dict[int, Any] = field(default_factory=dict)
 
 
 class PipelineStates(StateAdapter):

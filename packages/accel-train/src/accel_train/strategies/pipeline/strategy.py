@@ -25,7 +25,7 @@ from accel_train.plugins import (
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
-from accel_train.strategies.fsdp2.start import agree, lay_out, place_whole, widen
+from accel_train.strategies.fsdp2.start import agree, lay_out, widen
 from accel_train.strategies.fsdp2.strategy import FSDP2Strategy, mixed_precision_policy
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from accel_train.strategies.gradients import (
@@ -114,6 +114,7 @@ class PipelineStrategy(Strategy):
         state = accel_ckpt.NamedModel(plain).state_dict()
         forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
         before = list(plain.parameters())
+        whole = ignored_parameters(plain, self._sharding.ignored_modules)
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function)
         kept = {id(parameter) for parameter in plain.parameters()}
         for parameter in before:
@@ -125,8 +126,9 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             steps.convert(stage.module)
             if self._shards:
-                self._shard(stage)
-            stage.enter_and_leave()
+                self._shard(stage, whole)
+            for layer in stage.layers:
+                steps.compile_in_place(layer)
         engine = PipelineModel(
             plain, stages, self._layout, self._rank, self.pipeline_group, self.pipeline, self.options.device
         )
@@ -149,15 +151,16 @@ class PipelineStrategy(Strategy):
             if self.loss.size > 1:
                 dist.broadcast(local_part(tensor), group=self.loss.group, group_src=0)
 
-    def _shard(self, stage: Stage) -> None:
-        """Shard the parameters of a stage over the ranks that hold the same one."""
-        plugin: FullyShardedDataParallelPlugin = (
-            self.options.config
-            if isinstance(self.options.config, FullyShardedDataParallelPlugin)
-            else FullyShardedDataParallelPlugin()
+    @property
+    def _sharding(self) -> FullyShardedDataParallelPlugin:
+        config = self.options.config
+        return (
+            config if isinstance(config, FullyShardedDataParallelPlugin) else FullyShardedDataParallelPlugin()
         )
-        model = stage.module
-        whole = ignored_parameters(model, plugin.ignored_modules)
+
+    def _shard(self, stage: Stage, whole: set[nn.Parameter]) -> None:
+        """Shard the parameters of a stage, except `whole`, over the ranks that hold the same one."""
+        plugin, model = self._sharding, stage.module
         units = [unit for unit in find_units(model, plugin) if next(unit.parameters(), None) is not None]
         blocks, (units, _) = units, covering_shared(model, units, whole)
         if plugin.activation_checkpointing:
@@ -177,7 +180,6 @@ class PipelineStrategy(Strategy):
                 offload_policy=plugin.offload_policy,
                 ignored_params=whole,
             )
-        place_whole(whole, self.options.device)
 
     def _keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave parameters of other stages out of an optimizer."""
