@@ -135,3 +135,30 @@ def test_without_a_mesh_every_rank_reads_for_itself():
 def test_a_mesh_names_its_dimensions_and_holds_each_rank_once(names, ranks):
     with pytest.raises(OptionError, match="must name its dimensions and hold each of the 2 ranks once"):
         batch_ranks(foreign(names, ranks), 2, 0)
+
+
+def groups_after(degrees, times):
+    import torch.distributed as dist
+
+    from accel_train import Accelerator, ParallelismConfig
+    from accel_train.plugins import FullyShardedDataParallelPlugin
+
+    counts = []
+    for _ in range(times):
+        config = ParallelismConfig(**degrees)
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=config)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp_replicate_size": 2, "dp_shard_size": 2},
+        {"dp_shard_size": 2, "cp_size": 2},
+        {"dp_shard_size": 4, "ep_size": 2},
+    ],
+)
+def test_accelerators_of_one_process_share_the_groups_of_a_mesh(degrees):
+    for counts in worlds.run(groups_after, 4, degrees, 4):
+        assert counts[1:] == counts[:-1], counts

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accel_state.world.process import current_state
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.ranks import Ranks
 
@@ -79,10 +80,8 @@ class Mesh:
         self.device_mesh: DeviceMesh | None = None
         used = [name for name, size in self.degrees.items() if size > 1]
         if used:
-            from torch.distributed.device_mesh import init_device_mesh
-
             shape = tuple(self.degrees[name] for name in used)
-            self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(used))
+            self.device_mesh = _shared_mesh(device_type, shape, tuple(used))
         self.experts: DeviceMesh | None = None
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self.batch = self._ranks(_READ_ALIKE, world_size, rank)
@@ -106,14 +105,10 @@ class Mesh:
         Args:
             size: ranks that hold all experts together; it divides the ranks of a replica.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         assert self.device_mesh is not None, "a replica has several ranks"
         replicas = self.degrees["dp_replicate"]
         shape = (replicas, math.prod(self.degrees.values()) // (replicas * size), size)
-        self.experts = init_device_mesh(
-            self.device_mesh.device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep")
-        )
+        self.experts = _shared_mesh(self.device_mesh.device_type, shape, ("dp_replicate", "efsdp", "ep"))
 
     def submesh(self, *names: str) -> DeviceMesh | None:
         """The submesh of these dimensions in mesh order, without those of one rank; None if none is left."""
@@ -177,6 +172,19 @@ class Mesh:
             part = self._flattened(names) if len(names) > 1 else self.device_mesh[names[0]]
             group = part.get_group()
         return Ranks(size, index_of[rank], group, index_of, rank)
+
+
+def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """PyTorch's mesh of this form, which is made once in a world, because the groups of a mesh are never freed."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    state = current_state()
+    known = {} if state is None else state.meshes
+    form = (device_type, shape, names)
+    if form not in known:
+        known[form] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    mesh: DeviceMesh = known[form]
+    return mesh
 
 
 def batch_ranks(device_mesh: Any, world_size: int, rank: int) -> Ranks:

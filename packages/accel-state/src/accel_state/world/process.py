@@ -76,6 +76,8 @@ class PartialState:
         channels: one communication channel per process group, used by collectives; None in a world of one.
         participation: finds out which ranks call an operation that the main process may call alone; None in a world of
             one.
+        meshes: PyTorch's device meshes of this world by their form. The groups of a mesh, with their threads and
+            communicators, live as long as the world, so what needs the same mesh again shares it.
         rehearsal: observes this rank in a simulated world, where it is the only process (``accel rehearse``); None in a
             real world.
 
@@ -100,6 +102,7 @@ class PartialState:
             "distributed_type",
             "fork_launched",
             "local_process_index",
+            "meshes",
             "num_processes",
             "participation",
             "process_index",
@@ -122,6 +125,7 @@ class PartialState:
     topology: Topology
     store: Store | None
     channels: Channels | None
+    meshes: dict[Any, Any]
     participation: Participation | None
     rehearsal: Rehearsal | None
 
@@ -489,6 +493,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "topology": topology,
         "store": None if member is None else member.store,
         "channels": channels,
+        "meshes": {},
         "participation": None
         if member is None or channels is None
         else Participation(topology.rank, member.store, device, channels),
