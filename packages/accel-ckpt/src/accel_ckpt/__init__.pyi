@@ -21,6 +21,7 @@ from accel_ckpt.errors import NameCollisionError as NameCollisionError
 from accel_ckpt.errors import ObjectStorageError as ObjectStorageError
 from accel_ckpt.errors import SaveInProgressError as SaveInProgressError
 from accel_ckpt.errors import StateMismatchError as StateMismatchError
+from accel_ckpt.errors import TransferError as TransferError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
 from accel_ckpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from accel_ckpt.errors import UnsupportedValueError as UnsupportedValueError
@@ -88,5 +89,15 @@ from accel_ckpt.training.optimizers import load_optimizer_state as load_optimize
 from accel_ckpt.training.optimizers import optimizer_state_by_name as optimizer_state_by_name
 from accel_ckpt.training.tree_fill import check_tree as check_tree
 from accel_ckpt.training.tree_fill import fill_tree as fill_tree
+from accel_ckpt.transfer.connection import WeightTransfer as WeightTransfer
+from accel_ckpt.transfer.files import WeightFolder as WeightFolder
+from accel_ckpt.transfer.group import GroupTransport as GroupTransport
+from accel_ckpt.transfer.group import join_group as join_group
+from accel_ckpt.transfer.offers import OfferedWeight as OfferedWeight
+from accel_ckpt.transfer.offers import OfferedWeights as OfferedWeights
+from accel_ckpt.transfer.receiver import TensorParallelLayout as TensorParallelLayout
+from accel_ckpt.transfer.shared_memory import SharedMemoryTransport as SharedMemoryTransport
+from accel_ckpt.transfer.vllm import VLLMServer as VLLMServer
+from accel_ckpt.transfer.vllm import VLLMWeightTransfer as VLLMWeightTransfer
 
 __all__: list[str]

@@ -14,6 +14,7 @@ AccelError
     ├── UnsupportedValueError (TypeError)    a value that cannot be saved without pickling
     ├── NameCollisionError (ValueError)      two tensors would be saved under one name
     ├── StateMismatchError (ValueError)      checkpoint and model, or optimizer, disagree
+    ├── TransferError                        weights could not be sent to another process
     └── UninitializedTensorError (ValueError)  a tensor would be left on the meta device
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "ObjectStorageError",
     "SaveInProgressError",
     "StateMismatchError",
+    "TransferError",
     "UninitializedTensorError",
     "UnsafeCheckpointError",
     "UnsupportedValueError",
@@ -96,6 +98,10 @@ class NameCollisionError(CheckpointError, ValueError):
 
 class StateMismatchError(CheckpointError, ValueError):
     """Checkpoint and model, or checkpoint and optimizer, disagree about names or shapes."""
+
+
+class TransferError(CheckpointError):
+    """Weights could not be sent to another process, or received from one."""
 
 
 class UninitializedTensorError(CheckpointError, ValueError):
