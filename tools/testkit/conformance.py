@@ -533,6 +533,19 @@ def save_whole_model(case: Case, folder: str) -> dict[str, Tensor]:
     return cloned(accelerator.get_state_dict(model))
 
 
+def offer_weights(
+    case: Case,
+) -> tuple[list[tuple[str, Any, Tensor]], dict[str, Any], dict[str, str], dict[str, Tensor]]:
+    """What this rank offers of a model after a step, what all ranks know of it, and the whole weights."""
+    accelerator = make_accelerator(case)
+    model = make_model(case)
+    model, optimizer = accelerator.prepare(model, make_optimizer(case, model))
+    source = accelerator.weight_source(model)
+    weights = _follow(case, accelerator, model, optimizer)
+    given = [(name, box, tensor.clone()) for name, _, box, tensor in source]
+    return given, source.about, source.aliases, weights
+
+
 # The oracle
 
 

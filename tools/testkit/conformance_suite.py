@@ -35,6 +35,7 @@ from testkit.conformance import (
     load_and_train,
     make_model,
     make_optimizer,
+    offer_weights,
     oracle,
     prepare_apart,
     save_whole_model,
@@ -452,6 +453,26 @@ def test_save_model(tmp_path, name, ranks):
     saved = load_file(folder / "model.safetensors")
     for here in weights:
         torch.testing.assert_close(saved, here, rtol=0, atol=0)
+
+
+@smallest
+def test_weight_source(name, ranks):
+    """All ranks together offer every element of the current weights once, by the names of the whole model."""
+    answers = worlds.run(offer_weights, ranks, Case(name))
+    _, about, aliases, weights = answers[0]
+    assert all(answer[1:3] == (about, aliases) for answer in answers)
+    assert {name: tuple(value.shape) for name, value in weights.items()} == {
+        name: info.shape for name, info in about.items()
+    }
+    found = {name: torch.full(info.shape, torch.nan, dtype=info.dtype) for name, info in about.items()}
+    given = [weight for own, *_ in answers for weight in own]
+    for name, box, tensor in given:
+        found[name][box.slices] = tensor
+    assert sum(box.volume for _, box, _ in given) == sum(
+        value.numel() for name, value in found.items() if name not in aliases
+    )
+    for name, value in weights.items():
+        torch.testing.assert_close(found[aliases.get(name, name)], value, rtol=0, atol=0)
 
 
 @pytest.mark.full

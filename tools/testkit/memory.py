@@ -8,11 +8,15 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["Growth", "freed_at_once", "growth", "tensor_bytes"]
+__all__ = ["Allocations", "Growth", "freed_at_once", "growth", "tensor_bytes"]
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _TRIM_THRESHOLD = -1
@@ -70,3 +74,42 @@ def growth() -> Iterator[Growth]:
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the memory of the tensors that torch makes inside a block; views need none.
+
+    Attributes:
+        peak: the most bytes that lived at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = set(map(_address, tree_leaves((args, kwargs))))
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            address = _address(made)
+            if address and address not in known:
+                storage = _local(made).untyped_storage()
+                self._live[address] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: found for key, found in self._live.items() if not found[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, without dispatching to torch."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _address(value: object) -> int:
+    """Where the values of a tensor are; 0 if in no memory of their own."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    local = _local(value)
+    plain = local.layout is torch.strided and local.device.type != "meta"
+    return local.untyped_storage().data_ptr() if plain else 0

@@ -25,6 +25,7 @@ PROPERTIES = {
     "t45_optimizers_follow_replaced_parameters": "model and optimizer in two calls",
     "unwrap": "unwrapping",
     "save_model": "`save_model`",
+    "weight_source": "`weight_source`",
     "resume": "resuming, bit for bit",
     "resume_inside_a_window": "resuming inside a window",
     "mobility": "loading by every other strategy",

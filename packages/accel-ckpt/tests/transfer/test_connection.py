@@ -42,7 +42,9 @@ def test_updates_of_two_receivers_from_two_trainers():
         if transport.rank < 2:
             states = [trainer_state(transport.rank, model(step)) for step in range(3)]
             now = [0]
-            offers = OfferedWeights(lambda: states[now[0]], replicated=["low", "ids", "count"], coordinator=ranks)
+            offers = OfferedWeights(
+                lambda: states[now[0]], replicated=["low", "ids", "count"], coordinator=ranks
+            )
             transfer = WeightTransfer(transport, offers=offers, bucket_bytes=BUCKET)
             for step in range(3):
                 now[0] = step
@@ -54,7 +56,9 @@ def test_updates_of_two_receivers_from_two_trainers():
         found = []
         for _ in range(3):
             transfer.update()
-            found.append({"wide": fused[24:].clone(), **{n: wants[n].clone() for n in ("low", "ids", "count")}})
+            found.append(
+                {"wide": fused[24:].clone(), **{n: wants[n].clone() for n in ("low", "ids", "count")}}
+            )
         assert not fused[:24].any(), "only the slice that was named is written"
         return found, transport.exchanges
 
@@ -127,7 +131,7 @@ def offers_of(weights):
     [
         ({"b": torch.zeros(2)}, "names are wanted and not offered"),
         ({"a": torch.zeros(3)}, "its shape is"),
-        ({"a": torch.zeros(2).half()}, "it is sent as torch.float32"),
+        ({"a": torch.zeros(2).half()}, "are wanted as torch.float16 and sent as torch.float32"),
     ],
 )
 def test_one_error_on_all_ranks_before_anything_is_sent(wants, says):
@@ -136,7 +140,11 @@ def test_one_error_on_all_ranks_before_anything_is_sent(wants, says):
             WeightTransfer(
                 transport,
                 offers=None if transport.rank else offers_of({"a": torch.ones(2)}),
-                wants=wants if transport.rank == 1 else {"a": torch.zeros(2)} if transport.rank == 2 else None,
+                wants=wants
+                if transport.rank == 1
+                else {"a": torch.zeros(2)}
+                if transport.rank == 2
+                else None,
             )
         except StateMismatchError as error:
             return str(error), transport.sent
@@ -151,7 +159,9 @@ def test_one_error_on_all_ranks_before_anything_is_sent(wants, says):
 def test_a_rank_that_cannot_describe_its_weights():
     def work(transport):
         wants = {"a": torch.empty(2, device="meta")}
-        WeightTransfer(transport, offers=None if transport.rank else offers_of({"a": torch.ones(2)}), wants=wants)
+        WeightTransfer(
+            transport, offers=None if transport.rank else offers_of({"a": torch.ones(2)}), wants=wants
+        )
 
     first, second = transfers.run(2, work)
     assert isinstance(first, UnsupportedValueError)
@@ -239,6 +249,10 @@ def test_targets_are_parameters_views_and_lists_of_parts():
 
 def test_one_process_has_nobody_to_send_to():
     transport = LocalTransport()
-    for call in (lambda: transport.bucket(0), lambda: transport.send(0, None), lambda: transport.receive(0, None)):
+    for call in (
+        lambda: transport.bucket(0),
+        lambda: transport.send(0, None),
+        lambda: transport.receive(0, None),
+    ):
         with pytest.raises(TransferError, match="one process"):
             call()

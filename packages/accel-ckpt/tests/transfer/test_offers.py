@@ -78,7 +78,9 @@ def test_replicas_share_the_weights_and_the_first_gives_what_may_differ():
     assert sorted(alike) == [f"alike{i}" for i in range(8)]
     assert len([name for _, name, _, _ in given if name.startswith("alike")]) == 8
     assert len(set(alike.values())) == 4, "replicas share the work"
-    assert [(rank, tensor.tolist()) for rank, name, _, tensor in given if name == "running_mean"] == [(0, [0, 0])]
+    assert [(rank, tensor.tolist()) for rank, name, _, tensor in given if name == "running_mean"] == [
+        (0, [0, 0])
+    ]
 
 
 def test_a_weight_that_no_rank_holds_whole_is_refused_on_all_ranks():

@@ -59,7 +59,8 @@ def worlds(draw):
         def grid(shape=shape):
             runs = [draw(cut(size, 3)) for size in shape]
             return [
-                Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in itertools.product(*runs)
+                Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+                for cell in itertools.product(*runs)
             ]
 
         for given_to, boxes in ((offers, grid()), (wants, grid())):
@@ -77,7 +78,11 @@ def test_every_wanted_element_arrives_once(ranks, bucket):
     check_transfer(ranks)
     all_plans = plans(ranks, bucket)
     for receiver, rank in enumerate(ranks):
-        arrived = {(n, box): torch.zeros(box.sizes, dtype=torch.int) for n, h in rank.wants.items() for box in h.boxes}
+        arrived = {
+            (n, box): torch.zeros(box.sizes, dtype=torch.int)
+            for n, h in rank.wants.items()
+            for box in h.boxes
+        }
         for message in all_plans[receiver].messages:
             assert message in all_plans[message.sender].messages, "both sides plan the same"
             if message.receiver != receiver:
@@ -152,15 +157,21 @@ def test_senders_take_different_receivers_at_the_same_time():
 
 
 BAD = {
-    "another name": ([wanting(v=held((4, 4)))], r"1 names are wanted and not offered \(v; the first by rank 1\)"),
+    "another name": (
+        [wanting(v=held((4, 4)))],
+        r"1 names are wanted and not offered \(v; the first by rank 1\)",
+    ),
     "nobody wants it": (
         [RankWeights({"v": held((2,))}, {}, {"w": held((4, 4))})],
         r"1 weights are offered and no receiver wants them \(v;",
     ),
-    "another shape": ([wanting(w=held((8, 4)))], r"rank 1 wants 'w' of shape \[8, 4\], and its shape is \[4, 4\]"),
+    "another shape": (
+        [wanting(w=held((8, 4)))],
+        r"rank 1 wants 'w' of shape \[8, 4\], and its shape is \[4, 4\]",
+    ),
     "another dtype": (
         [wanting(w=held((4, 4), dtype="torch.bfloat16"))],
-        r"rank 1 wants 'w' as torch.bfloat16, and it is sent as torch.float32",
+        r"1 weights are wanted as torch.bfloat16 and sent as torch.float32 \(w; the first by rank 1",
     ),
     "a gap": ([wanting(w=held((4, 4), rows(0, 3)))], r"no receiver takes \['3:4', '0:4'\] of 'w'"),
     "twice": ([wanting(w=held((4, 4), rows(0, 3), rows(2, 4)))], "rank 1 wants parts of 'w' that overlap"),
@@ -176,7 +187,10 @@ def test_what_does_not_fit(others, says):
 
 
 def test_all_misfits_are_listed_at_once():
-    ranks = [offering(a=held((2,)), b=held((2,)), c=held((2,))), wanting(a=held((3,)), b=held((4,)), d=held((1,)))]
+    ranks = [
+        offering(a=held((2,)), b=held((2,)), c=held((2,))),
+        wanting(a=held((3,)), b=held((4,)), d=held((1,))),
+    ]
     with pytest.raises(StateMismatchError) as caught:
         check_transfer(ranks)
     assert all(f"'{name}'" in str(caught.value) for name in "ab")

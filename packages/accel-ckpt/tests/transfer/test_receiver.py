@@ -74,11 +74,20 @@ def test_what_is_wanted_are_views():
     ("make", "says"),
     [
         (lambda: TensorParallelLayout(2, 2), "rank=2 is none of degree=2"),
-        (lambda: TensorParallelLayout(0, 2).column(torch.zeros(4, 2), rows=9), "do not hold a weight of 9 rows"),
-        (lambda: TensorParallelLayout(0, 4).fused(torch.zeros(3, 2), {"q": 12}, head_size=4), "'q' has 12 rows"),
+        (
+            lambda: TensorParallelLayout(0, 2).column(torch.zeros(4, 2), rows=9),
+            "do not hold a weight of 9 rows",
+        ),
+        (
+            lambda: TensorParallelLayout(0, 4).fused(torch.zeros(3, 2), {"q": 12}, head_size=4),
+            "'q' has 12 rows",
+        ),
         (lambda: TensorParallelLayout(0, 2).fused(torch.zeros(5, 2), {"q": 8}), "holds 4 rows of"),
         (lambda: TensorParallelLayout(0, 2).fused(torch.zeros(3, 2), {"q": 8}), "the tensor has 3"),
-        (lambda: TensorParallelLayout(0, 2).fused(torch.zeros(5, 2), {"q": 10}, head_size=4), "cannot divide"),
+        (
+            lambda: TensorParallelLayout(0, 2).fused(torch.zeros(5, 2), {"q": 10}, head_size=4),
+            "cannot divide",
+        ),
     ],
 )
 def test_what_cannot_be_divided(make, says):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
+from accel_ckpt.transfer.offers import OfferedWeights
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.launched import launched_config
 from accel_state.constants import PREEMPTED
@@ -857,6 +858,23 @@ class Accelerator:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's full state dict under its own names, without wrappers; gathered if ranks hold parts."""
         return checkpoint.state_dict(self._prepared, model) if unwrap else model.state_dict()
+
+    def weight_source(self, model: nn.Module, *, dtype: torch.dtype | str | None = None) -> OfferedWeights:
+        """Offer a prepared model's weights to other processes, such as inference engines, without gathering them.
+
+        All ranks must call it. The result gives `(name, dtype, box, tensor)` for each block that this rank holds; the
+        ranks together give every value once, under the names that `save_model` writes. Each iteration gives the current
+        values. Pass it to `accel_ckpt.WeightTransfer`, `WeightFolder` or `VLLMWeightTransfer`.
+
+        Args:
+            model: the model that `prepare` returned.
+            dtype: send floating-point weights in this dtype, such as that of the inference engine; by default in the
+                one that `save_model` writes.
+
+        Raises:
+            UnsupportedValueError: a weight is not plain values in memory.
+        """
+        return checkpoint.weight_source(self._prepared, model, dtype)
 
     def whole_parameters(self, model: nn.Module, *, write_back: bool = False) -> AbstractContextManager[None]:
         """Context in which every rank has the whole parameters of a prepared model, under every strategy.

@@ -177,12 +177,9 @@ def check_transfer(ranks: Sequence[RankWeights]) -> None:
     for position, rank in enumerate(ranks):
         for name, held in rank.wants.items():
             wants.setdefault(aliases.get(name, name), []).append((position, name, held))
-    problems = _unknown(offers, wants) + [
-        problem
-        for name, holders in wants.items()
-        if name in offers
-        for problem in _misfits(_offered(offers[name]), holders)
-    ]
+    known = {name: (_offered(offers[name]), holders) for name, holders in wants.items() if name in offers}
+    problems = [*_unknown(offers, wants), *_other_dtypes(known)]
+    problems += [problem for held, holders in known.values() for problem in _misfits(held, holders)]
     ignored = [pattern for rank in ranks for pattern in rank.ignored]
     problems += _not_covered(offers, wants, aliases, ignored)
     if not offers:
@@ -225,8 +222,22 @@ def _unknown(offers: Mapping[str, Any], wants: Mapping[str, Sequence[tuple[int, 
     ]
 
 
+def _other_dtypes(wants: Mapping[str, tuple[Held, Sequence[tuple[int, str, Held]]]]) -> Iterator[str]:
+    """Weights that are wanted in another dtype than they are sent in, by the two dtypes."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for offered, holders in wants.values():
+        for position, name, held in holders:
+            if held.boxes and held.dtype != offered.dtype:
+                found.setdefault((held.dtype, offered.dtype), {}).setdefault(name, position)
+    for (wanted, sent), names in found.items():
+        yield (
+            f"{len(names)} weights are wanted as {wanted} and sent as {sent} ({listed(list(names), 4)}; the first by "
+            f"rank {next(iter(names.values()))}; offer weights in the receivers' dtype)"
+        )
+
+
 def _misfits(offered: Held, holders: Sequence[tuple[int, str, Held]]) -> Iterator[str]:
-    """What is wrong with how receivers want one weight."""
+    """What is wrong with the blocks in which receivers want one weight."""
     boxes: dict[int, set[Box]] = {}
     for position, name, held in holders:
         if held.shape != offered.shape:
@@ -234,18 +245,10 @@ def _misfits(offered: Held, holders: Sequence[tuple[int, str, Held]]) -> Iterato
                 f"rank {position} wants {name!r} of shape {list(held.shape)}, and its shape is {list(offered.shape)}"
             )
             return
-        if held.boxes and held.dtype != offered.dtype:
-            yield (
-                f"rank {position} wants {name!r} as {held.dtype}, and it is sent as {offered.dtype} (offer weights in "
-                "the receivers' dtype)"
-            )
-            return
         boxes.setdefault(position, set()).update(held.boxes)
     for position, own in boxes.items():
         if overlap(own):
-            yield (
-                f"rank {position} wants parts of {holders[0][1]!r} that overlap without being equal (want each once)"
-            )
+            yield f"rank {position} wants parts of {holders[0][1]!r} that overlap without being equal (want each once)"
 
 
 def _not_covered(

@@ -230,7 +230,11 @@ class VLLMWeightTransfer:
         def join() -> None:
             if leads:
                 call = _Call(lambda: client.init_weight_transfer_engine(init_info))
-                self._group = connect()
+                try:
+                    self._group = connect()
+                except Exception:
+                    call.raise_if_failed()  # why nobody came
+                    raise
                 call.result()
 
         run_together(join, self._transport, doing="joining the group of vLLM's workers", error=TransferError)

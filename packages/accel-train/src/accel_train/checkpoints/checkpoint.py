@@ -13,6 +13,7 @@ from torch import nn
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
+from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_sharded
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints
@@ -40,6 +41,7 @@ __all__ = [
     "save_object",
     "save_state",
     "state_dict",
+    "weight_source",
 ]
 
 
@@ -131,6 +133,21 @@ def state_dict(prepared: Prepared, model: nn.Module) -> dict[str, Any]:
     if prepared.process.num_processes > 1 and strategy.states.is_divided(model):
         _all_hold_parts(prepared, "get_state_dict", model)
     return full_state_dict(strategy.states, model)
+
+
+def weight_source(prepared: Prepared, model: nn.Module, dtype: Any) -> accel_ckpt.OfferedWeights:
+    """See `Accelerator.weight_source`."""
+    strategy = prepared.plan.strategy
+    if prepared.process.num_processes > 1:
+        prepared.process.all_take_part(
+            "weight_source",
+            "All processes offer their parts of the weights. Call weight_source() on all processes: move it out of `if "
+            "accelerator.is_main_process:`.",
+        )
+    alike = NamedModel(strategy.plain(model)).parameters() if strategy.states.keeps_replicas(model) else ()
+    return accel_ckpt.OfferedWeights(
+        lambda: strategy.states.exported_state(model), dtype=dtype, replicated=tuple(alike)
+    )
 
 
 def _all_hold_parts(prepared: Prepared, operation: str, model: nn.Module) -> None:
