@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from accel_ckpt import GroupTransport, OfferedWeights, SingleProcess, WeightTransfer, join_group
+from accel_ckpt import GroupTransport, OfferedWeights, Part, SingleProcess, WeightTransfer, join_group
 from accel_ckpt.errors import CorruptCheckpointError, TransferError
 from testkit import worlds
 
@@ -54,6 +54,19 @@ def test_weights_arrive_in_messages_of_the_size_of_a_bucket():
     _, *received = joined(3, work)
     for wants in received:
         assert all(torch.equal(wants[name], weights[name]) for name in weights)
+
+
+def test_ranks_that_hold_parts_offer_them_over_a_group_too():
+    whole = torch.randn(6, 2)
+
+    def work(transport):
+        part = Part(whole[3 * transport.rank :][:3], (3 * transport.rank, 0), (6, 2))
+        offers = OfferedWeights(lambda: {"w": part}, coordinator=transport)
+        wants = {"w": torch.zeros(6, 2)}
+        WeightTransfer(transport, offers=offers, wants=wants).update()
+        return wants["w"]
+
+    assert all(torch.equal(received, whole) for received in joined(2, work))
 
 
 def test_what_another_rank_sends_is_not_unpickled():

@@ -96,7 +96,7 @@ def segment(nbytes=64):
 
 
 def test_a_message_and_its_receipt():
-    sender, memory = segment()
+    sender, _ = segment()
     sender.data(1).copy_(torch.arange(64))
     assert sender.find(MESSAGE) is None
     sender.put(1, MESSAGE)

@@ -164,7 +164,7 @@ def test_a_server_that_answers_with_an_error():
 
 
 def test_no_server():
-    with pytest.raises(TransferError, match="does not answer: .*VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(TransferError, match=r"does not answer: .*VLLM_SERVER_DEV_MODE=1"):
         VLLMServer(f"http://127.0.0.1:{worlds.free_port()}").finish_weight_update()
 
 

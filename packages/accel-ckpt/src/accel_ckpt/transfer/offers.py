@@ -14,6 +14,7 @@ from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.part_division import Held, PartKey, describe_parts, divide_parts, tied_parts
 from accel_ckpt.tensor_storage import DTYPE_NAMES, parse_dtype, why_not_plain
+from accel_ckpt.transfer.plan import held_from_plain, held_to_plain
 
 __all__ = ["OfferedWeight", "OfferedWeights", "WeightInfo", "check_plain"]
 
@@ -80,22 +81,29 @@ class OfferedWeights:
         self._replicated = frozenset(replicated)
         sent_as = None if dtype is None else _sent_as(dtype)
 
-        def describe() -> tuple[dict[str, dict[str, Held]], dict[str, dict[str, str]]]:
+        def describe() -> dict[str, Any]:
             parts = self._parts()
             for name, found in parts.items():
                 check_plain(name, found)
-            return describe_parts({_STEM: parts}), {_STEM: tied_parts(parts)}
+            held = describe_parts({_STEM: parts})[_STEM]
+            return {
+                "held": {name: held_to_plain(own) for name, own in held.items()},
+                "tied": tied_parts(parts),
+            }
 
         answers = run_together(describe, ranks, doing="listing the weights that ranks hold")
+        held = [_held_by(rank, answer) for rank, answer in enumerate(answers)]
         shares, aliases = divide_parts(
-            [held for held, _ in answers], [tied for _, tied in answers], [0 for _ in answers]
+            [{_STEM: own} for own in held],
+            [{_STEM: answer["tied"]} for answer in answers],
+            [0 for _ in answers],
         )
         self._mine = shares[ranks.rank]
         self._dtypes: dict[str, torch.dtype] = {}
         self.aliases = dict(aliases.get(_STEM, {}))
         self.about: dict[str, WeightInfo] = {}
-        for held, _ in answers:
-            for name, found in held[_STEM].items():
+        for rank_holds in held:
+            for name, found in rank_holds.items():
                 if found.dtype and name not in self.about:
                     own = self._dtypes[name] = parse_dtype(found.dtype)
                     self.about[name] = WeightInfo(
@@ -160,6 +168,10 @@ def check_plain(name: str, parts: Collection[Part]) -> None:
             reason = f"has the dtype {part.tensor.dtype}, which a transfer does not know; convert it first"
         if reason is not None:
             raise UnsupportedValueError(f"the weight {name!r} {reason}")
+
+
+def _held_by(rank: int, answer: Mapping[str, Any]) -> dict[str, Held]:
+    return {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
 
 
 def _sent_as(dtype: torch.dtype | str) -> torch.dtype:

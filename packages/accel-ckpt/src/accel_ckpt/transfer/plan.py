@@ -24,6 +24,8 @@ __all__ = [
     "RankWeights",
     "TransferPlan",
     "check_transfer",
+    "held_from_plain",
+    "held_to_plain",
     "plan_transfer",
 ]
 
@@ -49,9 +51,9 @@ class RankWeights:
     def to_plain(self) -> dict[str, Any]:
         """The description as JSON can hold it."""
         return {
-            "offers": {name: _held_to_plain(held) for name, held in self.offers.items()},
+            "offers": {name: held_to_plain(held) for name, held in self.offers.items()},
             "aliases": dict(self.aliases),
-            "wants": {name: _held_to_plain(held) for name, held in self.wants.items()},
+            "wants": {name: held_to_plain(held) for name, held in self.wants.items()},
             "ignored": list(self.ignored),
         }
 
@@ -66,9 +68,9 @@ class RankWeights:
         try:
             check_form(data, _FORM, where)
             return cls(
-                {name: _held_from_plain(held, where) for name, held in data["offers"].items()},
+                {name: held_from_plain(held, where) for name, held in data["offers"].items()},
                 dict(data["aliases"]),
-                {name: _held_from_plain(held, where) for name, held in data["wants"].items()},
+                {name: held_from_plain(held, where) for name, held in data["wants"].items()},
                 tuple(data["ignored"]),
             )
         except CorruptCheckpointError as error:
@@ -78,12 +80,18 @@ class RankWeights:
             ) from error
 
 
-def _held_to_plain(held: Held) -> list[Any]:
+def held_to_plain(held: Held) -> list[Any]:
+    """What a rank holds of a weight, as JSON can hold it."""
     return [list(held.shape), held.dtype, [[list(box.offsets), list(box.sizes)] for box in held.boxes]]
 
 
-def _held_from_plain(data: Any, where: str) -> Held:
-    shape, dtype, boxes = _fields(data, where)
+def held_from_plain(data: Any, where: str) -> Held:
+    """Read what another rank holds of a weight.
+
+    Raises:
+        CorruptCheckpointError: it is no such description; says where.
+    """
+    shape, dtype, boxes = _entries(data, where)
     found = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
     for box in found:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
@@ -96,7 +104,7 @@ def _held_from_plain(data: Any, where: str) -> Held:
     return Held(tuple(shape), dtype, _DTYPES[dtype].itemsize if dtype else 0, found)
 
 
-def _fields(data: Any, where: str) -> tuple[list[int], str, list[Any]]:
+def _entries(data: Any, where: str) -> tuple[list[int], str, list[Any]]:
     if not isinstance(data, list) or len(data) != 3:
         raise CorruptCheckpointError(f"{where}: a weight is a shape, a dtype and boxes")
     check_form(data[0], [natural], where)
