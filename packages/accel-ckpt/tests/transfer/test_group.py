@@ -121,6 +121,12 @@ def test_a_backend_that_is_unknown():
         join_group("127.0.0.1", 1, 0, 1, backend="mpi")
 
 
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this build of torch has NCCL")
+def test_no_nccl():
+    with pytest.raises(ValueError, match="needs a build of torch with CUDA"):
+        join_group("127.0.0.1", 1, 0, 1, backend="nccl")
+
+
 def test_no_group():
     with pytest.raises(TransferError, match="there is no process group"):
         GroupTransport()

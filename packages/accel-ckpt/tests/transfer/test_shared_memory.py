@@ -148,19 +148,14 @@ def test_a_message_that_stays_damaged_is_an_error_on_all_ranks(tmp_path, monkeyp
     monkeypatch.setattr(shared_memory, "_TRIES", 3)
 
     def work(transport):
-        if transport.rank:
-            WeightTransfer(transport, wants={"a": torch.zeros(4)}).update()
+        if transport.rank == 0:
+            own = OfferedWeights(lambda: {"a": torch.ones(4)}, coordinator=SingleProcess())
+            WeightTransfer(transport, offers=own).update()
             return
-        own = OfferedWeights(lambda: {"a": torch.ones(4)}, coordinator=SingleProcess())
-        transfer = WeightTransfer(transport, offers=own)
-        put = transport._segment.put
-
-        def damaged(slot, message):
-            count = put(slot, message)
-            transport._segment.data(slot)[0] ^= 1
-            return count
-
-        transport._segment.put = damaged
+        transfer = WeightTransfer(transport, wants={"a": torch.zeros(4)})
+        segment = transport._others[0]
+        data = segment.data
+        segment.data = lambda slot: data(slot) ^ 1  # what another process has written over it
         transfer.update()
 
     first, second = joined(tmp_path / "run", 2, work, timeout=2.0)

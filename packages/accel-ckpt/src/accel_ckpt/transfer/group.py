@@ -47,13 +47,21 @@ def join_group(
         raise ValueError(
             f"backend={backend!r} is unknown; give 'gloo', or 'nccl' for weights on CUDA devices"
         )
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise ValueError(
+            "backend='nccl' needs a build of torch with CUDA, and this one has none; give 'gloo'"
+        )
     patience = timedelta(seconds=timeout)
+    c10d: Any = dist  # torch declares neither its stores nor the constructors of groups as public
     try:
-        store = dist.TCPStore(host, port, world_size, rank == 0, patience)
-        prefixed = dist.PrefixStore("accel_ckpt.transfer", store)
-        if backend == "nccl":
-            return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(prefixed, rank, world_size))
-        return cast(dist.ProcessGroup, dist.ProcessGroupGloo(prefixed, rank, world_size, patience))
+        store = c10d.PrefixStore(
+            "accel_ckpt.transfer", c10d.TCPStore(host, port, world_size, rank == 0, patience)
+        )
+        if backend == "gloo":
+            return cast(dist.ProcessGroup, c10d.ProcessGroupGloo(store, rank, world_size, patience))
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = patience
+        return cast(dist.ProcessGroup, c10d.ProcessGroupNCCL(store, rank, world_size, options))
     except (dist.DistError, RuntimeError) as error:
         raise TransferError(
             f"rank {rank} could not join the group of {world_size} processes at {host}:{port}: {error}. Start all of "

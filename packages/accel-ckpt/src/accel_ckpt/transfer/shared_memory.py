@@ -41,7 +41,8 @@ _LOOK = 1.0  # seconds between two looks whether the other process still runs
 _TRIES = 100  # readings of a message whose checksum is wrong, before it is refused
 
 
-class _Ranks(NamedTuple):
+@dataclass
+class _Ranks:
     """The ranks of the transfer, for their store."""
 
     rank: int
@@ -88,7 +89,8 @@ class SharedMemoryTransport:
                 f"rank {rank} of a transfer was in {self._folder} before; give every transfer a new folder, such as "
                 "tempfile.mkdtemp(dir='/dev/shm')"
             ) from None
-        store = dist.FileStore(str(self._folder / "store"), world_size)
+        c10d: Any = dist  # torch does not declare its stores as public
+        store = c10d.FileStore(str(self._folder / "store"), world_size)
         self._store = StoreCoordinator(store, _Ranks(rank, world_size, rank), patience=timeout)
         self._segment: _Segment | None = None
         self._others: dict[int, _Segment] = {}
@@ -195,7 +197,7 @@ class _Wait:
 
 class _Found(NamedTuple):
     slot: int
-    count: int
+    put: int
     header: dict[str, Any]
 
 
@@ -261,7 +263,7 @@ class _Segment:
         if seal != header["checksum"]:
             return False
         start = found.slot * _HEADER + 8
-        self._memory[start : start + 8] = struct.pack("=Q", found.count)
+        self._memory[start : start + 8] = struct.pack("=Q", found.put)
         return True
 
 
