@@ -43,6 +43,7 @@ def alone(strategy: str, call: str, meanwhile: str, folder: str) -> str:
         "prepare a loader": lambda: accelerator.prepare(DataLoader(range(8))),
         "get_state_dict": lambda: accelerator.get_state_dict(model),
         "save_model": lambda: accelerator.save_model(model, folder),
+        "weight_source": lambda: accelerator.weight_source(model),
     }
 
     if meanwhile == "steps":
@@ -73,6 +74,7 @@ CASES = [
     ("fsdp2", "prepare"),
     ("fsdp2", "get_state_dict"),
     ("fsdp2", "save_model"),
+    ("ddp", "weight_source"),
 ]
 
 

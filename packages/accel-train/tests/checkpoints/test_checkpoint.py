@@ -580,3 +580,17 @@ def test_the_number_counts_even_if_removing_older_checkpoints_is_interrupted(tmp
         accelerator.save_state()
     with pytest.warns(UserWarning, match="it is removed"):
         assert accelerator.save_state().name == "checkpoint_2"
+
+
+def test_weights_are_offered_as_they_are_at_the_time():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    source = accelerator.weight_source(model, dtype="bfloat16")
+    with torch.no_grad():
+        model[0].weight.fill_(5)
+    found = {name: (dtype, tensor) for name, dtype, _, tensor in source}
+    assert found.keys() == model.state_dict().keys()
+    assert found["0.weight"][0] == torch.bfloat16
+    assert (found["0.weight"][1] == 5).all()
+    assert found["0.weight"][1].data_ptr() == model[0].weight.data_ptr(), "nothing is copied"
+    assert found["1.num_batches_tracked"][0] == torch.int64

@@ -79,7 +79,7 @@ class SharedMemoryTransport:
         self.rank = rank
         self.world_size = world_size
         self.local_rank = rank
-        self._timeout = timeout
+        self._patience = timeout
         self._folder = Path(folder)
         _make_private(self._folder)
         try:
@@ -164,10 +164,10 @@ class SharedMemoryTransport:
         def reason(waited: float) -> str | None:
             if has_ended(self._people[other]):
                 return f"rank {other} (process {self._people[other]['pid']}) has ended"
-            if waited > self._timeout:
+            if waited > self._patience:
                 return (
                     f"rank {other} did not take part in the message {message.number} of rank {message.sender} to rank "
-                    f"{message.receiver} within {self._timeout:g} s"
+                    f"{message.receiver} within {self._patience:g} s"
                 )
             return None
 
