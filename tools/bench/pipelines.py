@@ -1,8 +1,8 @@
 """Pipelines against the same written by hand, and their bubble against the formulas of their schedules.
 
-Steps: a toy transformer in stages trains on CPU ranks of one thread each, ours and torch's schedule in turn,
-round after round; losses are checked to be equal. Bubble: layers that sleep instead of computing, for a fixed time in forward and
-twice that in backward, so that the time of a step is the schedule's alone.
+Steps: a toy transformer in stages trains on CPU ranks of one thread each, ours and torch's schedule in turn, round
+after round; losses are checked to be equal. Bubble: layers that sleep instead of computing, for a fixed time in forward
+and twice that in backward, so that the time of a step is the schedule's alone.
 
     hatch run bench:pipelines
 """
