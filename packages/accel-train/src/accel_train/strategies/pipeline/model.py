@@ -68,6 +68,7 @@ class PipelineModel(nn.Module):
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages)
+        self._stages = list(stages)
         self._given = [given]  # no child: its modules are in the stages
         self._layout, self._rank, self._group = layout, rank, group
         self._config, self._device = config, device
@@ -241,7 +242,7 @@ class PipelineModel(nn.Module):
         only_loss: bool,
     ) -> Any:
         forms = self._known((torch.is_grad_enabled(), self.training, key), self._forms, dict)
-        stages = list(self.stages)
+        stages = self._stages
         for stage in stages if trains else ():
             _reduce(stage, False)
         with torch.set_grad_enabled(trains):
@@ -269,12 +270,12 @@ class PipelineModel(nn.Module):
         for item in [known for known in self._passes if known.has_gradients]:
             self._passes.remove(item)
             run_backward(
-                self.stages[0],
+                self._stages[0],
                 self._layout,
                 self._exchange,
                 item.forwarded.saved,
                 item.taken(),
-                before_last=lambda: _reduce(self.stages[0], self.reduces),
+                before_last=lambda: _reduce(self._stages[0], self.reduces),
             )
 
     @property
@@ -296,7 +297,7 @@ class PipelineModel(nn.Module):
             forms: dict[int, list[Form]] = {}
             with _evaluated(self.stages), torch.no_grad():
                 run_forward(
-                    list(self.stages),
+                    self._stages,
                     self._layout,
                     self._rank,
                     self._exchange,
@@ -306,7 +307,7 @@ class PipelineModel(nn.Module):
                 )
             return Fused(
                 schedule,
-                list(self.stages),
+                self._stages,
                 self._layout,
                 len(micro_batches),
                 forms,
@@ -423,7 +424,7 @@ class _Pass:
         self._done = False
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad:
-                leaf.register_hook(self._receive(place))
+                leaf.register_hook(self._receive(place))  # type: ignore[no-untyped-call]
 
     def _receive(self, place: int) -> Callable[[Tensor], None]:
         def receive(gradient: Tensor) -> None:

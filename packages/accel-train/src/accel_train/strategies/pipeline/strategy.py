@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -120,7 +121,7 @@ class PipelineStrategy(Strategy):
         for parameter in before:
             if id(parameter) not in kept:
                 key = id(parameter)
-                self._gone[key] = weakref.ref(parameter, lambda _, key=key: self._gone.pop(key, None))
+                self._gone[key] = weakref.ref(parameter, partial(_forget, self._gone, key))
         del before
         steps.place(plain)
         for stage in stages:
@@ -184,8 +185,9 @@ class PipelineStrategy(Strategy):
     def _keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave parameters of other stages out of an optimizer."""
         for group in optimizer.param_groups:
+            held: list[Tensor] = group["params"]
             kept = []
-            for parameter in group["params"]:
+            for parameter in held:
                 gone = self._gone.get(id(parameter))
                 if gone is not None and gone() is parameter:
                     optimizer.state.pop(parameter, None)
@@ -285,6 +287,10 @@ class PipelineStrategy(Strategy):
         for engine, _ in self._made:
             engine.forget()
         super().zero_grad(optimizer, set_to_none)
+
+
+def _forget(known: dict[int, Any], key: int, reference: object) -> None:
+    known.pop(key, None)
 
 
 def _layout(config: PipelineParallelConfig, ranks: int) -> Layout:
