@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import types
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
+from accel_state.communication.channel import Channel
 from accel_state.errors import CollectiveMismatchError, DistributedOperationException
 from accel_state.operations import collectives
 from accel_state.world.process import PartialState
@@ -194,3 +197,15 @@ def test_threads_with_groups_of_their_own_do_not_mix():
         assert found == [[[100 * i + 10 * s + r for r in range(ranks)] for s in range(30)] for i in range(2)]
 
     worlds.run(body, 2)
+
+
+def test_collectives_that_are_done_are_released_up_to_the_first_that_is_not():
+    """Their works hold tensors, on devices, where the host only issues collectives."""
+    works = [types.SimpleNamespace(is_completed=lambda done=done: done) for done in (True, True, False, True)]
+    channel = types.SimpleNamespace(_pending=deque((n, "gather", work) for n, work in enumerate(works)))
+    Channel.release_completed(channel)
+    assert [number for number, _, _ in channel._pending] == [2, 3]
+    works[2].is_completed = lambda: True
+    Channel.release_completed(channel)
+    Channel.release_completed(channel)
+    assert not channel._pending

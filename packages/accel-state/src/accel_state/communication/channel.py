@@ -8,6 +8,7 @@ ranks detect a mismatch before any message of unequal size is sent, and a small 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import math
@@ -248,12 +249,17 @@ class Channel:
         position = self._position
         if position[1] is None:
             # On a device the host only issues a collective and continues.
-            while self._pending and self._pending[0][2].is_completed():
-                self._pending.popleft()
+            self.release_completed()
             if self._pending:
                 number, name, _ = self._pending[0]
                 return number, name, threading.main_thread().ident or 0
         return position
+
+    def release_completed(self) -> None:
+        """Release the tensors of collectives that are done, which are kept until somebody looks."""
+        with contextlib.suppress(IndexError, ValueError):  # the watchdog does the same in its thread
+            while (first := self._pending[0])[2].is_completed():
+                self._pending.remove(first)
 
     def mark_failed(self, error: CollectiveMismatchError) -> None:
         """See ``accel_state.communication.watchdog.WatchedGroup``."""
@@ -539,6 +545,11 @@ class Channels:
                 site = call_site(_frame(thread)) or "an unknown line"
                 found.append(f"{operation} (#{number}) at {site}")
         return found
+
+    def release_completed(self) -> None:
+        """See `Channel.release_completed`, for all groups."""
+        for channel in list(self._by_name.values()):
+            channel.release_completed()
 
     @property
     def watchdog(self) -> Watchdog | None:

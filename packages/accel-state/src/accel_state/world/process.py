@@ -412,6 +412,13 @@ def channel_of(group: dist.ProcessGroup | None) -> Channel | None:
     return None if channels is None else channels.of(group)
 
 
+def release_completed_collectives() -> None:
+    """Release the tensors of collectives that are done, whose memory is otherwise kept for some seconds."""
+    channels: Channels | None = PartialState._shared_state.get("channels")
+    if channels is not None:
+        channels.release_completed()
+
+
 def discard_inherited_state() -> None:
     """Drop the state that a forked child inherited: it describes the parent, whose channels stay open."""
     PartialState._shared_state.clear()
