@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from accel_train.strategies.buckets import Buckets
 
 __all__ = ["TransparentDDP", "set_takes_buffers"]
 
@@ -17,13 +20,17 @@ class TransparentDDP(DistributedDataParallel):
     Attributes:
         armed: a forward has prepared the reducer, and no backward has reached the model since. A forward without
             gradients changes nothing of it.
+        buckets: finds the memory of gradients that are sent.
     """
 
     armed: bool
+    buckets: Buckets
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, averages=True, is_built=True)
+        buckets = Buckets()
+        with buckets.formed():
+            super().__init__(*args, **kwargs)
+        self.__dict__.update(armed=False, averages=True, is_built=True, buckets=buckets)
         self.__class__ = _WritesThrough  # not before, because DDP sets dozens of attributes of its own
 
     @property
@@ -36,6 +43,14 @@ class TransparentDDP(DistributedDataParallel):
         self.__dict__["takes_buffers"] = takes
         if takes:
             self.__dict__["armed"] = True
+
+    @torch._disable_dynamo(recursive=False)  # as what it calls
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Called in each forward. After the first reduction DDP forms other buckets here, in the order of gradients."""
+        if self._has_rebuilt_buckets or (self.find_unused_parameters and not self.static_graph):
+            return super()._pre_forward(*inputs, **kwargs)
+        with self.buckets.formed():
+            return super()._pre_forward(*inputs, **kwargs)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """See `DistributedDataParallel.register_comm_hook`."""
