@@ -207,6 +207,7 @@ from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import NoGradientError as NoGradientError
+from accel_train.errors import OffloadError as OffloadError
 from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.errors import StepGuardError as StepGuardError
@@ -237,6 +238,7 @@ from accel_train.muon.optimizer import muon_with_adamw as muon_with_adamw
 from accel_train.muon.split import MuonParameter as MuonParameter
 from accel_train.muon.split import MuonSplit as MuonSplit
 from accel_train.muon.split import split_for_muon as split_for_muon
+from accel_train.offload.report import OffloadReport as OffloadReport
 from accel_train.plugins import AORecipeKwargs as AORecipeKwargs
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType

@@ -45,11 +45,14 @@ from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
 from accel_train.loop.observers import Progress
+from accel_train.loop.offloading import Offloading
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.loop.state import AcceleratorState, GradientState, register_newest
+from accel_train.offload.report import OffloadReport
+from accel_train.offload.tensors import KINDS
 from accel_train.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -266,6 +269,7 @@ class Accelerator:
             accumulator=self._accumulator,
             ledger=ledger,
             saver=BackgroundSaver(),
+            offloading=Offloading(self._plan.strategy, models, optimizers, self._accumulator.observers),
             models=[],
             prepared_models=models,
             optimizers=optimizers,
@@ -474,7 +478,12 @@ class Accelerator:
         return cast(T1, plain)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget everything prepared and give memory back; returns one None per object, to rebind their names."""
+        """Forget everything prepared and give memory back; returns one None per object, to rebind their names.
+
+        Raises:
+            OffloadError: states are in host memory, and would be lost.
+        """
+        self._prepared.offloading.refuse("free_memory()")
         self._prepared.clear()
         return release_memory(*objects)
 
@@ -805,6 +814,66 @@ class Accelerator:
         """
         return resume_training(self._prepared, self.load_state)
 
+    # Memory between phases of training
+
+    def offload_states(
+        self,
+        *objects: nn.Module | torch.optim.Optimizer,
+        include: Collection[str] = KINDS,
+        pin_memory: bool = True,
+    ) -> OffloadReport:
+        """Move states to host memory and free the device's, for a phase in which something else needs it.
+
+        Tensors stay the same objects; what needs their values raises `OffloadError` until `reload_states()`. States
+        that are in host memory already, as on a CPU, stay there and refuse as well. No rank waits for another one: each
+        calls it for itself, usually all. A second call moves what is still on the device.
+
+        Args:
+            objects: prepared models and optimizers. None given: all of them, the loss scale and averages of weights.
+            include: kinds of states: "parameters" (with buffers), "gradients", "optimizer".
+            pin_memory: copy to pinned host memory, at the rate of the bus. It is kept for the next call.
+
+        Returns:
+            The bytes that were freed.
+
+        Raises:
+            OffloadError: there is too little host memory, or the engine cannot do it now; nothing has moved.
+            NotAvailableError: the strategy's engine cannot do it (Megatron-LM, XLA).
+            ArgumentTypeError: an object is not a prepared model or optimizer.
+            OptionError: `include` names an unknown kind.
+        """
+        here = self._prepared
+        registered = [each.item for each in here.registered]
+        return here.offloading.offload(objects, include, pin_memory, registered)
+
+    def reload_states(self, *objects: nn.Module | torch.optim.Optimizer) -> None:
+        """Move states back to the device; training continues as if they had stayed.
+
+        Args:
+            objects: prepared models and optimizers. None given: all that `offload_states` has moved. Others stay where
+                they are.
+
+        Raises:
+            OffloadError: the device has too little memory; what does not fit is still in host memory. Or objects share
+                tensors with others that stay in host memory.
+            ArgumentTypeError: an object is not a prepared model or optimizer.
+        """
+        self._prepared.offloading.reload(objects)
+
+    @contextlib.contextmanager
+    def offloaded_states(
+        self,
+        *objects: nn.Module | torch.optim.Optimizer,
+        include: Collection[str] = KINDS,
+        pin_memory: bool = True,
+    ) -> Iterator[OffloadReport]:
+        """Context in which states are in host memory; see `offload_states`, and `reload_states` at its end."""
+        report = self.offload_states(*objects, include=include, pin_memory=pin_memory)
+        try:
+            yield report
+        finally:
+            self.reload_states(*objects)
+
     # Saving
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
@@ -843,6 +912,7 @@ class Accelerator:
             private: whether a newly created repository is private.
             commit_message: message of the upload's commit.
         """
+        self._prepared.offloading.refuse("save_model()", model)
         checkpoint.save_model(
             self._prepared,
             model,
@@ -857,6 +927,7 @@ class Accelerator:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a model's full state dict under its own names, without wrappers; gathered if ranks hold parts."""
+        self._prepared.offloading.refuse("get_state_dict()", model)
         return checkpoint.state_dict(self._prepared, model) if unwrap else model.state_dict()
 
     def weight_source(self, model: nn.Module, *, dtype: torch.dtype | str | None = None) -> OfferedWeights:
@@ -893,6 +964,7 @@ class Accelerator:
             PrepareError: a parameter was replaced by one of another shape (raised on all ranks), or the engine cannot
                 give whole parameters.
         """
+        self._prepared.offloading.refuse("whole_parameters()", model)
         return self._plan.strategy.states.whole_parameters(model, write_back=write_back)
 
     def register_for_checkpointing(self, *objects: Any, trusted: bool = False) -> None:
@@ -972,6 +1044,7 @@ class Accelerator:
             CollectiveMismatchError: some processes did not call, and it was not the main process alone that did.
             SaveInProgressError: an earlier save is still running, with `when_busy="refuse"`.
         """
+        self._prepared.offloading.refuse("save_state()")
         return checkpoint.save_state(
             self._prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only, **kwargs
         )
@@ -1012,6 +1085,7 @@ class Accelerator:
             StateMismatchError: the prepared or registered objects differ from the saved ones.
             OptionError: `only` names a part that does not exist.
         """
+        self._prepared.offloading.refuse("load_state()")
         return checkpoint.load_state(
             self._prepared, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, only, **kwargs
         )

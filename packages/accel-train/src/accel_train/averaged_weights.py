@@ -147,6 +147,10 @@ class AveragedWeights:
                 "when parameters are added or replaced."
             )
 
+    def held_tensors(self) -> list[Tensor]:
+        """The averages, which `Accelerator.offload_states` moves with all other states."""
+        return list(self._averages.values())
+
     def state_dict(self) -> dict[str, Any]:
         """The averages by parameter name, divided like the parameters, and the number of updates in them."""
         self._refuse_applied("save_state()")

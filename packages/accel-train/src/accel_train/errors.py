@@ -10,6 +10,7 @@ AccelError
 ├── NoGradientError (RuntimeError)      the loss depends on nothing that requires a gradient
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DividedTensorError (PicklingError)  one rank's part of a tensor would be saved as the whole tensor
+├── OffloadError (RuntimeError)         states cannot move to host memory or back, or were used while they are there
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
 ├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
@@ -33,6 +34,7 @@ __all__ = [
     "IncompatibleOptionsError",
     "MetricsShapeError",
     "NoGradientError",
+    "OffloadError",
     "OptionError",
     "PrepareError",
     "StepGuardError",
@@ -71,6 +73,10 @@ class DividedTensorError(AccelError, pickle.PicklingError):
 
 class NoGradientError(AccelError, RuntimeError):
     """The loss of a backward pass depends on nothing that requires a gradient."""
+
+
+class OffloadError(AccelError, RuntimeError):
+    """States cannot move to host memory or back, or were used while they are there; the message says what to call."""
 
 
 class StepGuardError(AccelError, RuntimeError):

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
+from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import StrategyOptions
 from accel_train.strategies.engines import EngineStrategy, check_groups
+from accel_train.strategies.megatron.strategy import MegatronStrategy
 
 
 @dataclass
@@ -128,3 +130,11 @@ def test_order_of_groups_and_empty_groups_do_not_matter():
 def test_a_saved_optimizer_of_other_groups_is_refused(here, there, says):
     with pytest.raises(StateMismatchError, match=says):
         check_groups(here, saved(*there))
+
+
+def test_states_do_not_move_to_host_memory(strategy):
+    model, optimizer = trained()
+    strategy.made.append(Made(model, optimizer, Gradients()))
+    with pytest.raises(NotAvailableError, match=r"the noting engine keeps .*save_state\(\)"):
+        strategy.check_offload([model], [optimizer], ["parameters"])
+    assert MegatronStrategy.check_offload is EngineStrategy.check_offload

@@ -177,3 +177,8 @@ def test_the_cpu_is_refused_where_the_launcher_asks_for_tpus(monkeypatch):
 def test_a_missing_package_gives_the_install_line(strategy):
     with pytest.raises(NotAvailableError, match=r"needs torch_xla.*pip install 'torch_xla\[tpu\]>=2\.9'"):
         Accelerator(strategy=strategy)
+
+
+def test_states_do_not_move_to_host_memory(events):
+    with pytest.raises(NotAvailableError, match=r"'xla'.*save_state\(\)"):
+        strategy_on(1).check_offload([torch.nn.Linear(2, 1)], [], ["parameters"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_state.world.process import PartialState
     from accel_train.data import ActiveLoaders
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.offloading import Offloading
     from accel_train.loop.optimizer import AcceleratedOptimizer
     from accel_train.loop.preemption import Preemption
     from accel_train.loop.scheduler import AcceleratedScheduler
@@ -112,6 +113,7 @@ class Prepared:
         hooks: the script's hooks that run before a state is saved or loaded.
         replaced: parameters that preparation replaced.
         preemption: listens for signals, if asked to.
+        offloading: knows which states are in host memory.
         step: a counter that scripts may use; part of the state.
     """
 
@@ -122,6 +124,7 @@ class Prepared:
     accumulator: Accumulator
     ledger: ActiveLoaders
     saver: BackgroundSaver
+    offloading: Offloading
     models: list[nn.Module]
     prepared_models: list[nn.Module]
     optimizers: list[AcceleratedOptimizer]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -20,6 +20,8 @@ from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
+from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
+from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import (
     any_divided,
@@ -532,6 +534,50 @@ class Strategy:
         """Drop an optimizer's gradients; False: fill them with zeros instead."""
         self.precision.forget_unscaled(optimizer)
         optimizer.zero_grad(set_to_none)
+
+    # Between phases of training
+
+    def check_offload(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kinds: Collection[str],
+    ) -> None:
+        """Check that `offload_states` can move the states of prepared models and optimizers; changes nothing.
+
+        Args:
+            models: as `prepare` returned them.
+            optimizers: without wrappers.
+            kinds: kinds of state, of `accel_train.offload.tensors.KINDS`.
+
+        Raises:
+            OffloadError: it cannot now.
+            NotAvailableError: it never can.
+        """
+
+    def state_tensors(self, owner: nn.Module | torch.optim.Optimizer) -> Iterator[Kinded]:
+        """The tensors of a prepared model, or of an optimizer, with their kinds; memory that caches hold is freed."""
+        if isinstance(owner, nn.Module):
+            return tensors_of_model(self.plain(owner))
+        return of_kind("optimizer", tensors_in(owner.state))
+
+    def offload_states(
+        self, owner: nn.Module | torch.optim.Optimizer, kinds: Collection[str], memory: HostMemory
+    ) -> Offloaded:
+        """Move states of a prepared model, or of an optimizer, to host memory; not a collective.
+
+        Args:
+            owner: what `check_offload` has accepted.
+            kinds: kinds of state; others stay.
+            memory: where copies are.
+
+        Returns:
+            What moves them back.
+
+        Raises:
+            OffloadError: it failed; nothing has moved.
+        """
+        return HostCopies([item for item in self.state_tensors(owner) if item[0] in kinds], memory)
 
     # Helpers
 

@@ -19,6 +19,7 @@ from accel_ckpt.modules.named_model import NamedModel
 from accel_state.operations.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.offload.tensors import Kinded, of_kind
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.ranks import Ranks
 from accel_train.state_part import StatePart
@@ -392,6 +393,17 @@ class DDPStrategy(Strategy):
         """Drop an optimizer's gradients, and forget how they were computed."""
         self._replicas.forget_gradients(optimizer)
         super().zero_grad(optimizer, set_to_none)
+
+    # Between phases of training
+
+    def state_tensors(self, owner: nn.Module | torch.optim.Optimizer) -> Iterator[Kinded]:
+        """Extends the base class: buckets of gradients, and what a communication hook keeps of them."""
+        yield from super().state_tensors(owner)
+        inner = _ddp(owner) if isinstance(owner, nn.Module) else None
+        if isinstance(inner, TransparentDDP):
+            yield from of_kind("gradients", inner.buckets.tensors())
+            hook = self.power_sgd.get(inner)
+            yield from of_kind("gradients", () if hook is None else hook.tensors())
 
     def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
         for found in differing_rates(optimizer, self.loss):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.modules.names import listed
+from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.state_adapter import StateAdapter
@@ -123,6 +124,19 @@ class EngineStrategy(Strategy, Generic[MadeT]):
             super().zero_grad(optimizer, set_to_none)
         else:
             item.gradients.drop()
+
+    def check_offload(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kinds: Collection[str],
+    ) -> None:
+        """Refuse: an engine keeps states in buffers of its own; a strategy whose engine moves them overrides this."""
+        raise NotAvailableError(
+            f"offload_states() is not available under the strategy {self.name!r}: {self.stepper} keeps parameters, "
+            "gradients and optimizer states in buffers that it cannot give back. Save the state with save_state(), end "
+            "the process, and load it again."
+        )
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -83,6 +83,10 @@ class PowerSGD:
 
     # State
 
+    def tensors(self) -> list[Tensor]:
+        """The errors of compression, and the approximations that the next one starts from."""
+        return [tensor for name in _TENSORS for tensor in getattr(self._state, name).values()]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors of this rank."""
         kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", self._state.rng.get_state())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from accel_state.enums import DistributedType
+from accel_state.errors import NotAvailableError
 from accel_state.host.xla import seed_as_torch
 from accel_state.operations.collectives import broadcast
 from accel_state.trees import recursively_apply
@@ -120,6 +121,18 @@ class XlaStrategy(Strategy):
         return result
 
     # State
+
+    def check_offload(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kinds: Collection[str],
+    ) -> None:
+        """Refuse: the runtime of XLA owns the memory below tensors, and recorded programs refer to it."""
+        raise NotAvailableError(
+            "offload_states() is not available under the strategy 'xla': torch_xla's runtime owns the memory of "
+            "devices. Save the state with save_state(), end the process, and load it again."
+        )
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:

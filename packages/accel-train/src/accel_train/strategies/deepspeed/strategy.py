@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,12 +15,14 @@ from accel_state.enums import DistributedType
 from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
+from accel_train.offload.host_copies import HostMemory, Offloaded
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
 from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.offload import EngineOffload, check_engine
 from accel_train.strategies.deepspeed.placeholders import (
     DummyOptim,
     DummyScheduler,
@@ -463,6 +465,37 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
                     nn.utils.clip_grad_value_(item.gradients.parameters, clip_value)
             else:
                 item.gradients.limit(clip_value)
+
+    # Between phases of training
+
+    def check_offload(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        kinds: Collection[str],
+    ) -> None:
+        """Check what the engines can move; models without engine move as under other strategies."""
+        for model in models:
+            if any(model is engine for engine in self.evaluated):
+                raise NotAvailableError(
+                    f"offload_states() under DeepSpeed cannot move {type(self.plain(model)).__name__}, which stage 3 "
+                    "divides for evaluation: its engine has no optimizer. Name the objects that move: "
+                    "offload_states(model, optimizer)."
+                )
+        found = [*map(self.of_model, models), *map(self.of_optimizer, optimizers)]
+        for item in found:
+            if item is not None:
+                stage, waiting = item.state.stage, item.gradients.waiting
+                check_engine(item.engine, stage=stage, kinds=kinds, waiting=waiting)
+
+    def offload_states(
+        self, owner: nn.Module | torch.optim.Optimizer, kinds: Collection[str], memory: HostMemory
+    ) -> Offloaded:
+        """Let the engine move states."""
+        item = self.of_model(owner) if isinstance(owner, nn.Module) else self.of_optimizer(owner)
+        if item is None:
+            return super().offload_states(owner, kinds, memory)
+        return EngineOffload(item.engine, kinds, self.options.device, memory.pinned)
 
 
 def _layer_parts(plugin: DeepSpeedPlugin) -> int:
