@@ -443,3 +443,50 @@ def refused(kind: str) -> str:
 def test_mistakes_are_named_on_all_ranks(kind: str, message: str) -> None:
     found = worlds.run(refused, 2, kind)
     assert all(each.startswith(message) for each in found), found
+
+
+# Sleep
+
+
+def sleeping(degrees: dict, sleeps: bool) -> tuple[list[float], dict, float]:
+    """Losses, weights, and the share of the device's memory that stays in use between steps."""
+    from accel_train import Accelerator, ParallelismConfig
+    from testkit import simulated_device
+
+    simulated_device.use("npu:4")
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**degrees))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    rows = torch.randn(8, 256).to(accelerator.device)
+    losses, share = [], 0.0
+    for _ in range(3):
+        loss = model(rows).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del loss
+        if sleeps:
+            before = torch.accelerator.memory_allocated()
+            accelerator.offload_states()
+            share = max(share, (torch.accelerator.memory_allocated() - rows.nbytes) / before)
+            accelerator.reload_states()
+    return losses, {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}, share
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [(2, {"pp_size": 2}), (4, {"pp_size": 2, "dp_shard_size": 2})],
+    ids=["whole", "sharded"],
+)
+def test_stages_sleep(ranks: int, degrees: dict) -> None:
+    environ = {"ACCELERATE_USE_CPU": "false"}
+    expected = worlds.run(sleeping, ranks, degrees, False, environ=environ)
+    for (losses, weights, share), (their_losses, theirs, _) in zip(
+        worlds.run(sleeping, ranks, degrees, True, environ=environ), expected, strict=True
+    ):
+        assert losses == their_losses
+        torch.testing.assert_close(weights, theirs, rtol=0, atol=0)
+        assert share <= 0.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import accel_ckpt
 from accel_ckpt.parts import is_sharded
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.offload.tensors import Kinded, tensors_of_model
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import (
     FullyShardedDataParallelPlugin,
@@ -211,6 +212,10 @@ class PipelineStrategy(Strategy):
     def release(self) -> None:
         """Forget the prepared models."""
         self._made.clear()
+
+    def state_tensors(self, owner: nn.Module | torch.optim.Optimizer) -> Iterator[Kinded]:
+        """The tensors of this rank's stages, or of an optimizer."""
+        return tensors_of_model(owner) if isinstance(owner, PipelineModel) else super().state_tensors(owner)
 
     # One micro-batch
 
