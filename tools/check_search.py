@@ -31,6 +31,8 @@ EXPECTED: Mapping[str, Sequence[str]] = {
     "timeout": ("timeouts",),
     "hang": ("timeouts", "troubleshooting"),
     "gradient accumulation": ("gradient-accumulation",),
+    "cross entropy": ("chunked-cross-entropy",),
+    "logits": ("chunked-cross-entropy",),
     "mixed precision": ("mixed-precision",),
     "bf16": ("mixed-precision",),
     "fp8": ("mixed-precision",),

@@ -205,6 +205,7 @@ from accel_train.errors import DataError as DataError
 from accel_train.errors import DispatchError as DispatchError
 from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
+from accel_train.errors import LossError as LossError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import NoGradientError as NoGradientError
 from accel_train.errors import OffloadError as OffloadError
@@ -232,6 +233,9 @@ from accel_train.loop.state import GradientState as GradientState
 from accel_train.loop.state import is_initialized as is_initialized
 from accel_train.loop.throughput import Throughput as Throughput
 from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
+from accel_train.losses.causal_models import ChunkedLoss as ChunkedLoss
+from accel_train.losses.causal_models import use_chunked_loss as use_chunked_loss
+from accel_train.losses.cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from accel_train.mesh import Mesh as Mesh
 from accel_train.muon.optimizer import MuonWithAdamW as MuonWithAdamW
 from accel_train.muon.optimizer import muon_with_adamw as muon_with_adamw

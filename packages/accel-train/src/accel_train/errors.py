@@ -8,6 +8,7 @@ AccelError
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    gradient accumulation was used in an invalid way
 ├── NoGradientError (RuntimeError)      the loss depends on nothing that requires a gradient
+├── LossError (RuntimeError)            a loss cannot be computed in the way that was asked for
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DividedTensorError (PicklingError)  one rank's part of a tensor would be saved as the whole tensor
 ├── OffloadError (RuntimeError)         states cannot move to host memory or back, or were used while they are there
@@ -32,6 +33,7 @@ __all__ = [
     "DispatchError",
     "DividedTensorError",
     "IncompatibleOptionsError",
+    "LossError",
     "MetricsShapeError",
     "NoGradientError",
     "OffloadError",
@@ -73,6 +75,10 @@ class DividedTensorError(AccelError, pickle.PicklingError):
 
 class NoGradientError(AccelError, RuntimeError):
     """The loss of a backward pass depends on nothing that requires a gradient."""
+
+
+class LossError(AccelError, RuntimeError):
+    """A loss cannot be computed in the way that was asked for; the message says how it can."""
 
 
 class OffloadError(AccelError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Losses of language models that never hold the logits of all tokens."""

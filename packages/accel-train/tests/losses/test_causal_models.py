@@ -1,0 +1,464 @@
+"""Language models of transformers with a chunked loss, against the same models without."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accel_train import chunked_cross_entropy, use_chunked_loss
+from accel_train.errors import LossError, OptionError, PrepareError
+from accel_train.losses.lazy_logits import LazyLogits
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 37
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+MODELS = {
+    "Llama": SIZES,
+    "Qwen3": {**SIZES, "head_dim": 8},
+    "Gemma2": {**SIZES, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "Granite": {**SIZES, "logits_scaling": 4.0},
+    "Cohere": {**SIZES, "logit_scale": 0.25},
+    "Mixtral": {**SIZES, **EXPERTS},
+    "Phi": {**SIZES, "num_key_value_heads": 2},  # its head has a bias
+}
+TIED = ("Gemma2", "Cohere")
+
+
+def build(kind, dtype=torch.float64):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**MODELS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if kind == "Mixtral":
+        model.set_experts_implementation("eager")  # the others compute no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    if dtype is torch.float64:
+        model.loss_function = loss_in_any_dtype
+    return model.to(dtype)
+
+
+def loss_in_any_dtype(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_
+):
+    """As transformers' own, which computes in float32 even if the model is in float64."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets, reduction = shift_labels.flatten(), "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(
+        logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def batch(rows=2, length=7):
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def results(model, **inputs):
+    """Loss and gradients by name, and the outputs."""
+    model.zero_grad()
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs.loss.detach(), grads, outputs
+
+
+@pytest.fixture
+def nothing_materialised(monkeypatch):
+    def refuse(self, operation):
+        raise AssertionError(f"{operation} computed all logits")
+
+    monkeypatch.setattr(LazyLogits, "materialised", refuse)
+
+
+@pytest.mark.usefixtures("nothing_materialised")
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
+    model = build(kind, dtype)
+    assert kind not in TIED or model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert kind != "Phi" or model.lm_head.bias is not None
+    bound = 1e-10 if dtype is torch.float64 else 2e-5
+    shifted = F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    cases = {
+        "labels": {},
+        "items": {"num_items_in_batch": torch.tensor(5)},
+        "number": {"num_items_in_batch": 5},
+        "shifted": {"shift_labels": shifted},
+        "ignored": {"ignore_index": int(batch()["labels"][1, 2])},
+    }
+    for name, options in cases.items():
+        inputs = batch()
+        if name == "ignored":
+            inputs["labels"][inputs["labels"] < 0] = options["ignore_index"]
+        wanted = results(model, **inputs, **options)
+        with use_chunked_loss(model, chunk_size=3):
+            found = results(model, **inputs, **options)
+            assert type(found[2].logits) is LazyLogits
+        assert found[0].dtype == wanted[0].dtype
+        torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
+        assert found[1].keys() == wanted[1].keys()
+        for key, value in wanted[1].items():
+            torch.testing.assert_close(found[1][key], value, rtol=bound, atol=bound, msg=f"{name}: {key}")
+        if kind == "Mixtral":
+            assert found[2].aux_loss > 0
+            torch.testing.assert_close(found[2].aux_loss, wanted[2].aux_loss)
+
+
+@pytest.mark.usefixtures("nothing_materialised")
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(kind, dtype):
+    """As close to float64 as the model itself is."""
+    model = build(kind, torch.float32)
+    exact = results(build(kind), **batch())
+
+    def under_autocast():
+        with torch.autocast("cpu", dtype):
+            outputs = model(**batch())
+        (2.0**8 * outputs.loss).backward()
+        grads = [p.grad.double() / 2**8 for p in model.parameters()]
+        model.zero_grad()
+        right = exact[1].values()
+        return outputs.loss, sum(
+            ((a - b).norm() / b.norm()).item() for a, b in zip(grads, right, strict=True)
+        )
+
+    wanted, theirs = under_autocast()
+    with use_chunked_loss(model, chunk_size=3):
+        found, ours = under_autocast()
+    assert found.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    assert ours < 1.1 * theirs
+
+
+def test_logits_are_computed_when_they_are_used():
+    model = build("Gemma2")
+    wanted = model(**batch())
+    with warnings.catch_warnings(record=True) as said, use_chunked_loss(model):
+        warnings.simplefilter("always")
+        found = model(**batch())
+        logits = found.logits
+        assert "LazyLogits" in repr(found)
+        assert (logits.shape, logits.dtype, logits.requires_grad) == (
+            wanted.logits.shape,
+            torch.float64,
+            True,
+        )
+        assert not said
+        torch.testing.assert_close(logits.argmax(-1), wanted.logits.argmax(-1))
+        torch.testing.assert_close(logits + 0, wanted.logits)
+        torch.testing.assert_close(torch.softmax(logits[:, -1], -1), wanted.logits[:, -1].softmax(-1))
+        assert logits.tolist() == wanted.logits.tolist()
+    assert [str(record.message).count("'argmax'") for record in said] == [1]
+    parameters = list(model.parameters())
+    here = torch.autograd.grad(logits.square().mean() + found.loss, parameters)
+    there = torch.autograd.grad(wanted.logits.square().mean() + wanted.loss, parameters)
+    torch.testing.assert_close(here, there, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda logits, labels: F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1)),
+        lambda logits, labels: nn.CrossEntropyLoss(label_smoothing=0.1)(
+            logits.view(-1, VOCABULARY), labels.view(-1)
+        ),
+        lambda logits, labels: F.cross_entropy(
+            logits[..., :-1, :].contiguous().view(-1, logits.size(-1)),
+            labels[..., 1:].reshape(-1),
+            reduction="sum",
+        ),
+        lambda logits, labels: F.cross_entropy(
+            logits[:, 1:].reshape(-1, VOCABULARY).float(), labels[:, 1:].flatten()
+        ),
+        lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
+        lambda logits, labels: F.cross_entropy(2 * (-logits / 3 + 1).clamp(-2, 2)[0], labels[0]),
+        lambda logits, labels: F.cross_entropy(logits[-1].to(torch.float32).double().tanh() - 1, labels[-1]),
+    ],
+)
+@pytest.mark.usefixtures("nothing_materialised")
+def test_losses_that_are_computed_in_chunks(loss_of):
+    check_loss_function(loss_of)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+def in_place(logits, labels):
+    logits *= 2
+    logits.div_(3)
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        in_place,
+        lambda logits, labels: F.cross_entropy(
+            logits.view(-1, VOCABULARY), labels.view(-1), reduction="none"
+        ).square().sum(),
+        lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
+        lambda logits, labels: F.cross_entropy(logits[..., 1:].reshape(-1, VOCABULARY - 1), labels.view(-1) - 1,
+                                               ignore_index=-101),
+        lambda logits, labels: (logits * torch.arange(VOCABULARY)).square().mean(),
+        lambda logits, labels: logits.view(torch.int64).sum() + logits.logsumexp(-1).sum(),
+        lambda logits, labels: F.cross_entropy(
+            logits.view(-1, VOCABULARY), labels.view(-1), weight=torch.arange(VOCABULARY).double()
+        ),
+        lambda logits, labels: torch.stack([logits, logits]).std(),
+    ],
+)  # fmt: skip
+def test_losses_that_need_all_logits(loss_of):
+    check_loss_function(loss_of)
+
+
+def check_loss_function(loss_of):
+    model = build("Llama")
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: loss_of(logits, labels)
+    wanted = results(model, **batch())
+    with use_chunked_loss(model, chunk_size=3):
+        found = results(model, **batch())
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
+    for key, value in wanted[1].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-6, atol=1e-6, msg=key)
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    model = build("Llama")
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: Square.apply(logits)
+    with use_chunked_loss(model), pytest.raises(LossError, match="Function of its own"):
+        results(model, **batch())
+
+
+def test_without_labels_nothing_changes():
+    model = build("Llama").eval()
+    ids = batch()["input_ids"]
+    wanted, said = model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)
+    with use_chunked_loss(model):
+        found = model(ids).logits
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == said.tolist()
+        assert type(model.lm_head(torch.zeros(1, 16).double())) is torch.Tensor
+
+
+def test_evaluation():
+    model = build("Llama").eval()
+    with torch.no_grad(), use_chunked_loss(model, chunk_size=3):
+        found = model(**batch())
+        assert not found.loss.requires_grad
+        assert not found.logits.requires_grad
+        mean = found.logits.mean()
+    wanted = model(**batch())
+    torch.testing.assert_close(found.loss, wanted.loss.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(mean, wanted.logits.mean().detach())
+    with torch.inference_mode(), use_chunked_loss(model, chunk_size=3):
+        torch.testing.assert_close(model(**batch()).loss, wanted.loss.detach())
+
+
+def test_labels_by_position_and_no_return_dict():
+    model = build("Llama")
+    ids, labels = batch().values()
+    wanted = model(input_ids=ids, labels=labels).loss
+    names = list(inspect.signature(model.forward).parameters)
+    with use_chunked_loss(model):
+        given = [None] * names.index("labels")
+        given[0] = ids
+        loss, logits, *_ = model(*given, labels, return_dict=False)
+    torch.testing.assert_close(loss, wanted)
+    assert type(logits) is LazyLogits
+
+
+def test_gradient_checkpointing_and_kept_logits():
+    model = build("Llama")
+    model.gradient_checkpointing_enable()
+    wanted = results(model, **batch())
+    shorter = {"input_ids": batch()["input_ids"], "labels": batch()["labels"][:, 3:], "logits_to_keep": 4}
+    kept = results(model, **shorter)
+    with use_chunked_loss(model):
+        for right, inputs in ((wanted, batch()), (kept, shorter)):
+            found = results(model, **inputs)
+            torch.testing.assert_close(found[:2], right[:2], rtol=1e-10, atol=1e-10)
+
+
+def test_copies_and_pickles_have_their_own():
+    model = build("Llama")
+    use_chunked_loss(model, chunk_size=3)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other.lm_head.weight.mul_(3)
+        plain = build("Llama")
+        plain.load_state_dict(other.state_dict())
+        assert type(other(**batch()).logits) is LazyLogits
+        found, wanted = results(other, **batch()), results(plain, **batch())
+        torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(model(**batch()).loss, build("Llama")(**batch()).loss)
+
+
+def test_remove_gives_the_model_back():
+    model = build("Llama")
+    before = set(vars(model.lm_head))
+    handle = use_chunked_loss(model)
+    with pytest.raises(OptionError, match="already"):
+        use_chunked_loss(model)
+    handle.remove()
+    assert set(vars(model.lm_head)) == before
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert type(model(**batch()).logits) is torch.Tensor
+    handle.remove()
+
+
+def test_a_failed_forward_leaves_the_head_alone():
+    model = build("Llama")
+    with use_chunked_loss(model):
+        with pytest.raises(ValueError, match="Expected input batch_size"):
+            model(
+                input_ids=batch()["input_ids"],
+                labels=batch()["labels"][:1],
+                num_items_in_batch=1,
+                shift_labels=None,
+            )
+        assert type(model.lm_head(torch.zeros(1, 16).double())) is torch.Tensor
+
+
+def test_logits_of_changed_weights_are_refused():
+    model = build("Llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with use_chunked_loss(model):
+        outputs = model(**batch())
+        outputs.loss.backward()
+        optimizer.step()
+        with pytest.raises(LossError, match="before the weight of the head changed"):
+            outputs.logits.argmax(-1)
+
+
+def test_models_and_heads_that_are_refused():
+    class Own(nn.Module):
+        def forward(self, ids):
+            return ids
+
+    with pytest.raises(PrepareError, match="no module with a head"):
+        use_chunked_loss(Own())
+    with pytest.raises(OptionError, match="chunk_size=0"):
+        use_chunked_loss(build("Llama"), chunk_size=0)
+    model = build("Llama")
+    with use_chunked_loss(model):
+        model.resize_token_embeddings(VOCABULARY + 3)
+        with pytest.raises(LossError, match="another module"):
+            model(**batch())
+    model = build("Llama")
+    model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T
+    with use_chunked_loss(model), pytest.raises(LossError, match=r"F\.linear"):
+        model(**batch())
+
+
+def test_a_padded_vocabulary():
+    model = build("Llama")
+    model.resize_token_embeddings(pad_to_multiple_of=16)
+    assert model.lm_head.out_features == 48
+    wanted = results(model, **batch())
+    with use_chunked_loss(model, chunk_size=3):
+        torch.testing.assert_close(results(model, **batch())[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+
+
+def test_an_encoder_and_decoder():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=2,
+    )
+    model = transformers.T5ForConditionalGeneration(config).double().eval()
+    wanted = results(model, **batch())
+    with use_chunked_loss(model, chunk_size=3):
+        found = results(model, **batch())
+        assert found[2].logits._value is None
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+
+
+def test_lora_adapters():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build("Llama"), config)
+    wanted = results(model, **batch())
+    with use_chunked_loss(model, chunk_size=3):
+        found = results(model, **batch())
+        assert type(found[2].logits) is LazyLogits
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+
+
+def test_compiled_blocks():
+    from accel_train import TorchDynamoPlugin
+    from accel_train.setup.compile import compile_model
+
+    model = build("Llama")
+    wanted = results(model, **batch())
+    with use_chunked_loss(model, chunk_size=3):
+        compiled = compile_model(model, TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
+        found = results(compiled, **batch())
+        assert type(found[2].logits) is LazyLogits
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-8, atol=1e-8)
+
+
+def test_a_model_that_is_compiled_whole_is_refused():
+    model = build("Llama")
+    use_chunked_loss(model)
+    with pytest.raises(LossError, match="use_regional_compilation"):
+        torch.compile(model, backend="eager")(**batch())
+    with pytest.raises(OptionError, match="use_regional_compilation"):
+        use_chunked_loss(torch.compile(build("Llama"), backend="eager"))
+
+
+def test_the_function_in_a_model_of_its_own():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(16, VOCABULARY).double()
+
+        def forward(self, hidden, labels):
+            return chunked_cross_entropy(hidden, self.head.weight, labels, bias=self.head.bias, chunk_size=3)
+
+    model = Own()
+    hidden = torch.randn(2, 7, 16).double()
+    torch.testing.assert_close(
+        model(hidden, batch()["labels"]),
+        F.cross_entropy(model.head(hidden).flatten(0, 1), batch()["labels"].flatten()),
+    )

@@ -1,0 +1,316 @@
+"""Chunked cross entropy on two ranks, against one process that trains with the whole batch and all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from testkit import worlds
+
+VOCABULARY, WIDTH = 37, 16
+STEPS = 2  # micro-batches of a window
+ROWS = 16
+
+
+def build(kind: str = "Llama") -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    model.loss_function = loss_in_any_dtype
+    return model
+
+
+def loss_in_any_dtype(
+    logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
+) -> Any:
+    """As transformers' own, which computes in float32 even if the model is in float64."""
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def samples() -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (ROWS, 6), generator=torch.Generator().manual_seed(1))
+
+
+def train(
+    accelerator: Any, model: nn.Module, chunk_size: int | None = 5, items: bool = False, rows: int = 2
+) -> Any:
+    """Losses of micro-batches and weights afterwards."""
+    from accel_train import use_chunked_loss
+    from accel_train.losses.lazy_logits import LazyLogits
+
+    if chunk_size is not None:
+        use_chunked_loss(model, chunk_size=chunk_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=rows)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for ids in loader:
+        with accelerator.accumulate(model):
+            given = {"num_items_in_batch": 1} if items else {}
+            outputs = model(input_ids=ids, labels=ids, **given)
+            loss = outputs.loss
+            assert chunk_size is None or (
+                type(outputs.logits) is LazyLogits and outputs.logits._value is None
+            )
+            accelerator.backward(loss, **({"num_items": ids[:, 1:].numel()} if items else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def plain(kind: str = "Llama", rows: int = 4 * STEPS) -> dict[str, torch.Tensor]:
+    """Weights after training with big batches; `rows` of all ranks and micro-batches of a window."""
+    model = build(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for ids in samples().split(rows):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-10) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value.to(found[name].dtype), rtol=bound, atol=bound, msg=name)
+
+
+def head_alone(module: nn.Module) -> bool:
+    """The blocks and the head are units of FSDP2 by themselves."""
+    return "DecoderLayer" in type(module).__name__ or getattr(module, "out_features", 0) == VOCABULARY
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {"reshard_after_forward": None},
+    "fsdp2-reshard": {"reshard_after_forward": True},
+    "fsdp2-head": {"auto_wrap_policy": head_alone},
+    "fsdp2-whole": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False},
+}
+
+
+def accelerator_of(strategy: str, **options: Any) -> Any:
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    if strategy.startswith("fsdp2"):
+        given = {key: value for key, value in STRATEGIES[strategy].items() if value is not None}
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(**given)
+    return Accelerator(cpu=True, gradient_accumulation_steps=STEPS, **options)
+
+
+def trained(strategy: str, kind: str, items: bool) -> Any:
+    return train(accelerator_of(strategy), build(kind), items=items)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("items", [False, True])
+def test_training_equals_one_process_with_all_logits(strategy: str, items: bool) -> None:
+    wanted = plain()
+    for _, weights in worlds.run(trained, 2, strategy, "Llama", items, timeout=200):
+        same(weights, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_tied_head_with_a_soft_cap(strategy: str) -> None:
+    wanted = plain("Gemma2")
+    for _, weights in worlds.run(trained, 2, strategy, "Gemma2", False, timeout=200):
+        same(weights, wanted)
+
+
+def test_one_process() -> None:
+    same(train(accelerator_of("ddp"), build(), rows=4)[1], plain())
+
+
+def mixed(strategy: str, chunk_size: int | None) -> Any:
+    return train(accelerator_of(strategy, mixed_precision="bf16"), build().float(), chunk_size)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_mixed_precision(strategy: str) -> None:
+    """As the same training with all logits, to the precision of its products."""
+    found = worlds.run(mixed, 2, strategy, 5, timeout=200)[0]
+    wanted = worlds.run(mixed, 2, strategy, None, timeout=200)[0]
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-2, atol=1e-2)
+    same(found[1], wanted[1], 5e-3)
+
+
+def logits_afterwards() -> list[str]:
+    from accel_train import use_chunked_loss
+    from accel_train.errors import LossError
+
+    seen = []
+    for strategy in ("fsdp2", "fsdp2-reshard"):
+        accelerator = accelerator_of(strategy)
+        model = build()
+        use_chunked_loss(model)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ids = samples()[:2]
+        outputs = model(input_ids=ids, labels=ids)
+        try:
+            seen.append(str(outputs.logits.argmax(-1).shape))
+        except LossError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_logits_after_a_forward_under_fsdp2() -> None:
+    """No rank waits for the others: the weight is whole, or the logits are refused."""
+    for whole, divided in worlds.run(logits_afterwards, 2, timeout=200):
+        assert whole == "torch.Size([2, 6])"
+        assert "divided among ranks again" in divided
+
+
+# The vocabulary is divided among ranks
+
+
+def divided_loss(options: dict[str, Any], wrapped: bool, bias: bool) -> Any:
+    """Loss and gradients of a head that two ranks divide."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from accel_train import PartialState, chunked_cross_entropy
+
+    PartialState(cpu=True)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=None if wrapped else ("tp",))
+    hidden, weight, offset, labels = head_inputs()
+    parts = [distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (weight, offset)]
+    given = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False) if wrapped else hidden
+    added = {"bias": parts[1]} if bias else {}
+    loss = chunked_cross_entropy(given, parts[0], labels, chunk_size=4, **added, **options)
+    loss.backward()
+    grads = [hidden.grad, *(part.grad.full_tensor() for part in parts[: 1 + bias])]
+    return loss.detach(), grads
+
+
+def head_inputs() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(2)
+    sizes = ((3, 5, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    tensors = [torch.randn(*s, generator=generator, dtype=torch.float64).requires_grad_() for s in sizes]
+    labels = torch.randint(VOCABULARY, (3, 5), generator=generator)
+    labels[0, :2] = -100
+    return (*tensors, labels)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("options", "bias"),
+    [
+        ({}, False),
+        ({"reduction": "sum", "label_smoothing": 0.1}, True),
+        ({"scale": 0.5, "softcap": 2.0}, False),
+    ],
+)
+def test_a_head_that_is_divided_over_the_vocabulary(
+    options: dict[str, Any], bias: bool, wrapped: bool
+) -> None:
+    hidden, weight, offset, labels = head_inputs()
+    logits = F.linear(hidden, weight, offset if bias else None) * options.get("scale", 1.0)
+    if "softcap" in options:
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    known = {key: options[key] for key in ("reduction", "label_smoothing") if key in options}
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **known)
+    grads = torch.autograd.grad(wanted, [hidden, weight, offset][: 2 + bias])
+    for loss, found in worlds.run(divided_loss, 2, options, wrapped, bias):
+        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, list(grads), rtol=1e-12, atol=1e-12)
+
+
+def refused_heads() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from accel_train import PartialState, chunked_cross_entropy
+
+    PartialState(cpu=True)
+    named, other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), init_device_mesh("cpu", (2,))
+    hidden, weight, bias, labels = (tensor.detach() for tensor in head_inputs())
+    rows, part = distribute_tensor(weight, named, [Shard(0)]), distribute_tensor(hidden, named, [Shard(0)])
+    wrong = labels.clone()
+    wrong[1, 1] = VOCABULARY
+    calls: list[tuple[Any, ...]] = [
+        (hidden, distribute_tensor(weight, named, [Shard(1)]), labels, None),
+        (hidden, distribute_tensor(weight, other, [Shard(0)]), labels, None),
+        (part, rows, labels, None),
+        (DTensor.from_local(hidden, named, [Replicate()]), weight, labels, None),
+        (hidden, rows, labels, bias),
+        (hidden, rows, wrong, None),
+    ]
+    seen = []
+    for *arguments, given in calls:
+        try:
+            seen.append(str(chunked_cross_entropy(*arguments, bias=given)))
+        except (RuntimeError, ValueError) as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_heads_that_are_divided_otherwise_are_refused() -> None:
+    for seen in worlds.run(refused_heads, 2):
+        for text, said in zip(
+            seen,
+            [
+                r"expected (Shard(dim=0),)",
+                "inside the model's forward",
+                "expected Replicate on the mesh of the weight",
+                "weight of the head is a whole tensor",
+                "its bias is divided in another way",
+                f"expected 0 to {VOCABULARY - 1}",
+            ],
+            strict=True,
+        ):
+            assert said in text
+
+
+def tensor_parallel(how: str, layouts: str) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    from accel_train import Accelerator, TorchTensorParallelPlugin
+
+    accelerator = Accelerator(
+        cpu=True,
+        torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2),
+        gradient_accumulation_steps=STEPS,
+    )
+    model = build()
+    mesh = accelerator.torch_device_mesh["tp"]
+    outputs = Replicate() if layouts == "whole" else Shard(-1)
+    if how == "transformers":  # as from_pretrained(distributed_config=…) does
+        from transformers.distributed.tensor_parallel import ColwiseParallel as Style
+
+        style = Style(input_layouts=Replicate(), output_layouts=outputs)
+        style.shard_param(model.lm_head, "weight", mesh)
+        style.install_forward(model.lm_head, mesh)
+    else:
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        style = ColwiseParallel(output_layouts=outputs, use_local_output=layouts == "whole")
+        parallelize_module(model.lm_head, mesh, style)
+    return train(accelerator, model, rows=4)
+
+
+@pytest.mark.parametrize(
+    ("how", "layouts"), [("transformers", "whole"), ("torch", "whole"), ("torch", "divided")]
+)
+def test_a_model_whose_head_is_divided(how: str, layouts: str) -> None:
+    wanted = plain()
+    for _, weights in worlds.run(tensor_parallel, 2, how, layouts, timeout=200):
+        same(weights, wanted)
