@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from accel_ckpt.parts import fsdp_modules
 from accel_train.errors import LossError, OptionError, PrepareError
 from accel_train.losses.cross_entropy import DEFAULT_CHUNK_SIZE
 from accel_train.losses.lazy_logits import LazyLogits, Product
@@ -48,8 +50,8 @@ def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> 
     Raises:
         PrepareError: the model has no head, or takes no labels.
         OptionError: it has a chunked loss already, it is compiled as a whole, or `chunk_size` is not a positive number.
-        LossError: later, in a forward: the head is another one than now, or computes no `F.linear`; the model was
-            compiled as a whole.
+        LossError: now or in a later forward: DeepSpeed's ZeRO stage 3 divides the model. In a later forward: the head
+            is another one than now, or computes no `F.linear`; the model was compiled as a whole.
     """
     if isinstance(chunk_size, bool) or not isinstance(cast(object, chunk_size), int) or chunk_size < 1:
         raise OptionError(
@@ -57,13 +59,15 @@ def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> 
         )
     if is_compiled_module(model):
         raise OptionError(_COMPILED)
-    owner, head = _head_of(plain_module(model))
+    plain = plain_module(model)
+    owner, head = _head_of(plain)
     if isinstance(head.forward, _HeadForward):
         raise OptionError(
             f"{type(owner).__name__} computes its loss in chunks already. Call remove() of what use_chunked_loss "
             "returned before."
         )
-    return ChunkedLoss(owner, head, chunk_size)
+    _refuse_zero_3(head)
+    return ChunkedLoss(plain, owner, head, chunk_size)
 
 
 def _head_of(model: nn.Module) -> tuple[Any, nn.Module]:
@@ -81,6 +85,17 @@ def _head_of(model: nn.Module) -> tuple[Any, nn.Module]:
     )
 
 
+def _refuse_zero_3(head: nn.Module) -> None:
+    """Refuse a head whose weight DeepSpeed takes away right after the head's forward, before the loss."""
+    if any(
+        hasattr(parameter, "ds_id") for parameter in head.parameters()
+    ):  # so DeepSpeed tells its parameters
+        raise LossError(
+            "DeepSpeed's ZeRO stage 3 divides the weight of the head among ranks again before the loss is computed, so "
+            "use_chunked_loss cannot be combined with it. Choose stage 1 or 2, or FSDP2, or do not call it."
+        )
+
+
 class ChunkedLoss:
     """What `use_chunked_loss` has changed in a model; a context that undoes it at its end.
 
@@ -88,13 +103,15 @@ class ChunkedLoss:
         chunk_size: rows of logits that are alive at a time.
     """
 
-    def __init__(self, owner: nn.Module, head: nn.Module, chunk_size: int) -> None:
+    def __init__(self, model: nn.Module, owner: nn.Module, head: nn.Module, chunk_size: int) -> None:
         self.chunk_size = chunk_size
+        self._model = model
         self._owner: Any = owner
         self._head = head
         self._labels = list(inspect.signature(owner.forward).parameters).index("labels")
         self._active = False
         self._warned = False
+        self._calls = 0  # of the owner
         # Bound methods, and no functions of their own: a deep copy of the model then has a copy of this, too.
         self._hooks = [
             owner.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -126,9 +143,13 @@ class ChunkedLoss:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", args[self._labels] if len(args) > self._labels else None)
         self._active = labels is not None
-        if self._active and _compiles():
+        self._calls += 1
+        if not self._active:
+            return
+        if _compiles():
             raise LossError(_COMPILED)
-        if self._active and self._owner.get_output_embeddings() is not self._head:
+        _refuse_zero_3(self._head)
+        if self._owner.get_output_embeddings() is not self._head:
             raise LossError(
                 f"The head of {type(module).__name__} is another module than when use_chunked_loss was called. Call "
                 "it after what replaces the head, such as resize_token_embeddings or PEFT."
@@ -142,6 +163,19 @@ class ChunkedLoss:
         """Whether a forward with labels runs."""
         return self._active
 
+    def call(self) -> _Call:
+        """The owner's call that runs."""
+        return _Call(self, self._calls)
+
+    def check(self, number: int) -> None:
+        """Refuse logits of a call after which FSDP2 may have gathered other values of the weight, unseen."""
+        if number != self._calls and next(fsdp_modules(self._model), None) is not None:
+            raise LossError(
+                f"The logits of call {number} of {type(self._owner).__name__} were not computed before call "
+                f"{self._calls}, for which FSDP2 gathered the weight of the head again. Use them before the model is "
+                "called again, or call remove() of what use_chunked_loss returned for steps that need logits."
+            )
+
     def report(self, operation: str) -> None:
         """Warn once that all logits were computed."""
         if not self._warned:
@@ -151,6 +185,24 @@ class ChunkedLoss:
                 "computed, and took the memory that the chunked loss saves. The loss alone needs none. (Said once.)",
                 stacklevel=2,
             )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a model with a chunked loss, by its number."""
+
+    loss: ChunkedLoss
+    number: int
+
+    @property
+    def chunk_size(self) -> int:
+        return self.loss.chunk_size
+
+    def check(self) -> None:
+        self.loss.check(self.number)
+
+    def report(self, operation: str) -> None:
+        self.loss.report(operation)
 
 
 class _HeadForward:
@@ -213,7 +265,7 @@ class _PutOff(TorchFunctionMode):
             hidden, weight, bias = _linear_arguments(*args, **kwargs)
             if id(weight) in self.weights:
                 self.found = True
-                return LazyLogits.of(Product.of(hidden, weight, bias, self.loss.chunk_size, self.loss.report))
+                return LazyLogits.of(Product.of(hidden, weight, bias, self.loss.call()))
         return func(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,7 +116,17 @@ def chunked_cross_entropy(
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast computes in, None without autocast."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    # The meta device, on which memory is estimated, has no autocast, and torch raises when it is asked.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast_to(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Autocast to a dtype, or none; the counterpart of `autocast_dtype`."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, dtype, enabled=dtype is not None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -242,7 +253,7 @@ def _sum_up(
     factor: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The sum of the losses, and its gradients times `factor` for those of hidden, weight and bias that need one."""
-    with torch.autocast(hidden.device.type, enabled=False), torch.no_grad():
+    with autocast_to(hidden.device.type, None), torch.no_grad():
         x, w, b = (_cast(tensor, options.head.dtype) for tensor in (hidden, weight, bias))
         assert x is not None
         assert w is not None

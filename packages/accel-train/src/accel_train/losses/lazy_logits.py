@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +14,26 @@ from torch.utils._pytree import tree_map_only
 
 from accel_ckpt.parts import is_sharded
 from accel_train.errors import LossError
-from accel_train.losses.cross_entropy import Head, Step, autocast_dtype, head_cross_entropy
+from accel_train.losses.cross_entropy import Head, Step, autocast_dtype, autocast_to, head_cross_entropy
 
-__all__ = ["LazyLogits", "Product"]
+__all__ = ["LazyLogits", "ModelCall", "Product"]
+
+
+class ModelCall(Protocol):
+    """The call of a model in which its head was called."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Rows of logits that a loss computes at a time."""
+        ...
+
+    def check(self) -> None:
+        """Raise a `LossError` if the head's weight may have other values than in this call."""
+        ...
+
+    def report(self, operation: str) -> None:
+        """Told the name of an operation that needed all logits."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +47,8 @@ class Product:
         autocast: the dtype of autocast at the call, None without.
         differentiated: whether gradients were recorded at the call.
         version: how often the weight had been changed in place.
-        chunk_size: rows of logits that a loss computes at a time.
-        on_materialised: told the name of the operation that needed all logits.
+        shape: of the weight.
+        call: the call of the model.
     """
 
     hidden: Tensor
@@ -41,19 +57,12 @@ class Product:
     autocast: torch.dtype | None
     differentiated: bool
     version: int | None
-    chunk_size: int
-    on_materialised: Callable[[str], None]
+    shape: torch.Size
+    call: ModelCall
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        chunk_size: int,
-        on_materialised: Callable[[str], None],
-    ) -> Product:
-        """The call with these arguments, here and now."""
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: ModelCall) -> Product:
+        """`F.linear` with these arguments, here and now."""
         return cls(
             hidden,
             weight,
@@ -61,8 +70,8 @@ class Product:
             autocast_dtype(hidden.device.type),
             torch.is_grad_enabled(),
             _version(weight),
-            chunk_size,
-            on_materialised,
+            weight.shape,
+            call,
         )
 
     @property
@@ -71,6 +80,10 @@ class Product:
         low = self.autocast is not None and self.hidden.dtype != torch.float64
         return cast(torch.dtype, self.autocast) if low else self.hidden.dtype
 
+    @property
+    def _size(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.shape[0])
+
     def compute(self) -> Tensor:
         """All logits.
 
@@ -78,29 +91,29 @@ class Product:
             LossError: the weight is not what it was at the call.
         """
         self.check_weight()
-        kind = self.hidden.device.type
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(kind, self.autocast, enabled=self.autocast is not None))
-            stack.enter_context(torch.set_grad_enabled(self.differentiated and torch.is_grad_enabled()))
+        recorded = self.differentiated and torch.is_grad_enabled()
+        with autocast_to(self.hidden.device.type, self.autocast), torch.set_grad_enabled(recorded):
             return functional.linear(self.hidden, self.weight, self.bias)
 
     def check_weight(self) -> None:
         """Check that the weight still has the values of the call.
 
         Raises:
-            LossError: FSDP2 has divided it again, or an optimizer has changed it.
+            LossError: FSDP2 or an engine has divided it again, or an optimizer has changed it.
         """
+        self.call.check()
         local = cast(Any, self.weight).to_local() if is_sharded(self.weight) else self.weight
-        if local.numel() and local.untyped_storage().size() == 0:
+        emptied = bool(local.numel()) and local.untyped_storage().size() == 0
+        if emptied or self.weight.shape != self.shape or self.weight.device != self.hidden.device:
             raise LossError(
-                f"The logits {(*self.hidden.shape[:-1], self.weight.shape[0])} were not computed in the model's "
-                "forward, and now the weight of the head is divided among ranks again. Use them inside forward, or "
-                "call remove() of what use_chunked_loss returned for steps that need logits."
+                f"The logits {self._size} were not computed in the model's forward, and the weight of the head is no "
+                "longer whole: it is divided among ranks or offloaded again. Use them inside forward, or call remove() "
+                "of what use_chunked_loss returned for steps that need logits."
             )
         if self.version != _version(self.weight):
             raise LossError(
-                f"The logits {(*self.hidden.shape[:-1], self.weight.shape[0])} were not computed before the weight of "
-                "the head changed, as in optimizer.step(). Use them before, or call remove() of what "
+                f"The logits {self._size} were not computed before the weight of the head "
+                "changed, as in optimizer.step(). Use them before, or call remove() of what "
                 "use_chunked_loss returned for steps that need logits."
             )
 
@@ -153,7 +166,7 @@ class LazyLogits(Tensor):
         """
         if self._value is None:
             value = self._product.compute()
-            self._product.on_materialised(operation)
+            self._product.call.report(operation)
             if is_sharded(value) and not self._divided:
                 value = _whole(value)
             for step in self._steps:
@@ -173,7 +186,7 @@ class LazyLogits(Tensor):
             labels,
             product.bias,
             Head(steps, product.autocast),
-            chunk_size=product.chunk_size,
+            chunk_size=product.call.chunk_size,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=smoothing,
@@ -273,7 +286,9 @@ def _whole(value: Any) -> Tensor:
     return cast(Tensor, value.redistribute(placements=[Replicate()]).to_local())
 
 
-def _refuse_gradient(gradient: Tensor) -> None:
+def _refuse_gradient(gradient: Tensor | None) -> None:
+    if gradient is None:  # a node of the graph passes on that the logits were not used
+        return
     raise LossError(
         "A gradient was computed for logits that use_chunked_loss has put off, not for the hidden states behind them. "
         "A loss that is a torch.autograd.Function of its own takes them in this way. Call remove() of what "
@@ -303,6 +318,11 @@ def _to_float32(rows: Tensor) -> Tensor:
 
 def _unchanged(func: Any, logits: LazyLogits) -> LazyLogits:
     return logits
+
+
+def _cloned(func: Any, logits: LazyLogits, *, memory_format: Any = None) -> LazyLogits:
+    """Another tensor of the same logits; DDP makes one of each output when it looks for unused parameters."""
+    return logits.with_rows(lambda hidden: hidden)
 
 
 def _reshaped(func: Any, logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -365,6 +385,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
         _elementwise,
     ),
     Tensor.contiguous: _unchanged,
+    Tensor.clone: _cloned,
     **dict.fromkeys(_functions("view", "reshape"), _reshaped),
     Tensor.__getitem__: _indexed,
     functional.cross_entropy: _cross_entropy,
