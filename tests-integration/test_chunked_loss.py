@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from testkit import worlds
+from testkit.float64 import Float64
 
 VOCABULARY, WIDTH = 37, 16
 STEPS = 2  # micro-batches of a window
@@ -30,19 +34,7 @@ def build(kind: str = "Llama") -> Any:
         head_dim=8,
         pad_token_id=0,
     )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).double()
-    model.loss_function = loss_in_any_dtype
-    return model
-
-
-def loss_in_any_dtype(
-    logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
-) -> Any:
-    """As transformers' own, which computes in float32 even if the model is in float64."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
 
 
 def samples() -> torch.Tensor:
@@ -50,7 +42,12 @@ def samples() -> torch.Tensor:
 
 
 def train(
-    accelerator: Any, model: nn.Module, chunk_size: int | None = 5, items: bool = False, rows: int = 2
+    accelerator: Any,
+    model: nn.Module,
+    chunk_size: int | None = 5,
+    items: bool = False,
+    rows: int = 2,
+    exact: bool = True,
 ) -> Any:
     """Losses of micro-batches and weights afterwards."""
     from accel_train import use_chunked_loss
@@ -65,7 +62,8 @@ def train(
     for ids in loader:
         with accelerator.accumulate(model):
             given = {"num_items_in_batch": 1} if items else {}
-            outputs = model(input_ids=ids, labels=ids, **given)
+            with Float64() if exact else nullcontext():
+                outputs = model(input_ids=ids, labels=ids, **given)
             loss = outputs.loss
             assert chunk_size is None or (
                 type(outputs.logits) is LazyLogits and outputs.logits._value is None
@@ -77,18 +75,20 @@ def train(
     return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def plain(kind: str = "Llama", rows: int = 4 * STEPS) -> dict[str, torch.Tensor]:
-    """Weights after training with big batches; `rows` of all ranks and micro-batches of a window."""
-    model = build(kind)
+def plain(kind: str = "Llama", frozen: str = "nothing") -> dict[str, torch.Tensor]:
+    """Weights after training with big batches, of all ranks and micro-batches of a window."""
+    model = freeze(build(kind), frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for ids in samples().split(rows):
-        model(input_ids=ids, labels=ids).loss.backward()
+    for ids in samples().split(4 * STEPS):
+        with Float64():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-10) -> None:
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float = 1e-12) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value.to(found[name].dtype), rtol=bound, atol=bound, msg=name)
@@ -101,24 +101,35 @@ def head_alone(module: nn.Module) -> bool:
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "fsdp2": {"reshard_after_forward": None},
+    "ddp-unused": {"find_unused_parameters": True},
+    "fsdp2": {},
     "fsdp2-reshard": {"reshard_after_forward": True},
     "fsdp2-head": {"auto_wrap_policy": head_alone},
     "fsdp2-whole": {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False},
 }
 
 
-def accelerator_of(strategy: str, **options: Any) -> Any:
-    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+def accelerator_of(strategy: str, steps: int = STEPS, **options: Any) -> Any:
+    from accel_train import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 
+    given = STRATEGIES[strategy]
     if strategy.startswith("fsdp2"):
-        given = {key: value for key, value in STRATEGIES[strategy].items() if value is not None}
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(**given)
-    return Accelerator(cpu=True, gradient_accumulation_steps=STEPS, **options)
+    else:
+        options["kwargs_handlers"] = [DistributedDataParallelKwargs(**given)]
+    return Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
 
 
-def trained(strategy: str, kind: str, items: bool) -> Any:
-    return train(accelerator_of(strategy), build(kind), items=items)
+def trained(strategy: str, kind: str, items: bool, frozen: str = "nothing") -> Any:
+    return train(accelerator_of(strategy), freeze(build(kind), frozen), items=items)
+
+
+def freeze(model: Any, what: str) -> Any:
+    """The model with a frozen "head", "body" (all else), or nothing."""
+    if what != "nothing":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("lm_head") == (what == "body"))
+    return model
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -136,12 +147,20 @@ def test_a_tied_head_with_a_soft_cap(strategy: str) -> None:
         same(weights, wanted)
 
 
+@pytest.mark.parametrize("frozen", ["head", "body"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2-head"])
+def test_parts_that_are_frozen(strategy: str, frozen: str) -> None:
+    wanted = plain("Llama", frozen)
+    for _, weights in worlds.run(trained, 2, strategy, "Llama", False, frozen, timeout=200):
+        same(weights, wanted)
+
+
 def test_one_process() -> None:
     same(train(accelerator_of("ddp"), build(), rows=4)[1], plain())
 
 
 def mixed(strategy: str, chunk_size: int | None) -> Any:
-    return train(accelerator_of(strategy, mixed_precision="bf16"), build().float(), chunk_size)
+    return train(accelerator_of(strategy, mixed_precision="bf16"), build().float(), chunk_size, exact=False)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -153,30 +172,61 @@ def test_mixed_precision(strategy: str) -> None:
     same(found[1], wanted[1], 5e-3)
 
 
-def logits_afterwards() -> list[str]:
+def logits_at_times(strategy: str) -> Any:
+    """Logits that are used after a forward, what is said after backward and after the next forward, and others."""
     from accel_train import use_chunked_loss
     from accel_train.errors import LossError
 
-    seen = []
-    for strategy in ("fsdp2", "fsdp2-reshard"):
-        accelerator = accelerator_of(strategy)
-        model = build()
-        use_chunked_loss(model)
-        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ids = samples()[:2]
+    accelerator, model = accelerator_of(strategy, steps=1), build()
+    use_chunked_loss(model, chunk_size=5)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    ids = samples()[2 * accelerator.process_index :][:2]
+
+    def refused(outputs: Any) -> str:
+        with pytest.raises(LossError) as error:
+            outputs.logits.argmax(-1)
+        return str(error.value)
+
+    with Float64():
+        used, unused = (model(input_ids=ids, labels=ids) for _ in range(2))
+        after_forward = unused.logits.detach()
         outputs = model(input_ids=ids, labels=ids)
-        try:
-            seen.append(str(outputs.logits.argmax(-1).shape))
-        except LossError as error:
-            seen.append(str(error))
-    return seen
+        accelerator.backward(outputs.loss)
+        said = [refused(outputs)]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(input_ids=ids, labels=ids)
+            said.append(refused(used))
+            gathered = accelerator.gather_for_metrics((evaluated.logits, ids))
+        model.train()
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+    return said, after_forward, gathered, accelerator.get_state_dict(model)
 
 
-def test_logits_after_a_forward_under_fsdp2() -> None:
-    """No rank waits for the others: the weight is whole, or the logits are refused."""
-    for whole, divided in worlds.run(logits_afterwards, 2, timeout=200):
-        assert whole == "torch.Size([2, 6])"
-        assert "divided among ranks again" in divided
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-reshard", "fsdp2-head"])
+def test_logits_are_right_or_refused_under_fsdp2(strategy: str) -> None:
+    """Until backward the weight is whole; then logits are refused, and no rank waits for the others."""
+    model, ids = build(), samples()[:4]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    seen = []
+    with Float64():
+        for _ in range(2):
+            outputs = model(input_ids=ids, labels=ids)
+            seen.append(outputs.logits.detach())
+            outputs.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank, found in enumerate(worlds.run(logits_at_times, 2, strategy, timeout=200)):
+        said, after_forward, gathered, weights = found
+        assert "no longer whole" in said[0]
+        assert "call 1 of " in said[1]
+        assert "before call 4" in said[1]
+        torch.testing.assert_close(after_forward, seen[0][2 * rank :][:2], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gathered, (seen[1], ids), rtol=1e-12, atol=1e-12)
+        same(weights, dict(model.state_dict()))
 
 
 # The vocabulary is divided among ranks
@@ -280,37 +330,87 @@ def test_heads_that_are_divided_otherwise_are_refused() -> None:
             assert said in text
 
 
-def tensor_parallel(how: str, layouts: str) -> Any:
+def tensor_parallel(how: str, layouts: str, kind: str, degrees: dict[str, int]) -> Any:
+    from accel_train import Accelerator, ParallelismConfig
+
+    config = ParallelismConfig(**degrees)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=STEPS)
+    model = build(kind)
+    divide_head(model.lm_head, accelerator.torch_device_mesh["tp"], how, layouts)
+    return train(accelerator, model, rows=4 // config.dp_shard_size)
+
+
+def divide_head(head: nn.Module, mesh: Any, how: str, layouts: str) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
-    from accel_train import Accelerator, TorchTensorParallelPlugin
-
-    accelerator = Accelerator(
-        cpu=True,
-        torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2),
-        gradient_accumulation_steps=STEPS,
-    )
-    model = build()
-    mesh = accelerator.torch_device_mesh["tp"]
     outputs = Replicate() if layouts == "whole" else Shard(-1)
     if how == "transformers":  # as from_pretrained(distributed_config=…) does
         from transformers.distributed.tensor_parallel import ColwiseParallel as Style
 
         style = Style(input_layouts=Replicate(), output_layouts=outputs)
-        style.shard_param(model.lm_head, "weight", mesh)
-        style.install_forward(model.lm_head, mesh)
+        style.shard_param(head, "weight", mesh)
+        style.install_forward(head, mesh)
     else:
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
         style = ColwiseParallel(output_layouts=outputs, use_local_output=layouts == "whole")
-        parallelize_module(model.lm_head, mesh, style)
-    return train(accelerator, model, rows=4)
+        parallelize_module(head, mesh, style)
 
 
 @pytest.mark.parametrize(
-    ("how", "layouts"), [("transformers", "whole"), ("torch", "whole"), ("torch", "divided")]
+    ("how", "layouts", "kind", "degrees"),
+    [
+        ("transformers", "whole", "Llama", {"tp_size": 2}),
+        ("torch", "whole", "Llama", {"tp_size": 2}),
+        ("torch", "divided", "Llama", {"tp_size": 2}),
+        ("torch", "whole", "Phi", {"tp_size": 2}),  # its head has a bias
+        ("torch", "whole", "Llama", {"dp_shard_size": 2, "tp_size": 2}),
+    ],
 )
-def test_a_model_whose_head_is_divided(how: str, layouts: str) -> None:
-    wanted = plain()
-    for _, weights in worlds.run(tensor_parallel, 2, how, layouts, timeout=200):
+def test_a_model_whose_head_is_divided(how: str, layouts: str, kind: str, degrees: dict[str, int]) -> None:
+    wanted = plain(kind)
+    ranks = math.prod(degrees.values())
+    for _, weights in worlds.run(tensor_parallel, ranks, how, layouts, kind, degrees, timeout=200):
         same(weights, wanted)
+
+
+def in_parts(degrees: dict[str, int]) -> Any:
+    """Weights after training on divided sequences or layers, and how many losses were computed in chunks."""
+    from accel_train import Accelerator, ParallelismConfig, use_chunked_loss
+    from accel_train.losses.lazy_logits import LazyLogits
+
+    accelerator, model = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees)), build()
+    use_chunked_loss(model, chunk_size=5)
+    loader = torch.utils.data.DataLoader(
+        [{"input_ids": ids, "labels": ids} for ids in samples()], batch_size=8
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with (
+        mock.patch.object(LazyLogits, "materialised", side_effect=AssertionError("all logits were computed")),
+        mock.patch.object(
+            LazyLogits, "cross_entropy", autospec=True, side_effect=LazyLogits.cross_entropy
+        ) as chunks,
+    ):
+        for batch in loader:
+            with Float64():
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model), chunks.call_count
+
+
+@pytest.mark.parametrize(
+    ("degrees", "in_chunks"),
+    [
+        ({"sp_size": 2}, [True, True]),
+        ({"pp_size": 2}, [False, True]),  # the last stage computes losses
+    ],
+)
+def test_sequences_or_layers_that_are_divided(degrees: dict[str, int], in_chunks: list[bool]) -> None:
+    wanted = plain()
+    found = worlds.run(in_parts, 2, degrees, timeout=200)
+    for weights, _ in found:
+        same(weights, wanted)
+    assert [count > 0 for _, count in found] == in_chunks

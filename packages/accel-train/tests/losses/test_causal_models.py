@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -14,7 +15,8 @@ from torch import nn
 
 from accel_train import chunked_cross_entropy, use_chunked_loss
 from accel_train.errors import LossError, OptionError, PrepareError
-from accel_train.losses.lazy_logits import LazyLogits
+from accel_train.losses.lazy_logits import LazyLogits, Product
+from testkit.float64 import Float64
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,22 +55,19 @@ def build(kind, dtype=torch.float64):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    if dtype is torch.float64:
-        model.loss_function = loss_in_any_dtype
     return model.to(dtype)
 
 
-def loss_in_any_dtype(
-    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_
-):
-    """As transformers' own, which computes in float32 even if the model is in float64."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets, reduction = shift_labels.flatten(), "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(
-        logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction
-    )
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+def exactly(model):
+    """A context in which a model whose parameters are in float64 computes in float64 throughout."""
+    exact = next(model.parameters()).dtype is torch.float64
+    return Float64() if exact else contextlib.nullcontext()
+
+
+def forward(model, *args, **inputs):
+    """What a model returns, computed exactly."""
+    with exactly(model):
+        return model(*args, **inputs)
 
 
 def batch(rows=2, length=7):
@@ -81,7 +80,7 @@ def batch(rows=2, length=7):
 def results(model, **inputs):
     """Loss and gradients by name, and the outputs."""
     model.zero_grad()
-    outputs = model(**inputs)
+    outputs = forward(model, **inputs)
     outputs.loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return outputs.loss.detach(), grads, outputs
@@ -102,7 +101,7 @@ def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
     model = build(kind, dtype)
     assert kind not in TIED or model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert kind != "Phi" or model.lm_head.bias is not None
-    bound = 1e-10 if dtype is torch.float64 else 2e-5
+    bound = 1e-12 if dtype is torch.float64 else 2e-5
     shifted = F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     cases = {
         "labels": {},
@@ -126,7 +125,7 @@ def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
             torch.testing.assert_close(found[1][key], value, rtol=bound, atol=bound, msg=f"{name}: {key}")
         if kind == "Mixtral":
             assert found[2].aux_loss > 0
-            torch.testing.assert_close(found[2].aux_loss, wanted[2].aux_loss)
+            torch.testing.assert_close(found[2].aux_loss, wanted[2].aux_loss, rtol=bound, atol=bound)
 
 
 @pytest.mark.usefixtures("nothing_materialised")
@@ -139,7 +138,7 @@ def test_under_autocast(kind, dtype):
 
     def under_autocast():
         with torch.autocast("cpu", dtype):
-            outputs = model(**batch())
+            outputs = forward(model, **batch())
         (2.0**8 * outputs.loss).backward()
         grads = [p.grad.double() / 2**8 for p in model.parameters()]
         model.zero_grad()
@@ -158,10 +157,10 @@ def test_under_autocast(kind, dtype):
 
 def test_logits_are_computed_when_they_are_used():
     model = build("Gemma2")
-    wanted = model(**batch())
+    wanted = forward(model, **batch())
     with warnings.catch_warnings(record=True) as said, use_chunked_loss(model):
         warnings.simplefilter("always")
-        found = model(**batch())
+        found = forward(model, **batch())
         logits = found.logits
         assert "LazyLogits" in repr(found)
         assert (logits.shape, logits.dtype, logits.requires_grad) == (
@@ -178,7 +177,7 @@ def test_logits_are_computed_when_they_are_used():
     parameters = list(model.parameters())
     here = torch.autograd.grad(logits.square().mean() + found.loss, parameters)
     there = torch.autograd.grad(wanted.logits.square().mean() + wanted.loss, parameters)
-    torch.testing.assert_close(here, there, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +250,9 @@ def check_loss_function(loss_of):
     wanted = results(model, **batch())
     with use_chunked_loss(model, chunk_size=3):
         found = results(model, **batch())
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
     for key, value in wanted[1].items():
-        torch.testing.assert_close(found[1][key], value, rtol=1e-6, atol=1e-6, msg=key)
+        torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-12, msg=key)
 
 
 def test_a_gradient_that_would_be_lost_is_refused():
@@ -278,32 +277,32 @@ def test_without_labels_nothing_changes():
 def test_evaluation():
     model = build("Llama").eval()
     with torch.no_grad(), use_chunked_loss(model, chunk_size=3):
-        found = model(**batch())
+        found = forward(model, **batch())
         assert not found.loss.requires_grad
         assert not found.logits.requires_grad
         mean = found.logits.mean()
-    wanted = model(**batch())
-    torch.testing.assert_close(found.loss, wanted.loss.detach(), rtol=1e-10, atol=1e-10)
+    wanted = forward(model, **batch())
+    torch.testing.assert_close(found.loss, wanted.loss.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(mean, wanted.logits.mean().detach())
     with torch.inference_mode(), use_chunked_loss(model, chunk_size=3):
-        torch.testing.assert_close(model(**batch()).loss, wanted.loss.detach())
+        torch.testing.assert_close(forward(model, **batch()).loss, wanted.loss.detach())
 
 
 def test_labels_by_position_and_no_return_dict():
     model = build("Llama")
     ids, labels = batch().values()
-    wanted = model(input_ids=ids, labels=labels).loss
+    wanted = forward(model, input_ids=ids, labels=labels).loss
     names = list(inspect.signature(model.forward).parameters)
     with use_chunked_loss(model):
         given = [None] * names.index("labels")
         given[0] = ids
-        loss, logits, *_ = model(*given, labels, return_dict=False)
+        loss, logits, *_ = forward(model, *given, labels, return_dict=False)
     torch.testing.assert_close(loss, wanted)
     assert type(logits) is LazyLogits
 
 
 def test_gradient_checkpointing_and_kept_logits():
-    model = build("Llama")
+    model = build("Llama", torch.float32)  # backward computes blocks again, outside of Float64
     model.gradient_checkpointing_enable()
     wanted = results(model, **batch())
     shorter = {"input_ids": batch()["input_ids"], "labels": batch()["labels"][:, 3:], "logits_to_keep": 4}
@@ -311,7 +310,7 @@ def test_gradient_checkpointing_and_kept_logits():
     with use_chunked_loss(model):
         for right, inputs in ((wanted, batch()), (kept, shorter)):
             found = results(model, **inputs)
-            torch.testing.assert_close(found[:2], right[:2], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(found[:2], right[:2], rtol=2e-5, atol=2e-5)
 
 
 def test_copies_and_pickles_have_their_own():
@@ -322,10 +321,10 @@ def test_copies_and_pickles_have_their_own():
             other.lm_head.weight.mul_(3)
         plain = build("Llama")
         plain.load_state_dict(other.state_dict())
-        assert type(other(**batch()).logits) is LazyLogits
+        assert type(forward(other, **batch()).logits) is LazyLogits
         found, wanted = results(other, **batch()), results(plain, **batch())
-        torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(model(**batch()).loss, build("Llama")(**batch()).loss)
+        torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(forward(model, **batch()).loss, forward(build("Llama"), **batch()).loss)
 
 
 def test_remove_gives_the_model_back():
@@ -338,7 +337,7 @@ def test_remove_gives_the_model_back():
     assert set(vars(model.lm_head)) == before
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-    assert type(model(**batch()).logits) is torch.Tensor
+    assert type(forward(model, **batch()).logits) is torch.Tensor
     handle.remove()
 
 
@@ -359,11 +358,81 @@ def test_logits_of_changed_weights_are_refused():
     model = build("Llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with use_chunked_loss(model):
-        outputs = model(**batch())
+        outputs = forward(model, **batch())
         outputs.loss.backward()
         optimizer.step()
         with pytest.raises(LossError, match="before the weight of the head changed"):
             outputs.logits.argmax(-1)
+
+
+def test_a_weight_that_is_taken_away_after_the_head_is_refused():
+    model = build("Llama")
+
+    def take_away(head, args, result):
+        head.weight.data = torch.empty(0, dtype=head.weight.dtype)
+
+    with use_chunked_loss(model):
+        model.lm_head.register_forward_hook(take_away)
+        with pytest.raises(LossError, match="no longer whole"):
+            model(**batch())
+
+
+def test_parameters_of_deepspeed_zero_3_are_refused():
+    model = build("Llama")
+    handle = use_chunked_loss(model)
+    model.lm_head.weight.ds_id = 0  # as its engine marks parameters that it divides
+    with pytest.raises(LossError, match="ZeRO stage 3"):
+        model(**batch())
+    assert type(model(batch()["input_ids"]).logits) is torch.Tensor
+    handle.remove()
+    with pytest.raises(LossError, match="ZeRO stage 3"):
+        use_chunked_loss(model)
+
+
+def test_a_weight_on_another_device_is_refused():
+    """As after a forward of a model that is offloaded to the host."""
+    model = build("Llama")
+    with use_chunked_loss(model) as handle:
+        hidden = torch.empty(2, 16, dtype=torch.float64, device="meta")
+        product = Product.of(hidden, model.lm_head.weight, None, handle.call())
+        with pytest.raises(LossError, match="no longer whole"):
+            product.check_weight()
+
+
+def test_a_head_with_an_adapter():
+    """All logits are computed, because a product of another weight is added to them."""
+    model = build("Llama")
+    adapter = nn.Linear(16, VOCABULARY).double()
+    head = model.lm_head
+    forward_of_head = head.forward
+    head.forward = lambda hidden: forward_of_head(hidden) + adapter(hidden)
+    wanted = results(model, **batch())
+    with use_chunked_loss(model), pytest.warns(UserWarning, match="'add' used the logits"):
+        found = results(model, **batch())
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_on_the_meta_device():
+    """Estimates of memory run models there."""
+    model = build("Gemma2", torch.float32).to("meta")
+    inputs = {name: value.to("meta") for name, value in batch().items()}
+    with use_chunked_loss(model, chunk_size=3):
+        loss, grads, outputs = results(model, **inputs)
+    assert loss.shape == ()
+    assert grads.keys() == dict(model.named_parameters()).keys()
+    assert outputs.logits.square().shape == (2, 7, VOCABULARY)
+
+
+def test_copies_of_logits_compute_nothing():
+    model = build("Llama")
+    wanted = forward(model, **batch())
+    with use_chunked_loss(model):
+        logits = forward(model, **batch()).logits
+        clone = logits.clone()
+        assert type(clone) is LazyLogits
+        assert clone is not logits
+        assert clone._value is None
+        torch.testing.assert_close(clone.square(), wanted.logits.square(), rtol=1e-12, atol=1e-12)
 
 
 def test_models_and_heads_that_are_refused():
@@ -379,11 +448,11 @@ def test_models_and_heads_that_are_refused():
     with use_chunked_loss(model):
         model.resize_token_embeddings(VOCABULARY + 3)
         with pytest.raises(LossError, match="another module"):
-            model(**batch())
+            forward(model, **batch())
     model = build("Llama")
     model.lm_head.forward = lambda hidden: hidden @ model.lm_head.weight.T
     with use_chunked_loss(model), pytest.raises(LossError, match=r"F\.linear"):
-        model(**batch())
+        forward(model, **batch())
 
 
 def test_a_padded_vocabulary():
@@ -392,7 +461,7 @@ def test_a_padded_vocabulary():
     assert model.lm_head.out_features == 48
     wanted = results(model, **batch())
     with use_chunked_loss(model, chunk_size=3):
-        torch.testing.assert_close(results(model, **batch())[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(results(model, **batch())[:2], wanted[:2], rtol=1e-12, atol=1e-12)
 
 
 def test_an_encoder_and_decoder():
@@ -410,19 +479,7 @@ def test_an_encoder_and_decoder():
     with use_chunked_loss(model, chunk_size=3):
         found = results(model, **batch())
         assert found[2].logits._value is None
-    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
-
-
-def test_lora_adapters():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(build("Llama"), config)
-    wanted = results(model, **batch())
-    with use_chunked_loss(model, chunk_size=3):
-        found = results(model, **batch())
-        assert type(found[2].logits) is LazyLogits
-    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
 
 
 def test_compiled_blocks():
@@ -435,7 +492,7 @@ def test_compiled_blocks():
         compiled = compile_model(model, TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
         found = results(compiled, **batch())
         assert type(found[2].logits) is LazyLogits
-    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
 
 
 def test_a_model_that_is_compiled_whole_is_refused():
