@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class HostCopies:
         seen: set[int] = set()
         for kind, tensor in tensors:
             self._tensors.append(tensor)
-            if is_traceable_wrapper_subclass(tensor) or tensor.device.type in _IN_HOST_MEMORY:
+            if is_traceable_wrapper_subclass(cast(object, tensor)) or tensor.device.type in _IN_HOST_MEMORY:
                 continue
             storage = _storage_of(tensor)
             if storage._cdata in seen:
@@ -145,7 +145,7 @@ class HostCopies:
         """The bytes on the device and in host memory, piece by piece."""
         begin = 0
         for storage, size in self._moved:
-            device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for host in image.spans(begin, begin + size):
                 yield device[: len(host)], host
                 device = device[len(host) :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     """All tensors in nested containers, and the tensors that they consist of (the local part of a `DTensor`)."""
     if isinstance(tree, Tensor):
         yield tree
-        if is_traceable_wrapper_subclass(tree):
-            names, _ = tree.__tensor_flatten__()
+        if is_traceable_wrapper_subclass(cast(object, tree)):
+            names, _ = cast(Any, tree).__tensor_flatten__()
             for name in names:
                 yield from tensors_in(getattr(tree, name))
     elif isinstance(tree, Mapping):
@@ -70,7 +70,7 @@ def _free_gathered(model: nn.Module) -> None:
     reshard(model)
     for state in _fsdp_states(model):
         context = getattr(state, "_comm_ctx", None)
-        if getattr(context, "all_gather_state", None) is not None:
+        if context is not None and getattr(context, "all_gather_state", None) is not None:
             torch.accelerator.synchronize()  # it was kept until its copy is done
             context.all_gather_state = None
 

@@ -30,15 +30,16 @@ class Buckets:
         with _Views() as views:
             yield
         for base in views.bases:
-            found = StorageWeakRef(base.untyped_storage())
+            found = StorageWeakRef(base.untyped_storage())  # type: ignore[no-untyped-call]
             self._found.setdefault(found.cdata, found)
 
     def tensors(self) -> list[Tensor]:
         """The bytes of each bucket."""
-        self._found = {key: found for key, found in self._found.items() if not found.expired()}
+        for key in [key for key, found in self._found.items() if found.expired()]:  # type: ignore[no-untyped-call]
+            del self._found[key]
         storages = (torch.UntypedStorage._new_with_weak_ptr(key) for key in self._found)
         return [
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for storage in storages
             if storage is not None
         ]
@@ -47,11 +48,11 @@ class Buckets:
         return Buckets, ()  # a copied wrapper has others
 
 
-class _Views(TorchDispatchMode):
+class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the tensors of which views are made with sizes and strides."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bases: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -44,13 +44,13 @@ class TransparentDDP(DistributedDataParallel):
         if takes:
             self.__dict__["armed"] = True
 
-    @torch._disable_dynamo(recursive=False)  # as what it calls
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # as what it calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Called in each forward. After the first reduction DDP forms other buckets here, in the order of gradients."""
         if self._has_rebuilt_buckets or (self.find_unused_parameters and not self.static_graph):
-            return super()._pre_forward(*inputs, **kwargs)
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         with self.buckets.formed():
-            return super()._pre_forward(*inputs, **kwargs)
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """See `DistributedDataParallel.register_comm_hook`."""

@@ -71,7 +71,7 @@ class _Reached(Exception):  # noqa: N818 (no error)
 class _Edge(nn.Module):
     """The first or the last layer of a stage: takes what the stage received, or ends the forward.
 
-    A layer that recomputes its activations runs its hooks again in backward, so this stands around it.
+    A layer that recomputes its activations runs its hooks again in backward, so this wraps it.
     """
 
     def __init__(self, layer: nn.Module, calls: _Calls, *, enters: bool, leaves: bool) -> None:
@@ -155,7 +155,7 @@ class Stage(nn.Module):
             self._is_causal = is_causal(model)
 
     def _places(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
-        """What stands in the place of modules of the model."""
+        """What replaces modules of the model."""
         names = cut.stages[self.index]
         layers = [name for name in names if name in cut.layers]
         found: dict[str, nn.Module] = {
