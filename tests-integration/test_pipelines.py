@@ -138,6 +138,25 @@ def test_stages_of_divided_tensors() -> None:
     assert_equal(worlds.run(train, 4, {"pp_size": 2, "tp_size": 2}, {}, tp=True), one_process(1))
 
 
+def zero_grad_before_backward() -> bool:
+    """As PyTorch's tutorials write it; whether the weights of this rank changed."""
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = chain()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = model(torch.ones(ROWS, FEATURES, dtype=torch.float64)).square().mean()
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    optimizer.step()
+    return not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_zero_grad_between_forward_and_backward() -> None:
+    assert all(worlds.run(zero_grad_before_backward, 2))
+
+
 # States
 
 
@@ -402,6 +421,11 @@ def refused(kind: str) -> str:
         for _ in range(2):
             accelerator.backward(model(x, target=x).loss * 3)
 
+    def zeroed(accelerator, model, x):
+        loss = model(x, target=x).loss
+        accelerator._optimizers[0].zero_grad()
+        accelerator.backward(loss)
+
     plain = lambda accelerator, model, x: accelerator.backward(model(x).sum())  # noqa: E731
     fused = {"loss_function": nn.functional.mse_loss}
     cases = {
@@ -413,6 +437,7 @@ def refused(kind: str) -> str:
         "raw backward of a schedule": lambda: step(made(fused), lambda a, m, x: m(x, target=x).loss),
         "second backward": lambda: step(made(), twice),
         "factor": lambda: step(made(fused), scaled),
+        "zero_grad": lambda: step(made(fused), zeroed),
         "stages": lambda: made({"schedule": "gpipe", "stages_per_rank": 2}),
         "fp16": lambda: made(mixed_precision="fp16"),
         "cp": lambda: made(degrees={"pp_size": 2, "cp_size": 1, "sp_size": 1, "dp_shard_size": 3}),
@@ -435,6 +460,7 @@ def refused(kind: str) -> str:
         ("raw backward of a schedule", "AccumulationError: A loss of the model went to loss.backward()"),
         ("second backward", "AccumulationError: A second backward went through what the model returned"),
         ("factor", "AccumulationError: The loss was multiplied by 3 after the model returned it"),
+        ("zero_grad", "AccumulationError: zero_grad() was called between a call of the model and"),
         ("stages", "IncompatibleOptionsError: stages_per_rank=2, and the schedule 'gpipe' takes 1"),
         ("fp16", "IncompatibleOptionsError: strategy 'pp' cannot compute with mixed_precision='fp16'"),
         ("cp", "IncompatibleOptionsError: ParallelismConfig: the degrees pp 2 x dp_shard 3 multiply to 6"),

@@ -283,10 +283,20 @@ class PipelineModel(nn.Module):
         """Whether outputs have gradients that went through no stage, or a call's gradients are not accounted for."""
         return self.unaccounted or any(item.has_gradients for item in self._passes)
 
-    def forget(self) -> None:
-        """Forget calls that wait for a backward."""
-        self._passes.clear()
-        self.unaccounted = self.accumulated = False
+    def drop_gradients(self) -> None:
+        """Gradients of parameters are dropped; calls whose backward is to come still wait for it.
+
+        Raises:
+            AccumulationError: a call has computed gradients, which backward has not accounted for.
+        """
+        if self.unaccounted:
+            raise AccumulationError(
+                "zero_grad() was called between a call of the model and accelerator.backward(), and with this schedule "
+                "the call computes the gradients: they would be lost. Call zero_grad() before the model, or after the "
+                "step."
+            )
+        self._passes = [item for item in self._passes if not item.has_gradients]
+        self.accumulated = False
 
     # Forward and backward
 

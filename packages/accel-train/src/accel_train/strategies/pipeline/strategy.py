@@ -109,6 +109,11 @@ class PipelineStrategy(Strategy):
                 f"{meta[0]!r} (of {len(meta)} parameters) has no storage (it is on the meta device). Load the weights "
                 "before prepare()."
             )
+        if getattr(getattr(plain, "config", None), "output_router_logits", False):
+            raise PrepareError(
+                f"The configuration of {type(plain).__name__} has output_router_logits=True, and a stage of a pipeline "
+                "knows the routers of its own layers alone. Set it to False before the model is built."
+            )
         self.check_plan(plain)
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         agree(plain)
@@ -288,9 +293,9 @@ class PipelineStrategy(Strategy):
         return super().step(optimizer, closure)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop gradients."""
+        """Drop gradients; not between a call of the model that computes them and its backward."""
         for engine, _ in self._made:
-            engine.forget()
+            engine.drop_gradients()
         super().zero_grad(optimizer, set_to_none)
 
 
