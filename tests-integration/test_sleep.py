@@ -22,7 +22,7 @@ from accel_train import (
     AveragedWeights,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
-    OffloadError,
+    OffloadedStatesError,
     ParallelismConfig,
 )
 from accel_train.offload.refusal import is_refused
@@ -196,7 +196,7 @@ def test_on_the_cpu_nothing_moves(strategy, ranks, options):
 
 @contextmanager
 def refusing() -> Iterator[Any]:
-    with pytest.raises((OffloadError, RuntimeError), match=r"reload_states\(\)") as caught:
+    with pytest.raises((OffloadedStatesError, RuntimeError), match=r"reload_states\(\)") as caught:
         yield caught
 
 
@@ -317,7 +317,7 @@ def averaged(strategy: str, sleeps: bool) -> tuple[dict[str, Tensor], list[float
         sleep()
     if sleeps:
         accelerator.offload_states()
-        with pytest.raises(OffloadError):
+        with pytest.raises(OffloadedStatesError):
             average.update()
         accelerator.reload_states()
     with average.applied():
@@ -365,10 +365,10 @@ def out_of_memory() -> tuple[int, int, bool]:
     report = accelerator.offload_states()
     asleep = allocated()
     torch.npu.set_capacity(report.total // 2, 0)
-    with pytest.raises(OffloadError, match="still in host memory"):
+    with pytest.raises(OffloadedStatesError, match="still in host memory"):
         accelerator.reload_states()
     left = allocated() - asleep
-    with pytest.raises(OffloadError):
+    with pytest.raises(OffloadedStatesError):
         optimizer.step()
     torch.npu.set_capacity(1 << 30, 0)
     accelerator.reload_states()

@@ -40,7 +40,7 @@ def step(accelerator: Any, model: nn.Module, optimizer: Any, number: int) -> Non
 
 
 def trained(stage: int, sleeps: bool) -> dict[str, Tensor]:
-    from accel_train import OffloadError
+    from accel_train import OffloadedStatesError
 
     accelerator, model, optimizer = prepared(stage)
     for number in range(4):
@@ -49,7 +49,7 @@ def trained(stage: int, sleeps: bool) -> dict[str, Tensor]:
             report = accelerator.offload_states(include=KINDS[stage])
             assert report.total == 0  # the device is the host
             for refused in (lambda: model(torch.ones(2, 5)), lambda: accelerator.get_state_dict(model)):
-                with pytest.raises(OffloadError, match="reload_states"):
+                with pytest.raises(OffloadedStatesError, match="reload_states"):
                     refused()
             accelerator.reload_states()
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
@@ -101,7 +101,7 @@ def refused(stage: int, waiting: bool, zero: dict[str, Any]) -> str:
     ("stage", "waiting", "zero", "message"),
     [
         (0, False, {}, r"NotAvailableError.*zero_stage=1"),
-        (2, True, {}, r"OffloadError.*after optimizer.step\(\)"),
+        (2, True, {}, r"OffloadedStatesError.*after optimizer.step\(\)"),
         (3, False, {}, r"NotAvailableError.*FusedAdam.*include="),
         (3, False, {"offload_param": {"device": "cpu"}}, r"NotAvailableError.*Leave offload_param out"),
     ],

@@ -208,7 +208,7 @@ from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsEr
 from accel_train.errors import LossError as LossError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import NoGradientError as NoGradientError
-from accel_train.errors import OffloadError as OffloadError
+from accel_train.errors import OffloadedStatesError as OffloadedStatesError
 from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.errors import StepGuardError as StepGuardError

@@ -481,7 +481,7 @@ class Accelerator:
         """Forget everything prepared and give memory back; returns one None per object, to rebind their names.
 
         Raises:
-            OffloadError: states are in host memory, and would be lost.
+            OffloadedStatesError: states are in host memory, and would be lost.
         """
         self._prepared.offloading.refuse("free_memory()")
         self._prepared.clear()
@@ -824,9 +824,9 @@ class Accelerator:
     ) -> OffloadReport:
         """Move states to host memory and free the device's, for a phase in which something else needs it.
 
-        Tensors stay the same objects; what needs their values raises `OffloadError` until `reload_states()`. States
-        that are in host memory already, as on a CPU, stay there and refuse as well. No rank waits for another one: each
-        calls it for itself, usually all. A second call moves what is still on the device.
+        Tensors stay the same objects; what needs their values raises `OffloadedStatesError` until `reload_states()`.
+        States that are in host memory already, as on a CPU, stay there and refuse as well. No rank waits for another
+        one: each calls it for itself, usually all. A second call moves what is still on the device.
 
         Args:
             objects: prepared models and optimizers. None given: all of them, the loss scale and averages of weights.
@@ -837,7 +837,7 @@ class Accelerator:
             The bytes that were freed.
 
         Raises:
-            OffloadError: there is too little host memory, or the engine cannot do it now; nothing has moved.
+            OffloadedStatesError: there is too little host memory, or the engine cannot do it now; nothing has moved.
             NotAvailableError: the strategy's engine cannot do it (Megatron-LM, XLA).
             ArgumentTypeError: an object is not a prepared model or optimizer.
             OptionError: `include` names an unknown kind.
@@ -854,8 +854,8 @@ class Accelerator:
                 they are.
 
         Raises:
-            OffloadError: the device has too little memory; what does not fit is still in host memory. Or objects share
-                tensors with others that stay in host memory.
+            OffloadedStatesError: the device has too little memory; what does not fit is still in host memory. Or
+                objects share tensors with others that stay in host memory.
             ArgumentTypeError: an object is not a prepared model or optimizer.
         """
         self._prepared.offloading.reload(objects)

@@ -11,7 +11,7 @@ AccelError
 ├── LossError (RuntimeError)            a loss cannot be computed in the way that was asked for
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DividedTensorError (PicklingError)  one rank's part of a tensor would be saved as the whole tensor
-├── OffloadError (RuntimeError)         states cannot move to host memory or back, or were used while they are there
+├── OffloadedStatesError (RuntimeError) states cannot move to host memory or back, or were used while there
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
 ├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
@@ -36,7 +36,7 @@ __all__ = [
     "LossError",
     "MetricsShapeError",
     "NoGradientError",
-    "OffloadError",
+    "OffloadedStatesError",
     "OptionError",
     "PrepareError",
     "StepGuardError",
@@ -81,7 +81,7 @@ class LossError(AccelError, RuntimeError):
     """A loss cannot be computed in the way that was asked for; the message says how it can."""
 
 
-class OffloadError(AccelError, RuntimeError):
+class OffloadedStatesError(AccelError, RuntimeError):
     """States cannot move to host memory or back, or were used while they are there; the message says what to call."""
 
 

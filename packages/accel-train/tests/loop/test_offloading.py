@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train import AcceleratedOptimizer, Accelerator, ArgumentTypeError, OffloadError, OptionError
+from accel_train import (
+    AcceleratedOptimizer,
+    Accelerator,
+    ArgumentTypeError,
+    OffloadedStatesError,
+    OptionError,
+)
 from accel_train.offload.host_copies import HostCopies
 
 
@@ -46,10 +52,10 @@ def test_a_frozen_reference_sleeps_while_another_model_trains(accelerator):
     accelerator.offload_states(reference)
     accelerator.backward(early)
     train(accelerator, model, optimizer)
-    with pytest.raises(OffloadError, match="Linear was called"):
+    with pytest.raises(OffloadedStatesError, match="Linear was called"):
         reference(torch.ones(1, 3))
     accelerator.get_state_dict(model)
-    with pytest.raises(OffloadError, match="get_state_dict"):
+    with pytest.raises(OffloadedStatesError, match="get_state_dict"):
         accelerator.get_state_dict(reference)
     accelerator.reload_states(reference)
     reference(torch.ones(1, 3))
@@ -62,12 +68,12 @@ def test_a_trained_critic_sleeps_while_the_actor_trains(accelerator):
     accelerator.offload_states(critic, critic_optimizer)
     train(accelerator, actor, actor_optimizer)
     mixed = early + actor(torch.ones(1, 3)).sum()
-    with pytest.raises(OffloadError, match="computed before"):
+    with pytest.raises(OffloadedStatesError, match="computed before"):
         accelerator.backward(mixed)
-    with pytest.raises(OffloadError, match=r"step\(\) of AdamW"):
+    with pytest.raises(OffloadedStatesError, match=r"step\(\) of AdamW"):
         critic_optimizer.step()
     accelerator.reload_states(critic)
-    with pytest.raises(OffloadError, match=r"step\(\) of AdamW"):
+    with pytest.raises(OffloadedStatesError, match=r"step\(\) of AdamW"):
         critic_optimizer.step()
     accelerator.reload_states(critic_optimizer)
     train(accelerator, critic, critic_optimizer)
@@ -81,12 +87,12 @@ def test_a_model_without_its_gradients_is_evaluated(accelerator):
     with torch.no_grad():
         model(torch.ones(1, 3))
     accelerator.get_state_dict(model)
-    with pytest.raises(OffloadError, match="with gradients on"):
+    with pytest.raises(OffloadedStatesError, match="with gradients on"):
         model(torch.ones(1, 3))
-    with pytest.raises(OffloadError):
+    with pytest.raises(OffloadedStatesError):
         optimizer.step()
     accelerator.offload_states(include="parameters")  # more of the same model
-    with pytest.raises(OffloadError), torch.no_grad():
+    with pytest.raises(OffloadedStatesError), torch.no_grad():
         model(torch.ones(1, 3))
     accelerator.reload_states()
     assert torch.equal(model[0].weight.grad, wanted)
@@ -122,7 +128,7 @@ def test_objects_prepared_meanwhile_are_on_the_device(accelerator):
 def test_what_needs_all_states_is_refused(accelerator, call, tmp_path):
     _, optimizer = pair(accelerator)
     accelerator.offload_states(optimizer)
-    with pytest.raises(OffloadError, match=r"reload_states\(\)"):
+    with pytest.raises(OffloadedStatesError, match=r"reload_states\(\)"):
         getattr(accelerator, call)(*([tmp_path] if "state" in call else []))
     accelerator.reload_states()
     accelerator.save_state(tmp_path / "saved")
@@ -154,12 +160,12 @@ def test_an_error_in_the_middle_moves_all_back(accelerator, monkeypatch):
 
     def offload(owner: Any, kinds: Any, memory: Any) -> HostCopies:
         if isinstance(owner, torch.optim.Optimizer):
-            raise OffloadError("no room")
+            raise OffloadedStatesError("no room")
         moved.append(owner)
         return type(strategy).offload_states(strategy, owner, kinds, memory)
 
     monkeypatch.setattr(strategy, "offload_states", offload)
-    with pytest.raises(OffloadError, match="no room"):
+    with pytest.raises(OffloadedStatesError, match="no room"):
         accelerator.offload_states()
     assert moved == [model]
     monkeypatch.undo()
@@ -175,15 +181,15 @@ def test_a_failed_return_says_what_is_back(accelerator, monkeypatch):
     def fail(self: HostCopies) -> None:
         calls.append(self)
         if len(calls) == 2:
-            raise OffloadError("no room")
+            raise OffloadedStatesError("no room")
         reload(self)
 
     monkeypatch.setattr(HostCopies, "reload", fail)
-    with pytest.raises(OffloadError) as caught:
+    with pytest.raises(OffloadedStatesError) as caught:
         accelerator.reload_states()
     assert caught.value.__notes__ == ["1 of 3 objects were reloaded before, and can be used."]
     model(torch.ones(1, 3))
-    with pytest.raises(OffloadError):
+    with pytest.raises(OffloadedStatesError):
         optimizer.step()
     accelerator.reload_states()
     train(accelerator, model, optimizer)

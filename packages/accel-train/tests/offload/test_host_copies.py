@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train import OffloadError
+from accel_train import OffloadedStatesError
 from accel_train.offload.host_copies import HostCopies, HostMemory
 from testkit import simulated_device, worlds
 
@@ -39,7 +39,7 @@ def aliases(pinned: bool) -> None:
     assert copies.freed == {("parameters", "npu:0"): base.nbytes, ("optimizer", "npu:1"): elsewhere.nbytes}
     assert not copies.kept
     for tensor in (base, view, elsewhere):
-        with pytest.raises(OffloadError):
+        with pytest.raises(OffloadedStatesError):
             tensor.sum()
     copies.reload()
     assert torch.equal(base.cpu(), expected)
@@ -98,7 +98,7 @@ def no_host_memory() -> None:
 
     memory.buffers.take = fail
     with pytest.raises(
-        OffloadError, match=r"(?s)400 bytes of pinned host memory.*no page is free.*pin_memory=False"
+        OffloadedStatesError, match=r"(?s)400 bytes of pinned host memory.*no page is free.*pin_memory=False"
     ):
         HostCopies([("parameters", tensor)], memory)
     assert tensor.sum().isfinite()
@@ -115,7 +115,7 @@ def shared() -> None:
     one = HostCopies([("parameters", first)], memory)
     both = HostCopies([("parameters", first), ("parameters", second)], memory)
     assert both.freed == {("parameters", "npu:0"): 40}
-    with pytest.raises(OffloadError, match="shares tensors"):
+    with pytest.raises(OffloadedStatesError, match="shares tensors"):
         both.check_reload([both])
     both.check_reload([one, both])
     one.check_reload([one])
@@ -134,7 +134,7 @@ def test_what_is_in_host_memory_stays_and_refuses():
     model = nn.Linear(2, 2)
     copies = HostCopies([("parameters", p) for p in model.parameters()], HostMemory())
     assert not copies.freed
-    with pytest.raises(OffloadError):
+    with pytest.raises(OffloadedStatesError):
         model(torch.ones(1, 2))
     copies.reload()
     assert model(torch.ones(1, 2)).isfinite().all()

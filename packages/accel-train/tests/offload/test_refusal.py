@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train import OffloadError
+from accel_train import OffloadedStatesError
 from accel_train.offload.refusal import allow_use, is_refused, refuse_use
 
 
@@ -37,7 +37,7 @@ def test_values_are_refused_and_come_back(made):
     refuse_use(made)
     refuse_use(made)
     for call in use(made):
-        with pytest.raises(OffloadError, match=r"reload_states\(\) first"):
+        with pytest.raises(OffloadedStatesError, match=r"reload_states\(\) first"):
             call()
     assert is_refused(made)
     assert isinstance(made, kind)
@@ -70,7 +70,7 @@ def test_a_gradient_refuses_that_no_python_object_holds():
     model(torch.ones(1, 2)).sum().backward()
     refuse_use(model.weight.grad)
     gc.collect()
-    with pytest.raises(OffloadError):
+    with pytest.raises(OffloadedStatesError):
         model.weight.grad.norm()
     allow_use(model.weight.grad)
     assert model.weight.grad.norm() == 2.0

@@ -72,6 +72,7 @@ def test_it_can_be_combined_with_everything():
     assert Strategy.capabilities == Capabilities(
         precisions=None, device_types=None, needs_process_group=False, num_items=True, window="any",
         hides_gradients=False, saves_windows=True, max_models=None, prepares_together=False, requires=(),
+        in_stages=True,
     )  # fmt: skip
     assert Strategy.name == "single"
     assert Strategy.distributed_type is None

@@ -50,7 +50,9 @@ class _Ranks:
     local_rank: int
 
     def exchange(self, value: Any) -> list[Any]:
-        raise NotImplementedError("the store exchanges")
+        raise TransferError(
+            "the ranks of a transfer exchange by their store; this is a mistake of accel-ckpt"
+        )
 
 
 class SharedMemoryTransport:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_state.host.devices import empty_cache
 from accel_state.log import get_logger
 from accel_state.world.process import release_completed_collectives
-from accel_train.errors import ArgumentTypeError, OffloadError, OptionError
+from accel_train.errors import ArgumentTypeError, OffloadedStatesError, OptionError
 from accel_train.loop.observers import StepObserver
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
@@ -149,7 +149,7 @@ class Offloading(StepObserver):
         for number, item in enumerate(back):
             try:
                 item.states.reload()
-            except OffloadError as error:
+            except OffloadedStatesError as error:
                 error.add_note(f"{number} of {len(back)} objects were reloaded before, and can be used.")
                 raise
             for hook in item.hooks:
@@ -186,7 +186,7 @@ class Offloading(StepObserver):
         """Refuse a call while states are in host memory; with a model, while its parameters are.
 
         Raises:
-            OffloadError: they are.
+            OffloadedStatesError: they are.
         """
         if not self._moved:
             return
@@ -252,8 +252,8 @@ def _refuse_calls(moved: _Moved) -> list[RemovableHandle]:
     return [module.register_forward_pre_hook(refuse, prepend=True) for module in moved.owner.modules()]
 
 
-def _error(what: str, states: str) -> OffloadError:
-    return OffloadError(
+def _error(what: str, states: str) -> OffloadedStatesError:
+    return OffloadedStatesError(
         f"{what}: {states} are in host memory since accelerator.offload_states(). Call accelerator.reload_states() "
         "first."
     )

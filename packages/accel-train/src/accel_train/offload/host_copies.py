@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.format.memory import FileImage, HostBuffers
 from accel_state.host.devices import empty_cache
-from accel_train.errors import OffloadError
+from accel_train.errors import OffloadedStatesError
 from accel_train.offload.refusal import allow_use, refuse_use
 from accel_train.offload.tensors import Kinded
 
@@ -44,7 +44,7 @@ class Offloaded(Protocol):
         """Check that the states can be used after a reload together with others; changes nothing.
 
         Raises:
-            OffloadError: they share memory with states that stay away.
+            OffloadedStatesError: they share memory with states that stay away.
         """
         ...
 
@@ -52,7 +52,7 @@ class Offloaded(Protocol):
         """Move the states back.
 
         Raises:
-            OffloadError: the device has too little memory; the states are still in host memory.
+            OffloadedStatesError: the device has too little memory; the states are still in host memory.
         """
         ...
 
@@ -83,7 +83,7 @@ class HostCopies:
         kept: bytes that stay on the device, by the reason.
 
     Raises:
-        OffloadError: there is too little host memory; nothing has changed.
+        OffloadedStatesError: there is too little host memory; nothing has changed.
     """
 
     def __init__(self, tensors: Iterable[Kinded], memory: HostMemory) -> None:
@@ -127,7 +127,7 @@ class HostCopies:
         try:
             image = FileImage(total, memory.buffers, pinned)
         except (MemoryError, RuntimeError) as error:
-            raise OffloadError(
+            raise OffloadedStatesError(
                 f"offload_states() could not allocate {total} bytes of {'pinned ' if pinned else ''}host memory, so "
                 f"nothing was moved: {error}. Free host memory{', or pass pin_memory=False' if pinned else ''}."
             ) from error
@@ -159,7 +159,7 @@ class HostCopies:
         """Check that memory which these tensors share is there, or comes back too."""
         back = {s._cdata for other in others if isinstance(other, HostCopies) for s, _ in other._moved}
         if any(not storage.nbytes() and storage._cdata not in back for storage in self._elsewhere):
-            raise OffloadError(
+            raise OffloadedStatesError(
                 "reload_states() was called for an object that shares tensors with another one, which was offloaded "
                 "before it and stays in host memory. Reload both together, or all: reload_states()."
             )
@@ -184,7 +184,7 @@ class HostCopies:
                 storage.resize_(0)
             empty_cache()
             total = sum(size for _, size in self._moved)
-            raise OffloadError(
+            raise OffloadedStatesError(
                 f"reload_states() could not allocate the {total} bytes on the device, so the states are still in host "
                 f"memory: {error}. Free memory there, of the other engine for example, and call reload_states() again."
             ) from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from accel_train.errors import OffloadError
+from accel_train.errors import OffloadedStatesError
 
 __all__ = ["allow_use", "is_refused", "refuse_use"]
 
@@ -72,7 +72,7 @@ def _refusing(kind: type[Tensor]) -> type[Tensor]:
         if name in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        raise OffloadError(
+        raise OffloadedStatesError(
             f"{name} was called with a tensor whose values are in host memory since accelerator.offload_states(). Call "
             "accelerator.reload_states() first."
         )

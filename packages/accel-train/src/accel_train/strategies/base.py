@@ -551,7 +551,7 @@ class Strategy:
             kinds: kinds of state, of `accel_train.offload.tensors.KINDS`.
 
         Raises:
-            OffloadError: it cannot now.
+            OffloadedStatesError: it cannot now.
             NotAvailableError: it never can.
         """
 
@@ -575,7 +575,7 @@ class Strategy:
             What moves them back.
 
         Raises:
-            OffloadError: it failed; nothing has moved.
+            OffloadedStatesError: it failed; nothing has moved.
         """
         return HostCopies([item for item in self.state_tensors(owner) if item[0] in kinds], memory)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_state.errors import NotAvailableError
-from accel_train.errors import OffloadError
+from accel_train.errors import OffloadedStatesError
 from accel_train.strategies.deepspeed.offload import EngineOffload, check_engine
 
 
@@ -69,5 +69,5 @@ def test_what_engines_cannot_is_refused():
     with pytest.raises(NotAvailableError, match="Leave offload_param out"):
         check_engine(Engine(offload_param=SimpleNamespace(device="cpu")), stage=3, kinds=kinds, waiting=False)
     check_engine(Engine(offload_param=SimpleNamespace(device="none")), stage=3, kinds=kinds, waiting=False)
-    with pytest.raises(OffloadError, match=r"after optimizer\.step\(\)"):
+    with pytest.raises(OffloadedStatesError, match=r"after optimizer\.step\(\)"):
         check_engine(Engine(), stage=2, kinds=kinds, waiting=True)

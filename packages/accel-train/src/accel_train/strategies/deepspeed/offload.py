@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_state.errors import NotAvailableError
-from accel_train.errors import OffloadError
+from accel_train.errors import OffloadedStatesError
 from accel_train.offload.host_copies import Offloaded
 
 __all__ = ["EngineOffload", "check_engine"]
@@ -31,7 +31,7 @@ def check_engine(engine: Any, *, stage: int, kinds: Collection[str], waiting: bo
 
     Raises:
         NotAvailableError: it cannot.
-        OffloadError: it cannot now.
+        OffloadedStatesError: it cannot now.
     """
     if not hasattr(engine.optimizer, "offload_states"):
         raise NotAvailableError(
@@ -48,7 +48,7 @@ def check_engine(engine: Any, *, stage: int, kinds: Collection[str], waiting: bo
     if stage == 3 and "optimizer" in kinds and not engine.zero_use_cpu_optimizer():
         _check_adam(engine)
     if waiting:
-        raise OffloadError(
+        raise OffloadedStatesError(
             "offload_states() was called between backward() and step(), and DeepSpeed drops gradients when it moves "
             "states. Call it after optimizer.step()."
         )

@@ -158,10 +158,10 @@ class Stage(nn.Module):
         """What replaces modules of the model."""
         names = cut.stages[self.index]
         layers = [name for name in names if name in cut.layers]
+        others = [(name, model.get_submodule(name)) for name in cut.names if name not in names]
         found: dict[str, nn.Module] = {
-            name: Absent(name, model.get_submodule(name), self._calls)
-            for name in cut.names
-            if name not in names
+            name: module if isinstance(module, Absent) else Absent(name, module, self._calls)
+            for name, module in others
         }
         for name in {layers[0], layers[-1]}:
             enters = name == layers[0] and not self.is_first
