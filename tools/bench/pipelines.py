@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from testkit import worlds
 
 WIDTH, LAYERS, TOKENS, ROWS, STEPS = 128, 8, 32, 16, 4
-SLEEP = 0.1  # seconds of a layer's forward
+SLEEP = 0.03  # seconds of a layer's forward
 
 
 class Block(nn.Module):
