@@ -157,6 +157,32 @@ def test_zero_grad_between_forward_and_backward() -> None:
     assert all(worlds.run(zero_grad_before_backward, 2))
 
 
+def evaluated_averages() -> tuple[Tensor, dict]:
+    """What a rank computes in evaluation after training on samples of its own, and the saved weights."""
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=2))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(accelerator.strategy.batch.index)
+    accelerator.backward(model(torch.randn(8, 4, dtype=torch.float64)).square().mean())
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        output = model(torch.ones(2, 4, dtype=torch.float64))
+    return output, dict(accelerator.get_state_dict(model))
+
+
+def test_replicas_evaluate_with_the_averages_that_are_saved() -> None:
+    ranks = worlds.run(evaluated_averages, 4)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))).double()
+    model.load_state_dict(ranks[0][1])
+    expected = model.eval()(torch.ones(2, 4, dtype=torch.float64)).detach()
+    for output, _ in ranks:
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
 # States
 
 

@@ -42,6 +42,7 @@ def share_in_evaluation(
     called: nn.Module,
     buffers: Callable[[nn.Module], list[Tensor]],
     apart: Callable[[], bool] = lambda: False,
+    send: Callable[[list[Tensor]], object] = broadcast,
 ) -> None:
     """Give all ranks rank 0's buffers, which checkpoints hold, in the first evaluation after each training.
 
@@ -50,6 +51,7 @@ def share_in_evaluation(
         called: the module that the script calls; its first forward in evaluation mode is a collective.
         buffers: chooses the buffers of the model; a model without any is left as it is.
         apart: called by such a forward; whether this rank evaluates separately.
+        send: gives the ranks that hold the model the values of the first of them; by default all ranks.
     """
     if not buffers(model):
         return
@@ -65,6 +67,6 @@ def share_in_evaluation(
             trained = False
             if not apart():
                 with torch.inference_mode(False), torch.no_grad():
-                    broadcast(buffers(model))
+                    send(buffers(model))
 
     called.register_forward_pre_hook(share, prepend=True)

@@ -43,6 +43,7 @@ from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
 from accel_train.strategies.pipeline.stages import Stage, make_stages
 from accel_train.strategies.pipeline.states import PipelineStates, Whole
 from accel_train.strategies.relink import step_both_kinds
+from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.tensor_parallel import TensorParallelStrategy
 from accel_train.strategies.wrappers import reduced_by_fsdp
@@ -139,6 +140,10 @@ class PipelineStrategy(Strategy):
         engine = PipelineModel(
             plain, stages, self._layout, self._rank, self.pipeline_group, self.pipeline, self.options.device
         )
+        if self.loss.size > 1:
+            first = dist.get_process_group_ranks(self.loss.group)[0]
+            send = partial(broadcast, from_process=first, group=self.loss.group)
+            share_in_evaluation(engine, engine, saved_buffers, send=send)
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
         self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
         self._made.append((engine, Whole(plain, forms)))
