@@ -13,23 +13,28 @@ __all__ = ["computed_loss"]
 
 class _Computed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, multiplied: Callable[[float], None]) -> Tensor:
-        ctx.multiplied = multiplied
+    def forward(
+        ctx: Any, anchor: Tensor, value: Tensor, factor: float, rescale: Callable[[float], None]
+    ) -> Tensor:
+        ctx.factor, ctx.rescale = factor, rescale
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.multiplied(float(gradients[0]))
-        return torch.zeros_like(gradients[0]), None, None
+        given, factor = float(gradients[0]), ctx.factor
+        if abs(given - factor) > 1e-6 * abs(factor):
+            ctx.rescale(given / factor)
+        return torch.zeros_like(gradients[0]), None, None, None
 
 
-def computed_loss(value: Tensor, multiplied: Callable[[float], None]) -> Tensor:
+def computed_loss(value: Tensor, factor: float, rescale: Callable[[float], None]) -> Tensor:
     """Return a loss whose backward computes nothing.
 
     Args:
         value: the loss, a 0-d tensor.
-        multiplied: called by backward with the factor that the loss was multiplied by after it was returned.
+        factor: the gradients are those of the loss multiplied by it.
+        rescale: called by backward if the loss was multiplied by another factor, with the quotient of both.
     """
     anchor = torch.zeros((), device=value.device, requires_grad=True)
-    loss: Tensor = _Computed.apply(anchor, value, multiplied)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Computed.apply(anchor, value, factor, rescale)  # type: ignore[no-untyped-call]
     return loss

@@ -274,7 +274,9 @@ class MegatronEngine(nn.Module):
         value = self._from_last(None if losses is None else losses.sum() if summed else losses.mean(), ())
         if not trains:
             return EngineOutput(value, logits)
-        return EngineOutput(computed_loss(value, functools.partial(self._account, first, factor)), logits)
+        return EngineOutput(
+            computed_loss(value, factor, functools.partial(self._rescale, first, factor)), logits
+        )
 
     def _from_last(self, value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the last stage, on every stage."""
@@ -289,15 +291,13 @@ class MegatronEngine(nn.Module):
         dist.broadcast(value, groups.last_stage, group=groups.pp_group)
         return value
 
-    def _account(self, first: bool, factor: float, given: float) -> None:
-        """Backward of a loss with gradients: they were computed for `factor` times the loss."""
-        if abs(given - factor) <= 1e-6 * abs(factor):
-            return
+    def _rescale(self, first: bool, factor: float, ratio: float) -> None:
+        """The loss was multiplied after its gradients were computed for `factor` times the loss."""
         if not first:
             raise AccumulationError(
-                f"The loss was multiplied by {given / factor:g} after the model returned it, but its gradients are "
+                f"The loss was multiplied by {ratio:g} after the model returned it, but its gradients are "
                 "already added to those of earlier calls: with pp_degree or num_micro_batches above 1, calling the "
                 "model computes gradients. Put the factor into custom_loss_function, or step after every call."
             )
-        self.scale(given / factor)
-        self.loss_factor = given
+        self.scale(ratio)
+        self.loss_factor = factor * ratio

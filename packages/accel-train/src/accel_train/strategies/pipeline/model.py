@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -334,20 +335,17 @@ class PipelineModel(nn.Module):
             None if total is None else [total], self._layout.owner(self._layout.stages - 1)
         )
         first, self.accumulated, self.unaccounted = not self.accumulated, True, True
-        return EngineOutput(loss=computed_loss(value, lambda given: self._account(first, factor, given)))
+        return EngineOutput(loss=computed_loss(value, factor, partial(self._rescale, first)))
 
-    def _account(self, first: bool, factor: float, given: float) -> None:
-        """Backward of a loss with gradients: they were computed for `factor` times the loss."""
-        self.unaccounted = False
-        if abs(given - factor) <= 1e-6 * abs(factor):
-            return
+    def _rescale(self, first: bool, ratio: float) -> None:
+        """The loss was multiplied after its gradients were computed."""
         if not first or not self.reduces:
             raise AccumulationError(
-                f"The loss was multiplied by {given / factor:g} after the model returned it, but its gradients are "
+                f"The loss was multiplied by {ratio:g} after the model returned it, but its gradients are "
                 "already added to those of earlier calls: the schedule computes them while it calls the model. Put the "
                 "factor into the loss function, or choose PipelineParallelConfig(schedule='gpipe')."
             )
-        self.scale(given / factor)
+        self.scale(ratio)
 
     def _known(self, key: Any, cache: dict[Any, Any], make: Callable[[], Any]) -> Any:
         """What was made for batches of this form; only the newest few are kept."""
