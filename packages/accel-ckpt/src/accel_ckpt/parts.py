@@ -25,6 +25,7 @@ __all__ = [
     "Leaf",
     "Part",
     "fill_part",
+    "fsdp_groups",
     "fsdp_modules",
     "is_divided",
     "is_leaf",
@@ -194,6 +195,15 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
     if fsdp is not None:
         yield from (module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP's groups of parameters of a module that ``fully_shard`` has divided; torch has one or several by version."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard(model: nn.Module) -> None:

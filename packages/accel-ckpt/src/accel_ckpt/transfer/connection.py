@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from accel_ckpt.coordination import run_together
+from accel_ckpt.coordination import SingleProcess, run_together
 from accel_ckpt.errors import CheckpointError, TransferError
 from accel_ckpt.geometry import Box
 from accel_ckpt.parts import Leaf, Part, parts_of, shape_of
@@ -77,16 +77,8 @@ class Transport(Protocol):
         ...
 
 
-class LocalTransport:
+class LocalTransport(SingleProcess):
     """A transfer within one process: it gives weights to itself."""
-
-    rank = 0
-    world_size = 1
-    local_rank = 0
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return the value given."""
-        return [value]
 
     def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
         """Make nothing: nothing is sent."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from accel_ckpt.coordination import run_together
+from accel_ckpt.coordination import WorldCoordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, TransferError, UnsafeCheckpointError
 from accel_ckpt.format.forms import check_form, checksum, natural
 from accel_ckpt.format.reader import parse_json
@@ -39,20 +39,6 @@ _COUNTERS = struct.Struct("=QQI")
 _FORM = {"to": natural, "number": natural, "nbytes": natural, "checksum": checksum}
 _LOOK = 1.0  # seconds between two looks whether the other process still runs
 _TRIES = 100  # readings of a message whose checksum is wrong, before it is refused
-
-
-@dataclass
-class _Ranks:
-    """The ranks of the transfer, for their store."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-    def exchange(self, value: Any) -> list[Any]:
-        raise TransferError(
-            "the ranks of a transfer exchange by their store; this is a mistake of accel-ckpt"
-        )
 
 
 class SharedMemoryTransport:
@@ -93,7 +79,7 @@ class SharedMemoryTransport:
             ) from None
         c10d: Any = dist  # torch does not declare its stores as public
         store = c10d.FileStore(str(self._folder / "store"), world_size)
-        self._store = StoreCoordinator(store, _Ranks(rank, world_size, rank), patience=timeout)
+        self._store = StoreCoordinator(store, WorldCoordinator(rank, world_size, rank), patience=timeout)
         self._segment: _Segment | None = None
         self._others: dict[int, _Segment] = {}
         self._people: list[Any] = self.exchange(process_identity())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ckpt.parts import fsdp_modules, reshard
+from accel_ckpt.parts import fsdp_groups, fsdp_modules, reshard
 
 __all__ = ["KINDS", "HoldsTensors", "Kinded", "of_kind", "tensors_in", "tensors_of_model"]
 
@@ -57,30 +57,19 @@ def tensors_of_model(model: nn.Module) -> Iterator[Kinded]:
         yield from of_kind("parameters", tensors_in(parameter))
         yield from of_kind("gradients", tensors_in(parameter.grad))
     yield from of_kind("parameters", itertools.chain.from_iterable(map(tensors_in, model.buffers())))
-    for state in _fsdp_states(model):
-        for parameter in _fsdp_parameters(state):
-            # Whole gradients of an open window, of which only FSDP knows: in the dtype of computation or of reduction.
-            whole = getattr(parameter, "_unsharded_param", None)
-            kept = [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
-            yield from of_kind("gradients", tensors_in(kept))
+    groups = itertools.chain.from_iterable(map(fsdp_groups, fsdp_modules(model)))
+    for parameter in itertools.chain.from_iterable(group.fsdp_params for group in groups):
+        # Whole gradients of an open window, of which only FSDP knows: in the dtype of computation or of reduction.
+        whole = getattr(parameter, "_unsharded_param", None)
+        kept = [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
+        yield from of_kind("gradients", tensors_in(kept))
 
 
 def _free_gathered(model: nn.Module) -> None:
     """Let FSDP free what it has gathered; after a forward without backward it keeps the last unit, in two forms."""
     reshard(model)
-    for state in _fsdp_states(model):
-        context = getattr(state, "_comm_ctx", None)
+    for module in fsdp_modules(model):
+        context = getattr(module._get_fsdp_state(), "_comm_ctx", None)
         if context is not None and getattr(context, "all_gather_state", None) is not None:
             torch.accelerator.synchronize()  # it was kept until its copy is done
             context.all_gather_state = None
-
-
-def _fsdp_states(model: nn.Module) -> Iterator[Any]:
-    return (module._get_fsdp_state() for module in fsdp_modules(model))
-
-
-def _fsdp_parameters(state: Any) -> Iterator[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)  # one before torch 2.11
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return (parameter for group in groups if group is not None for parameter in group.fsdp_params)

@@ -24,6 +24,7 @@ __all__ = [
     "divide_like_parameter",
     "local_part",
     "multiply",
+    "scale_down",
     "total_norm",
 ]
 
@@ -117,9 +118,14 @@ def _all_finite(gradients: list[Tensor], norm_type: float) -> Tensor:
 def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
     norm = total_norm(parameters, norm_type)
+    scale_down(parameters, norm, max_norm)
+    return norm
+
+
+def scale_down(parameters: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, whose norm is known, so that it is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     multiply([local_part(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
-    return norm
 
 
 def combine_norms(norm: Tensor, norm_type: float, group: Any, device: torch.device) -> Tensor:

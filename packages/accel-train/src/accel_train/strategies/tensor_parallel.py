@@ -23,7 +23,7 @@ from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
 
-__all__ = ["TensorParallelStrategy"]
+__all__ = ["TensorParallelStrategy", "complete_gradients", "share_start"]
 
 
 class TensorParallelStrategy(Strategy):
@@ -86,7 +86,7 @@ class TensorParallelStrategy(Strategy):
         self.check_plan(plain)
         if not reduced_by_fsdp(plain):  # whose parameters may stay on the host
             model = steps.place(model)
-        self._share_start(plain)
+        share_start(plain, [self.loss.group] if self.loss.size > 1 else [])
         self._known = [(known, ids) for known, ids in self._known if known is not plain]
         self._known.append((plain, set(map(id, plain.parameters()))))
         prepared = steps.compile(model)
@@ -101,25 +101,6 @@ class TensorParallelStrategy(Strategy):
     def release(self) -> None:
         """Forget the prepared models."""
         self._known.clear()
-
-    def _share_start(self, model: nn.Module) -> None:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        meta = [name for name, tensor in named if tensor.is_meta]
-        if meta:
-            raise PrepareError(
-                f"{meta[0]!r} (of {len(meta)} tensors) has no storage (it is on the meta device). Load the weights "
-                "before prepare()."
-            )
-        engine = reduced_by_fsdp(model)
-        tensors = {id(tensor): tensor for _, tensor in named}
-        whole = [tensor.detach() for tensor in tensors.values() if not is_sharded(tensor)]
-        if whole:
-            broadcast(whole)
-        if self.loss.size == 1:
-            return
-        for key, tensor in tensors.items():
-            if is_sharded(tensor) and key not in engine:
-                dist.broadcast(local_part(tensor.detach()), group=self.loss.group, group_src=0)
 
     # One micro-batch
 
@@ -152,12 +133,7 @@ class TensorParallelStrategy(Strategy):
                 f"The parameter {added!r} was added to {type(model).__name__} after it was prepared, and ranks may "
                 "have started with other values. Prepare the model again: `model = accelerator.prepare(model)`."
             )
-        engine = reduced_by_fsdp(model)
-        parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in engine]
-        for parameter in parameters:
-            divide_like_parameter(parameter)
-        if self.loss.size > 1 and not self._holds_back:
-            average(parameters, self.loss)
+        complete_gradients(model, None if self._holds_back else self.loss)
 
     def _first_added(self, model: nn.Module, ids: set[int]) -> str | None:
         if next(fsdp_modules(model), None) is not None:
@@ -181,3 +157,46 @@ class TensorParallelStrategy(Strategy):
             yield
         finally:
             self._holds_back = before
+
+
+def share_start(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Let all ranks begin with rank 0's values of a model, some tensors of which are divided. Collective.
+
+    Args:
+        model: without wrappers; what `fully_shard` has divided is left out.
+        groups: ranks that hold the same parts of divided tensors; in each the first one's values are taken.
+
+    Raises:
+        PrepareError: a tensor has no storage.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    meta = [name for name, tensor in named if tensor.is_meta]
+    if meta:
+        raise PrepareError(
+            f"{meta[0]!r} (of {len(meta)} tensors) has no storage (it is on the meta device). Load the weights "
+            "before prepare()."
+        )
+    engine = reduced_by_fsdp(model)
+    tensors = {id(tensor): tensor for _, tensor in named}
+    whole = [tensor.detach() for tensor in tensors.values() if not is_sharded(tensor)]
+    if whole:
+        broadcast(whole)
+    for group in groups:
+        for key, tensor in tensors.items():
+            if is_sharded(tensor) and key not in engine:
+                dist.broadcast(local_part(tensor.detach()), group=group, group_src=0)
+
+
+def complete_gradients(model: nn.Module, ranks: Ranks | None) -> None:
+    """Divide gradients like their parameters, and average them, except those that `fully_shard` reduces.
+
+    Args:
+        model: the model, or stages of one.
+        ranks: to average over; None: a later micro-batch does.
+    """
+    engine = reduced_by_fsdp(model)
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in engine]
+    for parameter in parameters:
+        divide_like_parameter(parameter)
+    if ranks is not None and ranks.size > 1:
+        average(parameters, ranks)

@@ -1,6 +1,11 @@
 import pytest
 
+from accel_state.config.sections.parallelism import PIPELINE_SCHEDULES
 from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
+
+
+def test_the_launcher_knows_the_same_schedules():
+    assert tuple(SCHEDULES) == PIPELINE_SCHEDULES
 
 
 def test_stages_go_round_or_turn():

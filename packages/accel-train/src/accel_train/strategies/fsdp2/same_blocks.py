@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_ckpt.parts import fsdp_modules
+from accel_ckpt.parts import fsdp_groups, fsdp_modules
 from accel_state.errors import CollectiveMismatchError
 from accel_state.operations.collectives import gather_object
 from accel_state.world.process import PartialState
@@ -119,7 +119,7 @@ class SameBlocks:
             name = names[id(unit)] if unit is not model else "the outermost unit"
             if unit is not model:
                 unit.register_forward_pre_hook(self._entering(name), prepend=True)
-            for group in _groups_of(unit):
+            for group in fsdp_groups(unit):
                 self._groups.append((name, group))
                 self._watch(name, group)
 
@@ -245,15 +245,6 @@ class SameBlocks:
     def _trained(self) -> Iterator[Any]:
         for _, group in self._groups:
             yield from (p for p in group.fsdp_params if p.sharded_param.requires_grad)
-
-
-def _groups_of(unit: Any) -> list[Any]:
-    """The engine's groups of parameters of a unit; torch has one or several by its version."""
-    state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 def _is_negative_zero(gradient: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from accel_ckpt.modules.names import listed
 from accel_train.errors import PrepareError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 
@@ -137,7 +138,7 @@ def _check_complete(model: nn.Module, names: Sequence[str]) -> None:
     if left:
         raise PrepareError(
             f"{left[0]!r} (of {len(left)} parameters) of {type(model).__name__} is in none of the modules of the "
-            f"pipeline ({_some(names)}), so no stage would hold it. {_HOW}"
+            f"pipeline ({listed(names, 6)}), so no stage would hold it. {_HOW}"
         )
 
 
@@ -151,7 +152,9 @@ def _at(names: Sequence[str], cuts: Sequence[str], count: int, kind: str) -> tup
     for name in cuts:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else f" They are {_some(names)}."
+            hint = (
+                f" Did you mean {' or '.join(map(repr, near))}?" if near else f" They are {listed(names, 6)}."
+            )
             raise PrepareError(
                 f"PipelineParallelConfig(cuts=…) names {name!r}, which is none of {kind}'s modules.{hint}"
             )
@@ -236,7 +239,3 @@ def _check_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
                         f"be in the stages {first} and {number} of the pipeline, which train them apart. Untie them "
                         "(tie_word_embeddings=False in the configuration of transformers), or train without pp_size."
                     )
-
-
-def _some(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")

@@ -33,6 +33,9 @@ class Form(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
+_HEADER_FORM = Form((_HEADER,), torch.int64)
+
+
 class Exchange:
     """Sends tensors from rank to rank of one pipeline; ranks are counted within it.
 
@@ -72,10 +75,10 @@ class Exchange:
             forms: of the tensors; None: the other rank describes them.
         """
         if forms is None:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+            [header] = self._memory([_HEADER_FORM])
             dist.recv(header, self._ranks[source], group=self._group)
             forms = _forms(header)
-        found = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        found = self._memory(forms)
         for tensor in found:
             dist.recv(tensor, self._ranks[source], group=self._group)
         return found
@@ -87,22 +90,19 @@ class Exchange:
             tensors: on the source; None elsewhere.
             source: the rank that has them.
         """
-        header = (
-            torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            if tensors is None
-            else self._header(tensors)
-        )
+        [header] = self._memory([_HEADER_FORM]) if tensors is None else [self._header(tensors)]
         root = self._ranks[source]
         dist.broadcast(header, root, group=self._group)
         if tensors is None:
-            found = [
-                torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in _forms(header)
-            ]
+            found = self._memory(_forms(header))
         else:
             found = [tensor.detach().contiguous() for tensor in tensors]
         for tensor in found:
             dist.broadcast(tensor, root, group=self._group)
         return found
+
+    def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
+        return [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
 
     def _header(self, tensors: Sequence[Tensor]) -> Tensor:
         values = [len(tensors)]

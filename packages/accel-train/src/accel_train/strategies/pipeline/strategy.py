@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import accel_ckpt
-from accel_ckpt.parts import is_sharded
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, tensors_of_model
@@ -30,13 +29,7 @@ from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_o
 from accel_train.strategies.fsdp2.start import agree, lay_out, widen
 from accel_train.strategies.fsdp2.strategy import FSDP2Strategy, mixed_precision_policy
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
-from accel_train.strategies.gradients import (
-    average,
-    combine_norms,
-    divide_like_parameter,
-    local_part,
-    multiply,
-)
+from accel_train.strategies.gradients import combine_norms, scale_down
 from accel_train.strategies.pipeline.cut import cut_model
 from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
@@ -45,8 +38,11 @@ from accel_train.strategies.pipeline.states import PipelineStates, Whole
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import StateAdapter
-from accel_train.strategies.tensor_parallel import TensorParallelStrategy
-from accel_train.strategies.wrappers import reduced_by_fsdp
+from accel_train.strategies.tensor_parallel import (
+    TensorParallelStrategy,
+    complete_gradients,
+    share_start,
+)
 
 __all__ = ["PipelineStrategy"]
 
@@ -104,12 +100,6 @@ class PipelineStrategy(Strategy):
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Cut a model into stages, keep those of this rank, and shard them."""
         plain = self.plain(model)
-        meta = [name for name, tensor in plain.named_parameters() if tensor.is_meta]
-        if meta:
-            raise PrepareError(
-                f"{meta[0]!r} (of {len(meta)} parameters) has no storage (it is on the meta device). Load the weights "
-                "before prepare()."
-            )
         if getattr(getattr(plain, "config", None), "output_router_logits", False):
             raise PrepareError(
                 f"The configuration of {type(plain).__name__} has output_router_logits=True, and a stage of a pipeline "
@@ -118,7 +108,8 @@ class PipelineStrategy(Strategy):
         self.check_plan(plain)
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         agree(plain)
-        self._share_start(plain)
+        groups = [self.pipeline_group, *([self.loss.group] if self.loss.size > 1 else [])]
+        share_start(plain, groups)
         state = accel_ckpt.NamedModel(plain).state_dict()
         forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
         before = list(plain.parameters())
@@ -150,18 +141,6 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             self.precision.after_sharding(stage, stage)
         return engine
-
-    @torch.no_grad()
-    def _share_start(self, model: nn.Module) -> None:
-        """All ranks begin with rank 0's values, before each keeps its stages."""
-        tensors = {id(t): t.detach() for t in (*model.parameters(), *model.buffers())}
-        whole = [tensor for tensor in tensors.values() if not is_sharded(tensor)]
-        if whole:
-            broadcast(whole)
-        for tensor in filter(is_sharded, tensors.values()):
-            dist.broadcast(local_part(tensor), group=self.pipeline_group, group_src=0)
-            if self.loss.size > 1:
-                dist.broadcast(local_part(tensor), group=self.loss.group, group_src=0)
 
     @property
     def _sharding(self) -> FullyShardedDataParallelPlugin:
@@ -248,15 +227,7 @@ class PipelineStrategy(Strategy):
         for engine, _ in self._made:
             engine.run_backward()
             engine.unaccounted = False
-            self._complete(engine)
-
-    def _complete(self, engine: PipelineModel) -> None:
-        by_fsdp = reduced_by_fsdp(engine)
-        parameters = [p for p in engine.parameters() if p.requires_grad and id(p) not in by_fsdp]
-        for parameter in parameters:
-            divide_like_parameter(parameter)
-        if engine.reduces and self.loss.size > 1 and parameters:
-            average(parameters, self.loss)
+            complete_gradients(engine, self.loss if engine.reduces else None)
 
     def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
         """The ranks that hold the same stages, unless it steps what is in no prepared model."""
@@ -271,8 +242,7 @@ class PipelineStrategy(Strategy):
     ) -> Tensor:
         """Clip the norm of the gradients of all stages; returns the norm before, a 0-d tensor."""
         norm = self.gradient_norm(parameters, norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply([local_part(p.grad) for p in parameters if p.grad is not None], factor)
+        scale_down(parameters, norm, max_norm)
         return norm
 
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
