@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Never, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
-from accel_ckpt.transfer.offers import OfferedWeights
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.launched import launched_config
 from accel_state.constants import PREEMPTED
@@ -79,6 +78,9 @@ from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.tracking.base import GeneralTracker
 from accel_train.tracking.running import OnFailure, Trackers
 from accel_train.tracking.selection import select_trackers
+
+if TYPE_CHECKING:
+    from accel_ckpt.transfer.offers import OfferedWeights  # which few trainings need
 
 __all__ = ["Accelerator"]
 
