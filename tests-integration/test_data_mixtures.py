@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -165,6 +166,90 @@ def test_another_number_of_ranks_continues_the_same_order(tmp_path, before, afte
     for found, counted in rest:
         assert found == whole[23:]
         assert counted == counts
+
+
+# Strategies
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def trained_under(strategy, folder=None, begin=0, end=20):
+    """The weights after steps of a mixture; between `begin` and `end` if a folder is given."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from accel_train import (
+        Accelerator,
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        MixedDataLoader,
+        ParallelismConfig,
+    )
+
+    options = {
+        "single": dict,
+        "ddp": dict,
+        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+        "deepspeed": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)},
+    }[strategy]()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=3,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        **options,
+    )
+    torch.manual_seed(0)
+    model = Net() if strategy == "deepspeed" else Net().double()
+    if strategy == "tp":
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    sources = {name: Rows(FIRST[name], SIZE[name]) for name in SIZE}
+    loaders = {name: DataLoader(rows, 4, shuffle=True, drop_last=True) for name, rows in sources.items()}
+    mixed = MixedDataLoader(loaders, {"web": 2, "code": 1}, stop="never")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, mixed = accelerator.prepare(model, optimizer, mixed)
+    if begin:
+        accelerator.load_state(folder)
+    for _, features in mixed:
+        with accelerator.accumulate(model):
+            features = features.to(next(model.parameters()).dtype)
+            accelerator.backward(model(features).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if mixed.epoch_state.step == end:
+            break
+    if folder is not None:
+        accelerator.save_state(folder)
+    return {name: value.double() for name, value in accelerator.get_state_dict(model).items()}, mixed.counts
+
+
+NO_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="hatch run engines:deepspeed installs it"
+)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "tp", pytest.param("deepspeed", marks=NO_DEEPSPEED)])
+def test_a_mixture_trains_as_on_one_process_and_continues_there(tmp_path, strategy):
+    """Ranks of tensor parallelism read the same batches, the others their parts of them."""
+    bound = 1e-5 if strategy == "deepspeed" else 1e-12  # DeepSpeed trains in float32
+    [(right, counts)] = worlds.run(trained_under, 1, "single")
+    for found, counted in worlds.run(trained_under, 2, strategy, timeout=120):
+        assert counted == counts
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=bound)
+    worlds.run(trained_under, 2, strategy, str(tmp_path), 0, 12, timeout=120)
+    [(found, counted)] = worlds.run(trained_under, 1, "single", str(tmp_path), 12)
+    assert counted == counts
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=bound)
 
 
 # Metrics

@@ -63,6 +63,15 @@ def test_checkpointing_goes_on_exactly(world, tmp_path):
 
 
 @WORLDS
+def test_a_data_mixture_goes_on_exactly(world, tmp_path):
+    lines = _run("by_feature/data_mixture.py", world, tmp_path).splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"step {step}" for step in (20, 40, 60, 80)]
+    assert _numbers(r"loss (\S+)", lines[-1])[0] < 0.05
+    assert _run("by_feature/data_mixture.py", world, tmp_path, "--stop_at", "30").splitlines() == lines[:1]
+    assert _run("by_feature/data_mixture.py", world, tmp_path, "--resume").splitlines() == lines[1:]
+
+
+@WORLDS
 def test_early_stopping(world, tmp_path):
     steps = _numbers(r"stopped after (\d+) steps", _run("by_feature/early_stopping.py", world, tmp_path))
     assert len(steps) == 1
