@@ -146,6 +146,58 @@ def test_an_optimizer_of_a_copy_is_named_at_its_first_step():
         optimizer.step()  # said once
 
 
+def replaced_after_the_optimizer(strategy):
+    """What is said where a part of the model was replaced after its optimizer was built."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from accel_train import FullyShardedDataParallelPlugin, ParallelismConfig
+
+    options = {}
+    if strategy == "fsdp2":
+        options = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+    elif strategy == "tp":
+        options = {"parallelism_config": ParallelismConfig(tp_size=2)}
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)).double()
+    optimizer = sgd(model)
+    if strategy == "tp":
+        mesh = accelerator.torch_device_mesh["tp"]
+        parallelize_module(model, mesh, {"1": ColwiseParallel(output_layouts=None)})
+    else:
+        model[1] = nn.Linear(4, 2).double()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(X).sum())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return [str(one.message) for one in told if "optimizer" in str(one.message)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
+def test_t45_parameters_that_replaced_those_of_the_optimizer_are_named(strategy, ranks):
+    for said in worlds.run(replaced_after_the_optimizer, ranks, strategy):
+        [text] = said
+        assert (
+            "SGD holds 4 parameters. 2 of them, the first of shape (4, 4), are in no prepared model" in text
+        )
+        assert "while '1.weight' of " in text
+        assert "has one and is in no prepared optimizer (2 such parameters)" in text
+        assert "the new part is not trained" in text
+
+
+def test_an_optimizer_may_hold_what_the_loss_did_not_use():
+    accelerator = Accelerator()
+    model, unused = make(), nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD([*model.parameters(), *unused.parameters()], 0.1)
+    )
+    accelerator.backward(model(X).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
 def test_an_optimizer_that_has_nothing_to_do_yet_may_step():
     accelerator = Accelerator()
     one, two = make(), make()

@@ -136,9 +136,11 @@ class FirstWindows:
 def check_trains(
     optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], optimizers: Iterable[Any]
 ) -> None:
-    """Warn of an optimizer of which nothing is trained, while gradients of a prepared model wait for one.
+    """Warn of parameters that an optimizer holds in vain, while gradients of a prepared model wait for an optimizer.
 
-    It is a warning, because scripts step such an optimizer to test something else, and Accelerate lets them.
+    Such an optimizer was built from a copy of the model, or before a part of the model was replaced, as by
+    `parallelize_module`, `resize_token_embeddings` or a new head. It is a warning, because scripts step such an
+    optimizer to test something else, and Accelerate lets them.
 
     Args:
         optimizer: about to step for the first time.
@@ -146,23 +148,36 @@ def check_trains(
         optimizers: the prepared ones.
     """
     held = [*parameters_of(optimizer)]
-    if not held or any(parameter.grad is not None for parameter in held):
-        return
     trained = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
-    if any(id(parameter) in trained for parameter in held):
+    stale = [p for p in held if p.grad is None and p.requires_grad and id(p) not in trained]
+    if not stale:
         return
     known = parameter_ids(*optimizers)
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and id(parameter) not in known:
-                warnings.warn(
-                    f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
-                    f"{tuple(held[0].shape)}. None of them belongs to a prepared model or has a gradient, while "
-                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps train "
-                    "nothing. Build it from the parameters() of the model that is prepared, not of a copy.",
-                    stacklevel=4,
-                )
-                return
+    waiting = [
+        (name, model)
+        for model in models
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and id(parameter) not in known
+    ]
+    if not waiting:
+        return
+    name, model = waiting[0]
+    whose = f"{type(optimizer).__name__} holds {len(held)} parameters"
+    shape = tuple(stale[0].shape)
+    if len(stale) == len(held):
+        whose += f", the first of shape {shape}. None of them belongs to a prepared model or has a gradient"
+        effect = "its steps train nothing. Build it from the parameters() of the model that is prepared, not of a copy."
+    else:
+        whose += f". {len(stale)} of them, the first of shape {shape}, are in no prepared model and have no gradient"
+        effect = (
+            "the optimizer was probably built before a part of the model was replaced, and the new part is not "
+            "trained. Build it after the last change of the model."
+        )
+    warnings.warn(
+        f"{whose}, while {name!r} of {type(model).__name__} has one and is in no prepared optimizer "
+        f"({len(waiting)} such parameters): {effect}",
+        stacklevel=4,
+    )
 
 
 def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
