@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accel_train import (
-    Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, TorchTensorParallelPlugin,
+    Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, TorchTensorParallelPlugin, muon_with_adamw,
 )
 
 options = json.loads(sys.argv[1])
@@ -54,7 +54,10 @@ model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
 if options.get("strategy") == "tp":
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     parallelize_module(model, accelerator.torch_device_mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-optimizer = torch.optim.AdamW(model.parameters())
+if options.get("optimizer") == "muon":
+    optimizer = muon_with_adamw(model, lr=0.02)
+else:
+    optimizer = torch.optim.AdamW(model.parameters())
 count = options.get("samples", 61)
 data = TensorDataset(torch.randn(count, 6), torch.randint(0, 3, (count,)))
 loader = DataLoader(data, batch_size=options.get("batch", 4), drop_last=options.get("drop_last", False))
@@ -190,14 +193,25 @@ def facts_of(name, rank, folder):
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp2", 4), ("tp", 4), ("hsdp", 4)])
-def test_a_rank_holds_what_it_holds_in_a_real_world(strategy, size, script, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "size", "optimizer"),
+    [
+        ("ddp", 2, "adamw"),
+        ("fsdp2", 4, "adamw"),
+        ("tp", 4, "adamw"),
+        ("hsdp", 4, "adamw"),
+        ("ddp", 2, "muon"),
+        pytest.param("fsdp2", 2, "muon", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_holds_what_it_holds_in_a_real_world(strategy, size, optimizer, script, tmp_path):
     path = script(TRAINING)
+    options = {"strategy": strategy, "optimizer": optimizer}
     machines = 2 if strategy == "hsdp" else 1
     nodes = {"LOCAL_WORLD_SIZE": "2"} if machines == 2 else {}
-    worlds.run(in_machines, size, path, options_of("real", tmp_path, strategy=strategy), nodes, timeout=120)
+    worlds.run(in_machines, size, path, options_of("real", tmp_path, **options), nodes, timeout=120)
     ranks = rehearse(
-        path, options_of("rehearsed", tmp_path, strategy=strategy), range(size), size, tmp_path, machines
+        path, options_of("rehearsed", tmp_path, **options), range(size), size, tmp_path, machines
     )
     assert errors(ranks, size) == []
     for rank in ranks:
