@@ -19,7 +19,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(12, 6)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(2)
         )
         self.lm_head = nn.Linear(6, 12)
 
