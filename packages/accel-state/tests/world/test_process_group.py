@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -188,6 +189,30 @@ def join_again():
 
 def test_a_world_can_be_left_and_joined_again():
     assert worlds.run(join_again, 2) == [[2.0] * 3] * 2
+
+
+def join_before_rank_0_leaves():
+    """Rank 1 joins again while rank 0 still hosts the store of the world that both left."""
+    state = PartialState()
+    state.wait_for_everyone()
+    left = dist.distributed_c10d._get_default_store()
+    while isinstance(left, dist.PrefixStore):
+        left = left.underlying_store
+    first = state.is_main_process
+    state.destroy_process_group()
+    PartialState._reset_state()
+    if first:
+        left.wait(["accel/2/hello/1"], timedelta(seconds=30))
+    del left, state
+    gc.collect()
+    state = PartialState()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_rank_that_joins_again_before_rank_0_has_left():
+    assert worlds.run(join_before_rank_0_leaves, 2) == [2.0, 2.0]
 
 
 def keep_the_group():

@@ -32,6 +32,7 @@ __all__ = ["OPTIONS", "Membership", "adopt", "join", "leave_at_exit", "store_cli
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
 _RELEASE = 0.1  # seconds
 _JOIN_TIMEOUT = timedelta(minutes=10)
+_MEET_AGAIN = timedelta(seconds=30)  # for rank 0, which leaves a world as other ranks do
 _CLONE_TIMEOUT = 60.0
 _NAMES = 10.0  # seconds until the host name of rank 0 must resolve
 _WIRED = 64  # ranks up to which a second group is made, whose connections grow with their square
@@ -92,13 +93,9 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
     if url == "env://":
         url = _address(topology)
     timeout: timedelta = options.get("timeout") or _JOIN_TIMEOUT
-    base = _meet(url, topology, timeout)
     try:
-        # A store can outlive a process group (torchrun's agent hosts it); keys of an earlier group must not be read.
-        generation = base.add(f"accel/generation/{topology.rank}", 1)
-        own = _prefixed(f"accel/{generation}", base)
+        own, device, backend = _meet_and_agree(url, topology, choose, timeout)
         store = signed(own, environment.get(STORE_SECRET))
-        device, backend = _agree(store, topology, choose, timeout)
         side, watch = store_client(store, "accel/side"), store_client(store, "accel/watch")
         _create_group(own, topology, device, backend, options)
         wire = _create_wire(topology, device, options)
@@ -109,6 +106,37 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
             f"that failed first shows the cause. ({first_line(error)})"
         ) from error
     return Membership(topology, device, backend, side, watch, wire)
+
+
+def _meet_and_agree(
+    url: str, topology: Topology, choose: Choice, timeout: timedelta
+) -> tuple[Store, torch.device, str]:
+    """Returns the store of this world, and what `_agree` returns.
+
+    A rank that leaves a world and joins again can meet the store of the world that it left, if rank 0 has not yet
+    closed it. It loses that connection, and meets rank 0 again.
+    """
+    base = _meet(url, topology, timeout)
+    try:
+        return _agree_at(base, topology, choose, timeout)
+    except dist.DistNetworkError as lost:
+        if topology.rank == 0:
+            raise
+        try:
+            base = _meet(url, topology, min(timeout, _MEET_AGAIN))
+        except LaunchError:  # rank 0 has ended
+            raise lost from None
+        base.set_timeout(timeout)
+        return _agree_at(base, topology, choose, timeout)
+
+
+def _agree_at(
+    base: Store, topology: Topology, choose: Choice, timeout: timedelta
+) -> tuple[Store, torch.device, str]:
+    # A store can outlive a process group (torchrun's agent hosts it); keys of an earlier group must not be read.
+    generation = base.add(f"accel/generation/{topology.rank}", 1)
+    store = _prefixed(f"accel/{generation}", base)
+    return store, *_agree(signed(store, environment.get(STORE_SECRET)), topology, choose, timeout)
 
 
 def _create_group(
