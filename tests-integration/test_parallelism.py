@@ -26,6 +26,7 @@ class Case:
     degrees: dict
     fsdp: dict | None = None  # options of the plugin; None: no plugin
     communication: str | None = None
+    balance: bool | None = None
     accumulation: int = 1
     items: bool = False
     precision: str = "no"
@@ -45,6 +46,7 @@ class Case:
         words = [f"{name}{size}" for name, size in self.degrees.items()]
         words += ["fsdp"] if self.fsdp is not None else []
         words += [self.communication or ""] + (["items"] if self.items else [])
+        words += [] if self.balance is None else ["balanced" if self.balance else "in order"]
         return "-".join(word for word in words if word)
 
 
@@ -75,7 +77,9 @@ def accelerator_of(case):
     )
 
     os.environ.update(dict(case.variables))
-    handlers = {"cp_handler": TorchContextParallelConfig(case.communication)} if case.communication else {}
+    handlers = {}
+    if case.communication or case.balance is not None:
+        handlers = {"cp_handler": TorchContextParallelConfig(case.communication, case.balance)}
     config = ParallelismConfig(**{f"{name}_size": size for name, size in case.degrees.items()}, **handlers)
     return Accelerator(
         parallelism_config=None if case.variables else config,
@@ -160,7 +164,10 @@ FULL = [
     Case({"cp": 2, "sp": 2}, fsdp={}, communication="alltoall", items=True),
     Case({"cp": 2, "tp": 2}),
     Case({"sp": 2, "tp": 2}, items=True),
-    Case({"cp": 4}),
+    Case({"cp": 4}, accumulation=2, items=True),
+    Case({"cp": 4}, communication="alltoall", balance=True),
+    Case({"cp": 4}, balance=False),
+    Case({"cp": 2}, communication="alltoall", balance=False),
     Case({"dp_replicate": 2, "cp": 2}, fsdp={}),
     Case({"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     Case({"dp_shard": 2, "cp": 2, "tp": 2}, items=True),
@@ -184,7 +191,7 @@ def test_t41_context_and_sequence_parallelism_go_together_and_need_no_engine():
 def test_ranks_of_one_sequence_read_its_parts_and_those_of_a_tensor_read_alike():
     *_, tensor = zip(*worlds.run(train, 4, Case({"dp_replicate": 2, "tp": 2}, batches=1)), strict=True)
     assert tensor[0] == tensor[1] != tensor[2] == tensor[3]
-    *_, parts = zip(*worlds.run(train, 2, Case({"cp": 2})), strict=True)
+    *_, parts = zip(*worlds.run(train, 2, Case({"cp": 2}, balance=False)), strict=True)
     whole = [batch["input_ids"].tolist() for batch in DataLoader(Sentences(), batch_size=4)]
     joined = [
         [first + second for first, second in zip(*batches, strict=True)]
@@ -243,8 +250,9 @@ def evaluate(case):
             ids = batch["input_ids"]
             places = batch.get("position_ids", torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
             logits = model(ids, places)
-            seen.append(accelerator.gather_for_metrics(logits))
-    return torch.cat(seen).cpu()
+            seen.append((accelerator.gather_for_metrics(logits), accelerator.gather_for_metrics(places)))
+    logits, places = (torch.cat(each).cpu() for each in zip(*seen, strict=True))
+    return logits, places
 
 
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
@@ -254,9 +262,11 @@ def test_metrics_have_every_sample_once(degrees):
     expected = model(whole.ids[:, :-1], torch.arange(LENGTH).expand(10, LENGTH)).detach()
     found = worlds.run(evaluate, 4, Case(degrees))
     parts = degrees.get("cp", 1)
-    for rank, ours in enumerate(found):
-        index = rank % 2 if parts > 1 else 0
-        torch.testing.assert_close(ours, expected.chunk(parts, 1)[index], rtol=1e-10, atol=1e-10)
+    for logits, places in found:
+        named = expected.gather(1, places[:, :, None].expand_as(logits))
+        torch.testing.assert_close(logits, named, rtol=1e-10, atol=1e-10)
+    together = torch.cat([places for _, places in found[:parts]], 1)
+    assert torch.equal(together.sort().values, torch.arange(LENGTH).expand(10, LENGTH))
 
 
 def facts(case):
@@ -300,9 +310,12 @@ def test_a_launcher_gives_degrees():
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
         ("PARALLELISM_CONFIG_CP_SIZE", "2"),
         ("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall"),
+        ("PARALLELISM_CONFIG_CP_LOAD_BALANCE", "false"),
     )
     found = check(Case({"cp": 2}, variables=variables))
     assert found[0][0] == "ddp"
+    first = found[0][-1][0][0]
+    assert first == Sentences().ids[0, : LENGTH // 2].tolist(), "the first piece, not one from each end"
 
 
 def refused(case, wrong):
@@ -319,7 +332,11 @@ def refused(case, wrong):
     [
         (Case({"tp": 4}), "world", r"tp 4 multiply to 4, and there are 2 processes; start 4 processes"),
         (Case({"tp": 2}), "plan", "tp_size is 2, and no parameter of Net is divided.*parallelize_module"),
-        (Case({"cp": 2}), "length", "7 positions, which cp_size 2 cannot divide"),
+        (
+            Case({"cp": 2}),
+            "length",
+            "7 positions, which cp_size 2 cannot divide.*Pad them to a multiple of 4",
+        ),
         (Case({"dp_replicate": 2}, fsdp={}), "shard", "FSDP has nothing to shard over"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",

@@ -214,6 +214,7 @@ BRANCHES = (
             "parallelism.tp_size",
             "parallelism.cp_size",
             "parallelism.cp_comm_strategy",
+            "parallelism.cp_load_balance",
             "parallelism.sp_size",
             "parallelism.dp_replicate_size",
             "parallelism.dp_shard_size",

@@ -27,7 +27,8 @@ OUR_FLAGS = {
     "checkpoint_timeout", "command", "command_file", "commands", "distributed_type", "dry_run",
     "fp8_use_mxfp8_block_scaling", "fsdp_backward_prefetch_policy", "fsdp_ignored_modules",
     "cluster", "connect_timeout", "grace_period", "master_addr", "master_port", "min_machines", "nnodes", "node_rank",
-    "nproc_per_node", "numa_binding", "parallelism_config_ep_size", "parallelism_config_pp_num_micro_batches",
+    "nproc_per_node", "numa_binding", "parallelism_config_cp_load_balance", "parallelism_config_ep_size",
+    "parallelism_config_pp_num_micro_batches",
     "parallelism_config_pp_schedule", "parallelism_config_pp_size", "parallelism_config_pp_stages_per_rank",
     "processes_per", "rdzv_id", "resume", "shutdown_timeout", "signals_to_handle",
     "spares", "start_timeout", "step_timeout", "straggler_report", "submit",
@@ -46,14 +47,16 @@ OUR_KEYS = {
     "AMAZON_SAGEMAKER": set(),
     "fp8_config": {"use_mxfp8_block_scaling"},
     "parallelism_config": {
-        "parallelism_config_ep_size", "parallelism_config_pp_num_micro_batches", "parallelism_config_pp_schedule",
+        "parallelism_config_cp_load_balance", "parallelism_config_ep_size", "parallelism_config_pp_num_micro_batches",
+        "parallelism_config_pp_schedule",
         "parallelism_config_pp_size", "parallelism_config_pp_stages_per_rank",
     },
 }  # fmt: skip
 OUR_VARIABLES = {
     "ACCELERATE_COLLECTIVE_CHECKS", "ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "ACCELERATE_DISTRIBUTED_TYPE",
     "ACCELERATE_REHEARSAL", "ACCELERATE_RESUME", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-    "PARALLELISM_CONFIG_EP_SIZE", "PARALLELISM_CONFIG_PP_NUM_MICRO_BATCHES", "PARALLELISM_CONFIG_PP_SCHEDULE",
+    "PARALLELISM_CONFIG_CP_LOAD_BALANCE", "PARALLELISM_CONFIG_EP_SIZE", "PARALLELISM_CONFIG_PP_NUM_MICRO_BATCHES",
+    "PARALLELISM_CONFIG_PP_SCHEDULE",
     "PARALLELISM_CONFIG_PP_SIZE", "PARALLELISM_CONFIG_PP_STAGES_PER_RANK",
 }  # fmt: skip
 OUTSIDE = {each.name for each in installed_strategies()} - {"megatron"}

@@ -73,9 +73,11 @@ def test_unset_degrees_come_from_the_launcher():
         PARALLELISM_CONFIG_CP_COMM_STRATEGY="alltoall",
     ):
         config = ParallelismConfig(cp_size=2)
+        with patch_environment(PARALLELISM_CONFIG_CP_LOAD_BALANCE="false"):
+            assert ParallelismConfig(cp_size=2).sequences == ("alltoall", None, False)
     assert (config.tp_size, config.cp_size) == (2, 2)
     assert config.cp_handler == TorchContextParallelConfig("alltoall")
-    assert config.sequences == ("alltoall", None)
+    assert config.sequences == ("alltoall", None, True)
 
 
 def test_a_section_is_read_without_the_environment():
@@ -83,7 +85,9 @@ def test_a_section_is_read_without_the_environment():
     with patch_environment(PARALLELISM_CONFIG_TP_SIZE="2"):
         config = ParallelismConfig.from_section(section)
     assert (config.tp_size, config.sp_size) == (1, 2)
-    assert config.sequences == ("allgather", 64)
+    assert config.sequences == ("allgather", 64, True)
+    section = ParallelismSection(cp_size=2, cp_load_balance=False)
+    assert ParallelismConfig.from_section(section).sequences == ("allgather", None, False)
 
 
 def test_sizes_and_names_of_dimensions():
@@ -126,6 +130,10 @@ def test_what_cannot_be_used_is_named(arguments, error, message):
         (
             lambda: TorchContextParallelConfig("ring"),
             "cp_comm_strategy is 'ring'; expected allgather or alltoall",
+        ),
+        (
+            lambda: TorchContextParallelConfig(cp_load_balance="no"),
+            "cp_load_balance is 'no'; expected True, False or None",
         ),
         (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length is 0"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False), "needs the length"),

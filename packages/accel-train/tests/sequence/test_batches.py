@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.batches import ModelFacts, Place, cut_batch
+from accel_train.sequence.layout import Layout
 
 NOTHING = ModelFacts()
 CAUSAL = ModelFacts(positions=True, is_causal=True, counts=True)
@@ -33,6 +34,13 @@ def test_parts_are_in_order_and_make_up_the_sequence(parts):
         assert torch.equal(rest["scores"], batch[1]["scores"][:, index * share : (index + 1) * share])
         assert rest["length"].tolist() == [8, 8]
         assert rest["kind"] == "text"
+
+
+def test_balanced_ranks_have_a_piece_from_each_end_which_neighbours_share():
+    whole = torch.arange(24).reshape(2, 12)
+    layout = Layout(2, balanced=True)
+    found = [cut_batch(whole, Place(index, 4, "", layout=layout), NOTHING) for index in range(4)]
+    assert [part[0].tolist() for part in found] == [[0, 1, 2], [9, 10, 11], [3, 4, 5], [6, 7, 8]]
 
 
 def test_tensors_of_another_second_dimension_stay():
@@ -128,6 +136,16 @@ def test_masks_that_are_needed_are_refused():
 def test_lengths_that_cannot_be_divided():
     with pytest.raises(IncompatibleOptionsError, match=r"8 positions, which cp_size=2 cannot divide into 3"):
         cut_batch(IDS, place(parts=3), NOTHING)
+    two = Place(0, 6, "cp_size=3 and sp_size=2", layout=Layout(3, balanced=True))
+    with pytest.raises(
+        IncompatibleOptionsError,
+        match=r"9 positions, which .* into 6 equal parts. Pad them to a multiple of 6, as `pad_to_multiple_of=6`",
+    ):
+        cut_batch(torch.ones(2, 9), two, NOTHING)
+    pieces = Place(0, 3, "cp_size=3", layout=Layout(3, balanced=True))
+    told = r"9 positions.*of two pieces; with cp_load_balance=False, multiples of 3 can.*a multiple of 6"
+    with pytest.raises(IncompatibleOptionsError, match=told):
+        cut_batch(torch.ones(2, 9), pieces, NOTHING)
     with pytest.raises(IncompatibleOptionsError, match=r"8 positions, but sp_seq_length is 16"):
         cut_batch(IDS, place(length=16), NOTHING)
     assert cut_batch(IDS, place(length=8), NOTHING).shape == (2, 4)
@@ -158,6 +176,17 @@ class Masked(nn.Module):
     def forward(self, input_ids, **kwargs): ...
 
 
+class Adapted(nn.Module):
+    """As models of PEFT, which pass keyword arguments on."""
+
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def get_base_model(self):
+        return Causal()
+
+    def forward(self, input_ids=None, labels=None, **kwargs): ...
+
+
 class Fixed(nn.Module):
     loss_function = staticmethod(ForCausalLMLoss)
 
@@ -169,6 +198,7 @@ class Fixed(nn.Module):
     [
         (Plain(), (False, False, False)),
         (Causal(), (True, True, True)),
+        (Adapted(), (True, True, True)),
         (Masked(), (False, False, True)),
         (Fixed(), (False, True, False)),  # it takes no number of items
     ],

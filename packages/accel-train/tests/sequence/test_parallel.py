@@ -1,6 +1,8 @@
 """Models over divided sequences, against the same models in one process on whole sequences."""
 
 import copy
+import itertools
+import math
 
 import pytest
 import torch
@@ -84,8 +86,8 @@ def mesh_of(degrees):
     return Mesh(degrees, "cpu", state.num_processes, state.process_index)
 
 
-def trained(degrees, rotation, again):
-    sequence = SequenceParallel(mesh_of(degrees), rotation)
+def trained(degrees, rotation, again, balanced):
+    sequence = SequenceParallel(mesh_of(degrees), rotation, balanced=balanced)
     model = sequence.prepare(built(again))
     other = built()  # a model that is not prepared computes as ever, also now
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -114,20 +116,22 @@ def in_one_process():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "rotation", "again"),
+    ("degrees", "rotation", "again", "balanced"),
     [
-        ({"sp": 2}, "allgather", False),
-        ({"sp": 2}, "allgather", True),
-        ({"cp": 2}, "allgather", False),
-        ({"cp": 2}, "alltoall", True),
-        ({"cp": 2, "sp": 2}, "alltoall", False),
+        ({"sp": 2}, "allgather", False, True),
+        pytest.param({"sp": 2}, "allgather", True, True, marks=pytest.mark.full),
+        ({"cp": 2}, "allgather", False, True),
+        ({"cp": 2}, "alltoall", True, True),
+        ({"cp": 2}, "alltoall", False, False),
+        pytest.param({"cp": 4}, "allgather", True, True, marks=pytest.mark.full),
+        pytest.param({"cp": 4}, "alltoall", False, True, marks=pytest.mark.full),
+        ({"cp": 2, "sp": 2}, "alltoall", False, True),
     ],
     ids=str,
 )
-def test_training_is_that_of_one_process(degrees, rotation, again):
+def test_training_is_that_of_one_process(degrees, rotation, again, balanced):
     expected_loss, expected = in_one_process()
-    ranks = 4 if len(degrees) == 2 else 2
-    for loss, found in worlds.run(trained, ranks, degrees, rotation, again):
+    for loss, found in worlds.run(trained, math.prod(degrees.values()), degrees, rotation, again, balanced):
         assert loss == pytest.approx(expected_loss, abs=1e-12)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -199,6 +203,125 @@ def test_losses_and_gradients_of_language_models(kind, degrees, again):
             near, gradients = found[padded]
             assert near == pytest.approx(loss.item(), abs=2e-6)
             torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
+
+
+LENGTHS = ((8, 8), (5, 7, 4))
+"""Of documents in two sequences; in the first a document ends where the part of a rank may end."""
+
+
+def packed_batch(step=0):
+    positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS]
+    return {**batches(step), "position_ids": torch.stack(positions)}
+
+
+def packed_text():
+    """As transformers' DataCollatorWithFlattening makes it."""
+    made = torch.Generator().manual_seed(5)
+    ids = torch.randint(60, (1, 16), generator=made)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS[1]])[None]
+    return {"input_ids": ids, "labels": ids.where(positions > 0, -100), "position_ids": positions}
+
+
+def apart(batch):
+    """Each document as a batch of one sequence."""
+    for row, positions in enumerate(batch["position_ids"]):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        for start, end in itertools.pairwise(starts):
+            yield {name: value[row : row + 1, start:end] for name, value in batch.items()}
+
+
+def packed(degrees, again, balanced, kind):
+    sequence = SequenceParallel(mesh_of(degrees), balanced=balanced)
+    if kind == "own":
+        model = sequence.prepare(built(again))
+        loss_of(model, sequence.shard_batch(batches(1))).backward()  # without documents
+        model.zero_grad()
+        loss = loss_of(model, sequence.shard_batch(packed_batch()))
+    else:
+        model = llama()
+        if again:
+            model.gradient_checkpointing_enable()
+        model = sequence.prepare(model)
+        loss = model(**sequence.shard_batch(packed_text())).loss
+    loss.backward()
+    average(model)
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "again", "balanced", "kind"),
+    [
+        ({"cp": 2}, True, True, "own"),
+        ({"cp": 2}, False, False, "own"),
+        ({"sp": 2}, False, True, "own"),
+        ({"cp": 2}, True, True, "llama"),
+        pytest.param({"sp": 2}, True, True, "own", marks=pytest.mark.full),
+        pytest.param({"sp": 2}, False, True, "llama", marks=pytest.mark.full),
+        pytest.param({"cp": 2, "sp": 2}, False, True, "own", marks=pytest.mark.full),
+        pytest.param({"cp": 4}, True, True, "llama", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_documents_of_one_sequence_are_as_if_apart(degrees, again, balanced, kind):
+    if kind == "own":
+        model, total = built(), 0
+        for document in apart(packed_batch()):
+            total = total + loss_of(model, document) * document["targets"].numel() / 32
+    else:
+        pytest.importorskip("transformers")
+        model, total = llama(), 0
+        for document in apart(packed_text()):
+            total = total + model(**document).loss * (document["input_ids"].numel() - 1) / 13
+    total.backward()
+    bound = 1e-12 if kind == "own" else 1e-7  # models of transformers compute their loss in float32
+    ranks = math.prod(degrees.values())
+    for loss, gradients in worlds.run(packed, ranks, degrees, again, balanced, kind):
+        assert loss == pytest.approx(total.item(), abs=20 * bound)
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=0, atol=bound)
+
+
+class Reentrant(Model):
+    def forward(self, input_ids, position_ids):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class Placeless(Model):
+    def forward(self, input_ids):
+        return super().forward(input_ids, torch.arange(input_ids.shape[1]).expand_as(input_ids))
+
+
+def packed_refusals(degrees):
+    told = []
+
+    def refused(call, kind):
+        with pytest.raises(kind) as error:
+            call()
+        told.append(str(error.value))
+
+    sequence = SequenceParallel(mesh_of(degrees))
+    model = sequence.prepare(Reentrant().double())
+    loss = loss_of(model, sequence.shard_batch(packed_batch()))
+    refused(loss.backward, PrepareError)
+    without = {**batches(0), "cu_seq_lens_q": torch.tensor([0, 8, 16, 21, 28, 32])}
+    refused(lambda: sequence.shard_batch(without), IncompatibleOptionsError)
+    sequence = SequenceParallel(mesh_of(degrees))
+    assert "input_ids" in sequence.shard_batch(packed_batch()), "no model is known yet"
+    sequence.prepare(Placeless())
+    refused(lambda: sequence.shard_batch(packed_batch()), IncompatibleOptionsError)
+    return told
+
+
+def test_documents_that_a_model_cannot_keep_apart_are_refused():
+    for reentrant, boundaries, placeless in worlds.run(packed_refusals, 2, {"cp": 2}):
+        assert "Attention runs by itself" in reentrant
+        assert "use_reentrant=False" in reentrant
+        assert "'cu_seq_lens_q'" in boundaries
+        assert "no position_ids, from which cp_size 2 reads where a document begins" in boundaries
+        assert "the model's forward has no argument position_ids" in placeless
 
 
 def refusals(degrees):
@@ -299,7 +422,7 @@ def buffers(degrees):
 
 def test_buffers_are_cut_while_the_context_lasts():
     found = worlds.run(buffers, 2, {"cp": 2})
-    for rank, (inside, kept) in enumerate(found):
-        part = list(range(8 * rank, 8 * rank + 8))
+    for rank, (inside, kept) in enumerate(found):  # a piece from each end
+        part = [*range(4 * rank, 4 * rank + 4), *range(12 - 4 * rank, 16 - 4 * rank)]
         assert inside == ((2, 8), part, part)
         assert kept == part

@@ -134,6 +134,7 @@ _MESH_QUESTIONS = (
     _degree("parallelism.tp_size"),
     _degree("parallelism.cp_size"),
     Question(path="parallelism.cp_comm_strategy", when=(more_than("parallelism.cp_size", 1),)),
+    Question(path="parallelism.cp_load_balance", when=(more_than("parallelism.cp_size", 1),)),
     _degree("parallelism.sp_size"),
     _degree("parallelism.dp_replicate_size"),
     _degree("parallelism.dp_shard_size", last=True),

@@ -61,14 +61,23 @@ class TorchContextParallelConfig:
         cp_comm_strategy: "allgather": each rank gathers all keys and values of a layer; "alltoall": keys and values
             pass from rank to rank, and a rank holds those of one other rank at a time. None: the launcher's setting,
             else "allgather".
+        cp_load_balance: give each rank a piece from each end of a sequence, so that all compute the same share of
+            causal attention; lengths must be multiples of twice `cp_size`. False: one piece, in the order of the ranks.
+            None: the launcher's setting, else True.
 
     Raises:
         OptionError: any other value.
     """
 
     cp_comm_strategy: str | None = None
+    cp_load_balance: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.cp_load_balance is None:
+            launched = _launched().cp_load_balance
+            self.cp_load_balance = True if launched is None else launched
+        if not isinstance(self.cp_load_balance, bool):
+            raise OptionError(f"cp_load_balance is {self.cp_load_balance!r}; expected True, False or None.")
         if self.cp_comm_strategy is None:
             self.cp_comm_strategy = _launched().cp_comm_strategy or "allgather"
         if self.cp_comm_strategy not in _COMMUNICATION:
@@ -251,7 +260,9 @@ class ParallelismConfig:
             "sp_backend": section.sp_backend or "deepspeed",
         }
         if (section.cp_size or 1) > 1:
-            given["cp_handler"] = TorchContextParallelConfig(section.cp_comm_strategy)
+            given["cp_handler"] = TorchContextParallelConfig(
+                section.cp_comm_strategy, section.cp_load_balance
+            )
         if (section.pp_size or 1) > 1:
             given["pp_handler"] = PipelineParallelConfig(
                 section.pp_schedule, section.pp_num_micro_batches, section.pp_stages_per_rank
@@ -431,12 +442,13 @@ class ParallelismConfig:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
-    def sequences(self) -> tuple[str, int | None]:
-        """How keys and values are exchanged, and the required length of every sequence (None: any)."""
+    def sequences(self) -> tuple[str, int | None, bool]:
+        """How keys and values are exchanged, the required length of every sequence (None: any), and load balance."""
         cp, sp = self.cp_handler, self.sp_handler
         communication = (cp and cp.cp_comm_strategy) or "allgather"
         fixed = sp is not None and not sp.sp_seq_length_is_variable
-        return communication, sp.sp_seq_length if sp is not None and fixed else None
+        length = sp.sp_seq_length if sp is not None and fixed else None
+        return communication, length, cp is None or cp.cp_load_balance is not False
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain data."""

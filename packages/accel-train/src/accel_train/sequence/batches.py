@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from accel_state.trees import flatten, recursively_apply
 from accel_train.errors import IncompatibleOptionsError
+from accel_train.sequence.layout import WHOLE, Layout
 
-__all__ = ["ModelFacts", "Place", "cut_batch"]
+__all__ = ["ModelFacts", "Place", "cut_batch", "takes"]
 
 _IGNORED = -100
 """Label that losses leave out: the default `ignore_index` of torch's cross entropy."""
@@ -28,12 +30,34 @@ class Place:
         parts: number of parts.
         name: the degrees that divide sequences, for errors.
         length: required length of every sequence; None: any length that can be divided.
+        layout: what each rank of context parallelism has; neighbours in sequence parallelism divide that further.
     """
 
     index: int
     parts: int
     name: str
     length: int | None = None
+    layout: Layout = WHOLE
+
+    @property
+    def multiple(self) -> int:
+        """Lengths that can be divided are multiples of this."""
+        ranks = self.layout.ranks
+        return ranks * math.lcm(self.layout.count // ranks, self.parts // ranks)
+
+    @property
+    def why(self) -> str:
+        """For errors about lengths: how sequences are divided, and what else could be done."""
+        told = f"{self.name} cannot divide into {self.parts} equal parts"
+        if self.multiple > self.parts:
+            told += f" of two pieces; with cp_load_balance=False, multiples of {self.parts} can be divided"
+        return told
+
+    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+        """Cut a tensor of all positions, whose length is such a multiple, to this part."""
+        shares = self.parts // self.layout.ranks
+        found = self.layout.cut(tensor, dim, self.index // shares)
+        return found.chunk(shares, dim)[self.index % shares].contiguous()
 
 
 @dataclass(frozen=True)
@@ -56,11 +80,18 @@ class ModelFacts:
         parameters = inspect.signature(model.forward).parameters
         keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")  # of transformers
+        base = getattr(model, "get_base_model", None)  # PEFT's models pass keyword arguments on
+        positions = "position_ids" in takes(model)
         return cls(
-            positions="position_ids" in parameters,
+            positions=positions or (keywords and base is not None and "position_ids" in takes(base())),
             is_causal=loss == "ForCausalLMLoss",
             counts=keywords and loss in ("ForCausalLMLoss", "ForMaskedLMLoss"),
         )
+
+
+def takes(model: nn.Module) -> list[str]:
+    """Names of the arguments of a forward, in their order."""
+    return list(inspect.signature(model.forward).parameters)
 
 
 def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
@@ -91,11 +122,10 @@ def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
             f"A batch has sequences of {length} positions, but sp_seq_length is {place.length} with "
             "sp_seq_length_is_variable=False. Pad to that length, or let lengths vary."
         )
-    if length % place.parts:
+    if length % place.multiple:
         raise IncompatibleOptionsError(
-            f"A batch has sequences of {length} positions, which {place.name} cannot divide into {place.parts} equal "
-            f"parts. Pad them to a multiple of {place.parts}, as `pad_to_multiple_of={place.parts}` of transformers' "
-            "collators does."
+            f"A batch has sequences of {length} positions, which {place.why}. Pad them to a multiple of "
+            f"{place.multiple}, as `pad_to_multiple_of={place.multiple}` of transformers' collators does."
         )
     more: dict[str, Any] = {}
     if isinstance(batch, Mapping) and ("input_ids" in batch or "inputs_embeds" in batch):
@@ -104,13 +134,11 @@ def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
             _check_mask(batch["attention_mask"], facts, place)
             batch = {name: value for name, value in batch.items() if name != "attention_mask"}
         batch = {**batch, **more}
-    share = length // place.parts
-    start = place.index * share
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2 or tensor.shape[1] != length:
             return tensor
-        return tensor[:, start : start + share].contiguous()
+        return place.cut(tensor, 1)
 
     found = recursively_apply(cut, batch)
     if "num_items_in_batch" in more:

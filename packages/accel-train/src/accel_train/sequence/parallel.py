@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,9 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import ModelFacts, Place, cut_batch
+from accel_train.sequence.batches import ModelFacts, Place, cut_batch, takes
+from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
+from accel_train.sequence.layout import Layout
 
 __all__ = ["SequenceParallel"]
 
@@ -28,6 +31,7 @@ class SequenceParallel:
         mesh: a mesh with several ranks in "cp", "sp" or both.
         rotation: how context parallelism exchanges keys and values.
         length: required length of every sequence; None: any.
+        balanced: whether each rank of context parallelism has a piece from each end of a sequence.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class SequenceParallel:
         mesh: Mesh,
         rotation: str = "allgather",
         length: int | None = None,
+        balanced: bool = True,
     ) -> None:
         cp, sp = mesh.degrees["cp"], mesh.degrees["sp"]
         groups = {name: part.get_group() for name in ("cp", "sp") if (part := mesh.submesh(name)) is not None}
@@ -43,8 +48,9 @@ class SequenceParallel:
             part = mesh.submesh(name)
             index = index * mesh.degrees[name] + (0 if part is None else part.get_local_rank())
         named = " and ".join(f"{name}_size {size}" for name, size in (("cp", cp), ("sp", sp)) if size > 1)
-        self._place = Place(index, cp * sp, named, length)
-        self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation)
+        layout = Layout(cp, balanced and cp > 1)
+        self._place = Place(index, cp * sp, named, length, layout)
+        self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation, layout)
         self._facts: ModelFacts | None = None
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._cut: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -61,17 +67,20 @@ class SequenceParallel:
         if self._facts is None:
             self._facts = ModelFacts.of(model)
         self._prepared.add(model)
-        watch = _Watch(self._attention, self._place.name)
+        documents = PackedDocuments(model, self._attention.gather)
+        watch = _Watch(self._attention, self._place.name, documents)
         for module in model.modules():
             # Not only the outermost: blocks that are checkpointed run again in backward, by themselves.
             if module is model or next(module.children(), None) is not None:
-                module.register_forward_pre_hook(watch.enter, prepend=True)
+                module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
         return model
 
     def shard_batch(self, batch: Any) -> Any:
         """Cut a batch to this rank's positions."""
+        if self._facts is not None:
+            check_documents(batch, self._facts, self._place.name)
         found = cut_batch(batch, self._place, self._facts or ModelFacts())
         recursively_apply(self._remember, found)
         return found
@@ -109,14 +118,14 @@ class SequenceParallel:
             if self._cut.get(id(buffer)) is not buffer
         ]
         for buffer, dimension in pairs:
-            if buffer.shape[dimension] % self._place.parts:
+            if buffer.shape[dimension] % self._place.multiple:
                 raise IncompatibleOptionsError(
-                    f"A buffer of shape {tuple(buffer.shape)} cannot be divided into {self._place.parts} equal parts "
-                    f"along dimension {dimension}, as {self._place.name} needs. Pad it to a multiple."
+                    f"A buffer of shape {tuple(buffer.shape)} has {buffer.shape[dimension]} positions along dimension "
+                    f"{dimension}, which {self._place.why}. Pad them to a multiple of {self._place.multiple}."
                 )
         whole = [(buffer, buffer.data) for buffer, _ in pairs]
         for buffer, dimension in pairs:
-            buffer.data = buffer.data.chunk(self._place.parts, dimension)[self._place.index].contiguous()
+            buffer.data = self._place.cut(buffer.data, dimension)
         try:
             yield
         finally:
@@ -132,31 +141,58 @@ class _Mode(TorchFunctionMode):
         super().__init__()
         self._attention = attention
         self._calls = calls
+        self.documents: Tensor | None = None
+        self.documents_known = False
+        self.alone: nn.Module | None = None  # runs without the model, and its documents are not known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
+            if self.alone is not None:
+                raise PrepareError(
+                    f"{type(self.alone).__name__} runs by itself with tensors that the model has not called it with, "
+                    "while sequences hold several documents: which of its positions belong together is not known. "
+                    "Checkpoint activations with use_reentrant=False, pass position_ids to each block, and call the "
+                    "whole model."
+                )
             self._calls[0] += 1
-            return self._attention(*args, **(kwargs or {}))
+            return self._attention(*args, **(kwargs or {}), documents=self.documents)
         return func(*args, **(kwargs or {}))
 
 
 class _Watch(threading.local):
     """Enters the mode with the outermost module that runs in a thread; autograd has threads of its own."""
 
-    def __init__(self, attention: DividedAttention, name: str) -> None:
+    def __init__(self, attention: DividedAttention, name: str, documents: PackedDocuments) -> None:
         self.root: weakref.ref[nn.Module] | None = None
-        self._attention, self._name = attention, name
+        self._attention, self._name, self._documents = attention, name, documents
         self._depth = 0
         self._mode: _Mode | None = None
         self._calls = [0]
         self._seen = False
 
-    def enter(self, module: nn.Module, _args: Any) -> None:
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._depth += 1
         if self._depth == 1:
             self._calls[0] = 0
             self._mode = _Mode(self._attention, self._calls)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+        mode, documents = self._mode, self._documents
+        assert mode is not None
+        if module in documents:
+            positions = documents.positions(module, args, kwargs)
+            if positions is not None:
+                if not mode.documents_known:
+                    mode.documents, mode.documents_known = documents.of(positions), True
+                return _without_mask(module, args, kwargs, positions)
+        elif documents.found_several and not mode.documents_known:
+            mode.documents = documents.recall((*args, *kwargs.values()))
+            mode.documents_known = mode.documents is not None
+            mode.alone = None if mode.documents_known else module
+        if mode.documents is not None:
+            documents.remember((*args, *kwargs.values()), mode.documents)
+        return None
 
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
@@ -172,6 +208,18 @@ class _Watch(threading.local):
                 f"the one place where {self._name} joins the positions of the ranks; each would train on its own part "
                 "alone. Write its attention with that function (transformers: attn_implementation='sdpa')."
             )
+
+
+def _without_mask(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], positions: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with which a model of transformers makes no mask of the position ids of this rank."""
+    if not is_of_transformers(module) or kwargs.get("attention_mask") is not None:
+        return None
+    names = takes(module)
+    if "attention_mask" not in names or names.index("attention_mask") < len(args):
+        return None
+    return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
 
 
 def _check_attention(model: nn.Module, name: str) -> None:

@@ -6,21 +6,29 @@ their softmax denominators, as in ring attention (Liu et al. 2023, arXiv 2310.01
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_train.sequence.exchange import precise
+from accel_train.sequence.exchange import SEQUENCE, precise
 
-__all__ = ["attend", "attend_backward", "ring_attention"]
+__all__ = ["Visible", "attend", "attend_backward", "ring_attention", "visible"]
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, group: Any, *, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Any,
+    *,
+    is_causal: bool,
+    scale: float,
+    balanced: bool = False,
 ) -> Tensor:
-    """Attention over a sequence that is divided evenly among the ranks of a group, in their order.
+    """Attention over a sequence that is divided evenly among the ranks of a group.
 
     Args:
         query: (batch, heads, local positions, features).
@@ -29,37 +37,82 @@ def ring_attention(
         group: the ranks.
         is_causal: positions attend to themselves and to earlier ones.
         scale: factor of the scores.
+        balanced: the layout: each rank has a piece from each end; otherwise one piece, in the order of the ranks.
 
     Returns:
         A tensor like `query`.
     """
-    return _Ring.apply(query, key, value, group, is_causal, scale)  # type: ignore[no-untyped-call, no-any-return]
+    return _Ring.apply(query, key, value, group, is_causal, scale, balanced)  # type: ignore[no-untyped-call, no-any-return]
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a rank computes with the keys of another: some of its queries attend to some of them."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+_ALL = slice(None)
+
+
+def visible(rank: int, source: int, is_causal: bool, half: int | None) -> Visible | None:
+    """What a rank computes with the keys of `source`; None: nothing.
+
+    Args:
+        rank: whose queries.
+        source: whose keys.
+        is_causal: positions attend to themselves and to earlier ones.
+        half: number of positions in each of two pieces; None: one piece.
+    """
+    if not is_causal or source == rank:
+        return Visible(_ALL, _ALL, is_causal)
+    if source < rank:  # its late piece comes after both of this rank's pieces
+        return Visible(_ALL, slice(half), False)
+    return None if half is None else Visible(slice(half, None), _ALL, False)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Any, is_causal: bool, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: Any,
+        is_causal: bool,
+        scale: float,
+        balanced: bool,
     ) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         visiting = torch.stack((key, value))
         output = query.new_zeros(query.shape, dtype=precise(query.dtype))
         total = output.new_full(query.shape[:-1], -torch.inf)
+        half = query.shape[SEQUENCE] // 2 if balanced else None
         for turn in range(ranks):
             source = (rank - turn) % ranks
             coming = _Passing(visiting, group, rank, ranks) if turn < ranks - 1 else None
-            if not is_causal or source <= rank:
-                part, logs = _attend(query, visiting[0], visiting[1], is_causal and source == rank, scale)
-                joint = torch.logaddexp(total, logs)
-                output = output * (total - joint).exp().unsqueeze(-1) + part * (logs - joint).exp().unsqueeze(
-                    -1
+            part_of = visible(rank, source, is_causal, half)
+            if part_of is not None:
+                rows, columns = part_of.queries, part_of.keys
+                part, logs = _attend(
+                    query[:, :, rows],
+                    visiting[0][:, :, columns],
+                    visiting[1][:, :, columns],
+                    part_of.is_causal,
+                    scale,
                 )
-                total = joint
+                before = total[:, :, rows]
+                joint = torch.logaddexp(before, logs)
+                output[:, :, rows] *= (before - joint).exp().unsqueeze(-1)
+                output[:, :, rows] += part * (logs - joint).exp().unsqueeze(-1)
+                total[:, :, rows] = joint
             if coming is not None:
                 visiting = coming.wait()
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, total)
-        ctx.group, ctx.is_causal, ctx.scale = group, is_causal, scale
+        ctx.group, ctx.is_causal, ctx.scale, ctx.half = group, is_causal, scale, half
         return output
 
     @staticmethod
@@ -73,19 +126,28 @@ class _Ring(torch.autograd.Function):
         for turn in range(ranks):
             source = (rank - turn) % ranks
             coming = _Passing(visiting, ctx.group, rank, ranks) if turn < ranks - 1 else None
-            if not ctx.is_causal or source <= rank:
-                causal = ctx.is_causal and source == rank
+            part_of = visible(rank, source, ctx.is_causal, ctx.half)
+            if part_of is not None:
+                rows, columns = part_of.queries, part_of.keys
                 found = _attend_backward(
-                    gradients[0], query, visiting[0], visiting[1], output, total, causal, ctx.scale
+                    gradients[0][:, :, rows],
+                    query[:, :, rows],
+                    visiting[0][:, :, columns],
+                    visiting[1][:, :, columns],
+                    output[:, :, rows],
+                    total[:, :, rows].contiguous(),
+                    part_of.is_causal,
+                    ctx.scale,
                 )
-                for_query += found[0]
-                sums[0] += found[1]
-                sums[1] += found[2]
+                for_query[:, :, rows] += found[0]
+                sums[0][:, :, columns] += found[1]
+                sums[1][:, :, columns] += found[2]
             # Gradients travel with what they belong to, and one turn further: home.
             sums = _Passing(sums, ctx.group, rank, ranks).wait()
             if coming is not None:
                 visiting = coming.wait()
-        return for_query.to(query.dtype), sums[0].to(key.dtype), sums[1].to(value.dtype), None, None, None
+        found = for_query.to(query.dtype), sums[0].to(key.dtype), sums[1].to(value.dtype)
+        return *found, None, None, None, None
 
 
 class _Passing:

@@ -87,6 +87,12 @@ class ParallelismSection(Section):
         launch_default="allgather",
         prompt="What is the context parallelism communication strategy?",
     )
+    cp_load_balance: bool | None = option(
+        help="Give each rank of context parallelism a piece from each end of a sequence, so that all compute the same "
+        "share of causal attention.",
+        launch_default=True,
+        prompt="Shall all ranks of context parallelism compute the same share of causal attention?",
+    )
     sp_size: int | None = option(
         help="Ranks of sequence parallelism.",
         low=1,
@@ -111,6 +117,7 @@ class ParallelismSection(Section):
         found = super().launch_defaults()
         if (self.cp_size or 1) == 1:
             found.pop("cp_comm_strategy", None)
+            found.pop("cp_load_balance", None)
         if (self.sp_size or 1) == 1:
             found.pop("sp_seq_length_is_variable", None)
             found.pop("sp_attn_implementation", None)

@@ -1,8 +1,7 @@
 """Sequences divided among ranks, as Megatron-core's layers expect it.
 
-Each sequence is cut into twice as many pieces as there are ranks, and a rank has one from each end: the first and the
-last, the second and the last but one. Later positions attend to more, so this gives all ranks the same work.
-Megatron-core's rotary embeddings are cut in this order.
+Each rank has a piece from each end, as the balanced `Layout` says. Megatron-core's rotary embeddings are cut in this
+order.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.errors import DataError
 from accel_train.sequence.exchange import gather_sequence
+from accel_train.sequence.layout import Layout
 
 __all__ = ["ContextPart"]
 
@@ -41,9 +40,13 @@ class ContextPart:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
-    def pieces(self) -> tuple[int, int]:
+    def pieces(self) -> tuple[int, ...]:
         """The numbers of this rank's two pieces."""
-        return self.index, 2 * self.parts - 1 - self.index
+        return self._layout.pieces(self.index)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.parts, balanced=True)
 
     def check(self, length: int, divisions: int = 1) -> None:
         """Check that sequences can be cut.
@@ -73,8 +76,7 @@ class ContextPart:
             tensor: a tensor of all positions, whose length `check` has accepted.
             dim: dimension of the positions.
         """
-        pieces = tensor.chunk(2 * self.parts, dim)
-        return torch.cat([pieces[number] for number in self.pieces], dim)
+        return self._layout.cut(tensor, dim, self.index)
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Gather the positions of all ranks, in order. Gradients are summed over the ranks.
@@ -88,6 +90,4 @@ class ContextPart:
         """
         # Positions are in the third dimension there.
         gathered = gather_sequence(tensor.movedim(dim, 0)[None, None], self.group).squeeze((0, 1))
-        found = gathered.chunk(2 * self.parts)
-        early, late = found[::2], found[:0:-2]
-        return torch.cat([*early, *late]).movedim(0, dim)
+        return self._layout.restore(gathered, 0).movedim(0, dim)
