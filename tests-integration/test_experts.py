@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from testkit import worlds
-from testkit.language_models import config_of, train
+from testkit.language_models import config_of, ids, train
 
 FEATURES, HIDDEN, CLASSES = 8, 12, 4
 
@@ -32,26 +32,69 @@ class StackedExperts(nn.Module):
         return result
 
 
-class Block(nn.Module):
-    def __init__(self, count: int, k: int) -> None:
+class Expert(nn.Module):
+    """One expert of a list; no number of ranks divides its rows evenly."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.k = k
-        self.norm = nn.LayerNorm(FEATURES)
-        self.router = nn.Linear(FEATURES, count)
-        self.experts = StackedExperts(count)
+        self.up = nn.Linear(FEATURES, 5)
+        self.down = nn.Linear(5, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class RoutedExperts(nn.ModuleList):
+    """A list whose forward takes routes, as those of transformers 4.57."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(Expert() for _ in range(count))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return over_list(self, hidden_states, top_k_index, top_k_weights)
+
+
+def over_list(experts, x, indices, weights):
+    """What most hand-written layers do: each expert gets its tokens, and those without tokens are skipped."""
+    result = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        token, place = torch.where(indices == number)
+        if token.numel():
+            result.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+    return result
+
+
+class Block(nn.Module):
+    def __init__(self, count: int, k: int, kind: str = "stacked", dense: bool = False) -> None:
+        super().__init__()
+        self.k = k
+        self.dense = (
+            nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, FEATURES)) if dense else None
+        )
+        self.norm = nn.LayerNorm(FEATURES)
+        self.router = nn.Linear(FEATURES, count)
+        self.experts = {
+            "stacked": StackedExperts,
+            "routed list": RoutedExperts,
+            "list": lambda count: nn.ModuleList(Expert() for _ in range(count)),
+        }[kind](count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dense is not None:
+            x = x + self.dense(x)
         flat = self.norm(x)
         weights, indices = self.router(flat).softmax(-1).topk(self.k)
+        if type(self.experts) is nn.ModuleList:
+            return x + over_list(self.experts, flat, indices, weights)
         return x + self.experts(flat, indices, weights)
 
 
 class Model(nn.Module):
     """A mixture of experts in each of two blocks."""
 
-    def __init__(self, count: int = 4, k: int = 2) -> None:
+    def __init__(self, count: int = 4, k: int = 2, kind: str = "stacked", dense: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(count, k) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(count, k, kind, dense) for _ in range(2))
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,13 +103,21 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def made(count=4, k=2, dtype=torch.float64, favoured=0, frozen=False):
-    """A model; all its tokens go to the first `favoured` experts, if there are any."""
+def made(count=4, k=2, dtype=torch.float64, favoured=0, frozen=False, kind="stacked", dense=False):
+    """A model; all its tokens go to the first `favoured` experts, if there are any.
+
+    Of a list, "some" freezes one matrix everywhere, and all of the first expert.
+    """
     torch.manual_seed(0)
-    model = Model(count, k).to(dtype)
+    model = Model(count, k, kind, dense).to(dtype)
     for block in model.blocks:
         block.router.bias.data[:favoured] += 50
-        block.experts.requires_grad_(not frozen)
+        if frozen == "some":
+            block.experts[0].requires_grad_(False)
+            for expert in block.experts:
+                expert.up.weight.requires_grad_(False)
+        else:
+            block.experts.requires_grad_(not frozen)
     return model
 
 
@@ -102,17 +153,26 @@ def accelerator_of(ep, accumulation=1, plugin=None, **degrees):
         cpu=True,
         fsdp_plugin=FullyShardedDataParallelPlugin(
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
-            **(plugin or {}),
+            **{"transformer_cls_names_to_wrap": ["Block"], **(plugin or {})},
         ),
         parallelism_config=ParallelismConfig(ep_size=ep, **degrees),
         gradient_accumulation_steps=accumulation,
     )
 
 
+def in_tensor_parallel(accelerator, model):
+    """The model, whose dense layers ranks of ``tp`` divide, if there are any."""
+    if accelerator.parallelism_config.tp_enabled:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = {"blocks.*.dense.0": ColwiseParallel(), "blocks.*.dense.2": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    return model
+
+
 def on_ranks(ep, steps=4, size=16, clip=0.5, accumulation=1, degrees=None, plugin=None, **options):
     accelerator = accelerator_of(ep, accumulation, plugin, **(degrees or {}))
-    model = made(**options)
+    model = in_tensor_parallel(accelerator, made(**options))
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.05))
     held = {name: tuple(value.to_local().shape) for name, value in model.named_parameters()}
@@ -142,15 +202,21 @@ def same(found, wanted):
         torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_training_equals_one_process(accumulation):
-    wanted = on_one_process()
-    for rank in worlds.run(on_ranks, 2, 2, accumulation=accumulation):
+@pytest.mark.parametrize(
+    ("kind", "accumulation"), [("stacked", 1), ("stacked", 2), ("list", 2), ("routed list", 1)]
+)
+def test_training_equals_one_process(kind, accumulation):
+    wanted = on_one_process(kind=kind)
+    for index, rank in enumerate(worlds.run(on_ranks, 2, 2, accumulation=accumulation, kind=kind)):
         same(rank, wanted)
-        assert rank[2]["blocks.0.experts.up"] == (2, HIDDEN, FEATURES)
+        name, shape = (
+            ("up", (2, HIDDEN, FEATURES)) if kind == "stacked" else ("3.up.weight", (3 - index, FEATURES))
+        )
+        assert rank[2][f"blocks.0.experts.{name}"] == shape
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("kind", ["stacked", "list"])
 @pytest.mark.parametrize(
     ("ep", "degrees"),
     [
@@ -159,15 +225,18 @@ def test_training_equals_one_process(accumulation):
         (2, {"dp_replicate_size": 2, "dp_shard_size": 2}),
     ],
 )
-def test_training_on_four_ranks_equals_one_process(ep, degrees):
-    wanted = on_one_process()
-    for rank in worlds.run(on_ranks, 4, ep, degrees=degrees):
+def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
+    wanted = on_one_process(kind=kind)
+    for rank in worlds.run(on_ranks, 4, ep, degrees=degrees, kind=kind):
         same(rank, wanted)
 
 
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({"favoured": 2, "kind": "list"}, id="a rank of a list without tokens"),
+        pytest.param({"frozen": "some", "kind": "list"}, id="a list frozen in part"),
+        pytest.param({"kind": "list", "plugin": {"activation_checkpointing": True}}, id="a list, recomputed"),
         pytest.param({"k": 1}, id="one expert a token"),
         pytest.param({"favoured": 2}, id="a rank without tokens"),
         pytest.param({"frozen": True}, id="frozen experts"),
@@ -186,27 +255,50 @@ def test_training_equals_one_process_with(options):
             assert not options.get("favoured") or of_layer[2:].sum() == 0
 
 
-def half(folder, ep):
+WITH_TP = {"dp_shard_size": 2, "tp_size": 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ep", "kind", "size", "accumulation"),
+    [
+        (2, "stacked", 16, 1),
+        (4, "stacked", 16, 2),
+        (4, "stacked", 6, 1),
+        (2, "list", 16, 1),
+        (4, "list", 6, 1),
+    ],
+)
+def test_tensor_parallelism_and_experts_train_as_one_process(ep, kind, size, accumulation):
+    wanted = on_one_process(kind=kind, dense=True, size=size)
+    options = {"kind": kind, "dense": True, "size": size}
+    for rank in worlds.run(on_ranks, 4, ep, degrees=WITH_TP, accumulation=accumulation, **options):
+        same(rank, wanted)
+        assert all(counts.sum() == 4 * size * 2 for counts in rank[3].values())
+
+
+def half(folder, ep, kind, degrees=None):
     """The first two of four steps, and a save."""
-    accelerator, model, optimizer = started(ep)
+    accelerator, model, optimizer = started(ep, kind, degrees)
     steps(accelerator, model, optimizer, samples(4, 16)[:2])
     accelerator.save_state(folder / "state")
     accelerator.save_model(model, folder / "model")
 
 
-def rest(folder, ep):
-    accelerator, model, optimizer = started(ep)
+def rest(folder, ep, kind, degrees=None):
+    accelerator, model, optimizer = started(ep, kind, degrees)
     accelerator.load_state(folder / "state")
     steps(accelerator, model, optimizer, samples(4, 16)[2:])
     return accelerator.get_state_dict(model)
 
 
-def started(ep):
+def started(ep, kind, degrees=None):
     from accel_train import Accelerator
 
-    accelerator = Accelerator(cpu=True) if ep is None else accelerator_of(ep)
-    torch.manual_seed(0)
-    model = Model().double()
+    accelerator = Accelerator(cpu=True) if ep is None else accelerator_of(ep, **(degrees or {}))
+    model = made(kind=kind, dense=True)
+    if degrees:
+        model = in_tensor_parallel(accelerator, model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
     return accelerator, model, optimizer
 
@@ -222,22 +314,148 @@ def steps(accelerator, model, optimizer, batches):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "kind"),
     [
-        pytest.param((2, 2), (2, 2), id="the same ranks"),
-        pytest.param((2, 2), (1, None), id="one process"),
-        pytest.param((1, None), (2, 2), id="from one process"),
-        pytest.param((2, 2), (2, 1), id="experts sharded as all else"),
-        pytest.param((4, 2), (2, 2), id="fewer ranks", marks=pytest.mark.full),
-        pytest.param((2, 2), (4, 4), id="more ranks", marks=pytest.mark.full),
+        pytest.param((2, 2), (2, 2), "stacked", id="the same ranks"),
+        pytest.param((2, 2), (1, None), "stacked", id="one process"),
+        pytest.param((1, None), (2, 2), "stacked", id="from one process"),
+        pytest.param((2, 2), (2, 1), "stacked", id="experts sharded as all else"),
+        pytest.param((2, 2), (1, None), "list", id="a list, one process"),
+        pytest.param((1, None), (2, 2), "list", id="a list, from one process"),
+        pytest.param((2, 1), (2, 2), "routed list", id="a list, from plain FSDP"),
+        pytest.param((4, 2), (2, 2), "stacked", id="fewer ranks", marks=pytest.mark.full),
+        pytest.param((4, 4, WITH_TP), (2, 2), "stacked", id="from tp", marks=pytest.mark.full),
+        pytest.param((1, None), (4, 2, WITH_TP), "list", id="a list, with tp", marks=pytest.mark.full),
+        pytest.param((2, 2), (4, 4), "stacked", id="more ranks", marks=pytest.mark.full),
+        pytest.param((2, 2), (4, 4), "list", id="a list, more ranks", marks=pytest.mark.full),
     ],
 )
-def test_a_state_is_continued_by(tmp_path, before, after):
-    _, wanted = on_one_process()
-    worlds.run(half, before[0], tmp_path, before[1])
-    for weights in worlds.run(rest, after[0], tmp_path, after[1]):
+def test_a_state_is_continued_by(tmp_path, before, after, kind):
+    _, wanted = on_one_process(kind=kind, dense=True)
+    worlds.run(half, before[0], tmp_path, before[1], kind, *before[2:])
+    for weights in worlds.run(rest, after[0], tmp_path, after[1], kind, *after[2:]):
         for name, value in wanted.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def evaluated_alone(kind):
+    """What rank 0 alone computes with whole parameters, and what all compute together afterwards."""
+    accelerator, model, _ = started(2, kind)
+    x, _ = samples(1, 16)[0]
+    with torch.no_grad():
+        together = model(x)
+    with accelerator.whole_parameters(model), torch.no_grad():
+        alone = model(x) if accelerator.is_main_process else together
+    with torch.no_grad():
+        return alone, model(x)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "list", "routed list"])
+def test_one_rank_computes_alone_with_whole_parameters(kind):
+    x, _ = samples(1, 16)[0]
+    with torch.no_grad():
+        wanted = made(kind=kind, dense=True)(x)
+    for alone, after in worlds.run(evaluated_alone, 2, kind):
+        torch.testing.assert_close(alone, wanted)
+        torch.testing.assert_close(after, wanted)
+
+
+class Noisy(Block):
+    """Draws while it routes, and drops some of its result."""
+
+    def forward(self, x):
+        weights, indices = (self.router(x) + torch.randn(len(x), 4, dtype=x.dtype)).softmax(-1).topk(self.k)
+        return nn.functional.dropout(x + over_list(self.experts, x, indices, weights), 0.5)
+
+
+def noisy_model():
+    model = made(kind="list")
+    for block in model.blocks:
+        block.__class__ = Noisy
+    return model
+
+
+def drawing():
+    accelerator = accelerator_of(2, plugin={"transformer_cls_names_to_wrap": ["Noisy"]})
+    rank = accelerator.process_index
+    model = accelerator.prepare(noisy_model())
+    torch.manual_seed(rank)
+    return model(samples(1, 4)[0][0]).detach(), torch.rand(1)
+
+
+def test_a_module_that_runs_twice_draws_once():
+    for rank, (found, after) in enumerate(worlds.run(drawing, 2)):
+        model = noisy_model()
+        torch.manual_seed(rank)
+        torch.testing.assert_close(found, model(samples(1, 4)[0][0]).detach())
+        torch.testing.assert_close(after, torch.rand(1))
+
+
+class InPlace(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+class Counting(Block):
+    """Calls other experts when it runs again."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.experts[self.calls % 2](x)
+
+
+class Apart(Model):
+    """Calls an expert outside of the module that holds it."""
+
+    def forward(self, x):
+        return super().forward(x + self.blocks[0].experts[0](x))
+
+
+def refused_in_forward(kind):
+    accelerator = accelerator_of(2, plugin={"transformer_cls_names_to_wrap": [kind.__name__, "Block"]})
+    model = made(kind="list")
+    if issubclass(kind, Block):
+        model.blocks[0].__class__ = kind
+    else:
+        model.__class__ = kind
+    model = accelerator.prepare(model)
+    try:
+        model(samples(1, 4)[0][0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (InPlace, "InPlace, which holds blocks.0.experts, changes one of its inputs or buffers in place"),
+        (Counting, "Counting called other members of blocks.0.experts, or with other tokens"),
+        (Apart, "blocks.0.experts.0 was called outside of the forward of Block"),
+    ],
+)
+def test_a_module_that_cannot_run_twice_is_refused(kind, message):
+    found = worlds.run(refused_in_forward, 2, kind)
+    assert all(message in str(each).replace("FSDP", "") for each in found), found
+
+
+def kept(reshard):
+    """The dimensions of the mesh of a divided parameter before and after a forward."""
+    accelerator = accelerator_of(2, plugin={"reshard_after_forward": reshard})
+    model = accelerator.prepare(made())
+    names = []
+    for _ in range(2):
+        names.append(model.blocks[0].experts.up.device_mesh.mesh_dim_names)
+        model(samples(1, 4)[0][0])
+    return names
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_experts_stay_gathered_after_forward_where_all_else_does(reshard):
+    for before, after in worlds.run(kept, 2, reshard):
+        assert before == ("efsdp", "ep")
+        assert after == (before if reshard else ("ep",))
 
 
 class Scaled(StackedExperts):
@@ -324,6 +542,49 @@ def test_models_of_transformers_train_as_on_one_process(kind):
     pytest.importorskip("transformers")
     wanted = train_language_model(kind, None)
     for seen, weights in worlds.run(train_language_model, 2, kind, 2):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)
+        for name, value in wanted[1].items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def with_balanced_load(kind, ep):
+    """Two steps with the auxiliary loss, which each rank computes of its own tokens."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = config_of(kind)
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    model = AutoModelForCausalLM.from_config(config)
+    accelerator = None
+    if ep is not None:
+        accelerator = accelerator_of(ep, plugin={"transformer_cls_names_to_wrap": None})
+        model = accelerator.prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if accelerator is not None:
+        optimizer = accelerator.prepare(optimizer)
+    seen = []
+    for _ in range(2):
+        halves = ids().chunk(2)
+        if accelerator is None:
+            loss = sum(model(input_ids=rows, labels=rows).loss for rows in halves) / 2
+            loss.backward()
+        else:
+            rows = halves[accelerator.process_index]
+            loss = model(input_ids=rows, labels=rows).loss
+            accelerator.backward(loss)
+            loss = accelerator.reduce(loss.detach(), "mean")
+        seen.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    return seen, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_the_auxiliary_loss_is_the_mean_of_those_of_ranks(kind):
+    pytest.importorskip("transformers")
+    wanted = with_balanced_load(kind, None)
+    for seen, weights in worlds.run(with_balanced_load, 2, kind, 2):
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)
         for name, value in wanted[1].items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)

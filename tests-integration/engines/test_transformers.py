@@ -64,3 +64,58 @@ def test_t35_models_that_transformers_divides_train_as_on_one_process(tmp_path, 
     config_of(kind).save_pretrained(tmp_path / "after")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
     torch.testing.assert_close(again(ids()).logits, model(ids()).logits, rtol=1e-4, atol=1e-4)
+
+
+def in_windows(folder, sizes, steps, load):
+    """Steps of two micro-batches each, from a saved state or from the beginning, and a save."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy="fsdp2", gradient_accumulation_steps=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    if load:
+        accelerator.load_state(folder / "state")
+    ranks = accelerator.strategy.batch
+    rows = ids().chunk(ranks.size)[ranks.index]
+    norms = []
+    for _ in range(steps):
+        for part in rows.chunk(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=part, labels=part).loss)
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.save_state(folder / "state")
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return norms[1::2], weights
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, {**FSDP, "ep_size": 2}),
+        pytest.param(4, {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_experts_that_transformers_divides_train_in_windows_and_continue(tmp_path, ranks, sizes):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
+    model.save_pretrained(tmp_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    wanted = []
+    for _ in range(3):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        wanted.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    first = worlds.run(in_windows, ranks, tmp_path, sizes, 2, False)
+    after = worlds.run(in_windows, ranks, tmp_path, sizes, 1, True)
+    for (begun, _), (norms, weights) in zip(first, after, strict=True):
+        torch.testing.assert_close(torch.tensor([*begun, *norms]), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)

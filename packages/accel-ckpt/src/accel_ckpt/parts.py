@@ -27,6 +27,7 @@ __all__ = [
     "fill_part",
     "fsdp_groups",
     "fsdp_modules",
+    "gathered",
     "is_divided",
     "is_leaf",
     "is_sharded",
@@ -188,6 +189,26 @@ def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
         return
     for part in parts_of(leaf):
         copy_values(part.tensor, whole[part.box.slices])
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a ``DTensor``. Collective.
+
+    That goes over one dimension of its mesh after the other, because torch warns of several in one call. A strided
+    shard is a part of what a later dimension has left, so it comes first; of the others, the last comes first.
+    """
+    from torch.distributed.tensor import Replicate
+
+    whole = cast(Any, tensor.detach())
+    placements = list(whole.placements)
+    kinds = [type(placement).__name__ for placement in placements]
+    strided = [dimension for dimension, kind in enumerate(kinds) if kind == "_StridedShard"]
+    others = [dimension for dimension in reversed(range(len(kinds))) if dimension not in strided]
+    for dimension in (*strided, *others):
+        placements[dimension] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    found: torch.Tensor = whole.to_local()
+    return found
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:

@@ -30,7 +30,12 @@ def test_what_does_not_fit_is_named_with_ways_out():
 
 @pytest.mark.parametrize(
     ("sizes", "experts"),
-    [({"tp": 2}, 1), ({"dp_shard": 8}, 4), ({"dp_replicate": 3, "dp_shard": 2, "cp": 2}, 4)],
+    [
+        ({"tp": 2}, 1),
+        ({"dp_shard": 8}, 4),
+        ({"dp_replicate": 3, "dp_shard": 2, "cp": 2}, 4),
+        ({"dp_shard": 2, "tp": 2}, 4),
+    ],
 )
 def test_experts_fit_the_ranks_of_a_replica(sizes, experts):
     assert experts_misfit(degrees(**sizes), experts) is None
@@ -38,6 +43,7 @@ def test_experts_fit_the_ranks_of_a_replica(sizes, experts):
 
 def test_experts_that_do_not_fit_are_named_with_ways_out():
     assert experts_misfit(degrees(dp_replicate=3, dp_shard=4), 3) == (
-        "ep_size=3 does not divide the 4 ranks of a replica (dp_shard_size x cp_size x sp_size); choose a divisor of 4"
+        "ep_size=3 does not divide the 4 ranks of a replica (dp_shard_size x cp_size x sp_size x tp_size); choose a "
+        "divisor of 4"
     )
-    assert "ep_size=2 and tp_size=2 cannot be combined" in experts_misfit(degrees(dp_shard=2, tp=2), 2)
+    assert "ep_size=2 and pp_size=2 cannot be combined" in experts_misfit(degrees(dp_shard=2, pp=2), 2)

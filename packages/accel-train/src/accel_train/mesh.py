@@ -116,6 +116,21 @@ class Mesh:
         return self.device_mesh[used] if used and self.device_mesh is not None else None
 
     @property
+    def replica(self) -> DeviceMesh:
+        """The ranks of one replica in one dimension, behind the replicas if there are several. Collective."""
+        assert self.device_mesh is not None, "a replica has several ranks"
+        replicas = self.degrees["dp_replicate"]
+        shape = (replicas, math.prod(self.degrees.values()) // replicas)
+        mesh = _shared_mesh(self.device_mesh.device_type, shape, ("dp_replicate", "replica"))
+        return mesh if replicas > 1 else mesh["replica"]
+
+    @property
+    def alike(self) -> Ranks:
+        """The ranks of tensor parallelism, which compute the same hidden states."""
+        part = self.submesh("tp")
+        return Ranks() if part is None else Ranks(part.size(), part.get_local_rank(), part.get_group())
+
+    @property
     def holders(self) -> DeviceMesh | None:
         """The mesh for `fully_shard`: replicas, if there are several, and the ranks that one replica is sharded over.
 

@@ -157,18 +157,22 @@ def test_experts_of_other_ranks_are_not_gathered():
     assert held == 4 * (2 * (200 + 800 / 4) + 400)
 
 
-def test_experts_send_tokens_in_the_place_of_weights():
+@pytest.mark.parametrize(
+    ("ranks", "sent"),
+    [
+        (1, 3 / 4 * 1600),  # all experts, three quarters of which others have
+        (2, 1 / 2 * 800),  # half of the experts, which one other rank shares
+        (4, 0),  # whole experts, which no other rank has
+    ],
+)
+def test_experts_send_tokens_in_the_place_of_weights(ranks, sent):
     work, cluster = Workload(2, seq_length=8), Cluster(4, 1, 1e9)
-    by_ranks = [
-        FSDP2Footprint(MIXTURE, Setting("experts", "fsdp2", 4, experts=ranks), work, TIMELINE).traffic(
-            cluster
-        )
-        for ranks in (1, 4)
-    ]
+    setting = Setting("experts", "fsdp2", 4, experts=ranks)
+    others = 3 / 4 * (MIXTURE.parameters - 1600)
     # Gathered twice and reduced once in 4 bytes; tokens four times over two layers, two experts each.
-    experts = 3 / 4 * 3 / 4 * (2 * 4 * 1600 + 4 * 1600)
-    tokens = 4 * 4 * 3 / 4 * 2 * 2 * (2 * 8) * 10
-    assert by_ranks[0] - by_ranks[1] == pytest.approx(experts - tokens)
+    tokens = 4 * 4 * (1 - 1 / ranks) * 2 * 2 * (2 * 8) * 10
+    found = FSDP2Footprint(MIXTURE, setting, work, TIMELINE).traffic(cluster)
+    assert found == pytest.approx((2 * 4 + 4) * (others + sent) + tokens)
 
 
 def test_experts_are_divided_inside_a_machine_if_their_number_allows():

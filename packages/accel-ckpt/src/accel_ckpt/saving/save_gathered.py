@@ -26,7 +26,7 @@ from accel_ckpt.format.writer import (
     write_torch,
 )
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
-from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
+from accel_ckpt.parts import Leaf, Part, gathered, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import (
     check_extra,
@@ -53,8 +53,7 @@ def gather_whole(leaf: Leaf, coordinator: Coordinator | None = None) -> torch.Te
         assert isinstance(leaf, torch.Tensor), "what is not divided is a tensor"
         return leaf
     if isinstance(leaf, torch.Tensor):
-        whole: torch.Tensor = leaf.detach().full_tensor()  # type: ignore[attr-defined]
-        return whole.cpu()
+        return gathered(leaf).cpu()
     ranks = coordinator or default_coordinator()
     # Copies, because a view is pickled with all of the memory that it looks at, such as a flat partition.
     mine = [(part.offsets, part.tensor.detach().to("cpu", copy=True)) for part in parts_of(leaf)]

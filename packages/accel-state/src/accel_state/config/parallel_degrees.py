@@ -32,15 +32,10 @@ def experts_misfit(degrees: Mapping[str, int], experts: int) -> str | None:
             f"ep_size={experts} and pp_size={degrees['pp']} cannot be combined; leave out one of them: stages of a "
             "pipeline hold all experts of their layers"
         )
-    if degrees["tp"] > 1:
-        return (
-            f"ep_size={experts} and tp_size={degrees['tp']} cannot be combined; leave out one of them, or load the "
-            "model with transformers: from_pretrained(…, distributed_config=DistributedConfig(tp_size=…, ep_size=…))"
-        )
     if replica % experts:
         return (
-            f"ep_size={experts} does not divide the {replica} ranks of a replica (dp_shard_size x cp_size x sp_size); "
-            f"choose a divisor of {replica}"
+            f"ep_size={experts} does not divide the {replica} ranks of a replica (dp_shard_size x cp_size x sp_size x "
+            f"tp_size); choose a divisor of {replica}"
         )
     return None
 

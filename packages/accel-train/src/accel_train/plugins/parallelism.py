@@ -197,7 +197,7 @@ class ParallelismConfig:
         dp_shard_size: ranks over which parameters, gradients and optimizer states are sharded (FSDP).
         tp_size: ranks among which the script or a `tp_plan` divides tensors (tensor parallelism).
         ep_size: ranks among which the experts of mixture-of-experts layers are divided (expert parallelism). They are
-            part of the ranks of `dp_shard`, `cp` and `sp`, so this is no dimension of its own.
+            part of the ranks of `dp_shard`, `cp`, `sp` and `tp`, so this is no dimension of its own.
         cp_size: ranks among which sequences are divided, which exchange keys and values (context parallelism).
         cp_backend: "torch", as in configuration files.
         sp_size: ranks among which sequences are divided, which exchange heads (sequence parallelism, Ulysses).
@@ -209,8 +209,7 @@ class ParallelismConfig:
 
     Raises:
         OptionError: a degree is below 1, or a backend is unknown.
-        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `tp_size` or
-            `pp_size`.
+        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `pp_size`.
         ArgumentTypeError: a handler has another class.
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
-from accel_ckpt.parts import fill_part, is_sharded, reshard
+from accel_ckpt.parts import fill_part, gathered, is_sharded, reshard
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import PrepareError
 
@@ -69,7 +69,7 @@ def _gathered(parameters: list[nn.Parameter], device: torch.device) -> dict[int,
     found: dict[int, nn.Parameter] = {}
     for parameter in parameters:
         if is_sharded(parameter) and id(parameter) not in found:
-            values = parameter.detach().full_tensor().to(device)  # type: ignore[attr-defined]
+            values = gathered(parameter).to(device)
             found[id(parameter)] = nn.Parameter(values.clone(), parameter.requires_grad)
     return found
 

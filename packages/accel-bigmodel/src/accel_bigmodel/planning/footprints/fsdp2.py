@@ -89,12 +89,17 @@ class FSDP2Footprint(StrategyFootprint):
         return sent
 
     def reduced_bytes(self) -> float:
-        """As in the base class, without the experts of other ranks."""
-        return FP32 * sum(map(self._trained, self.shape.layers)) * self.share
+        """As in the base class; the ranks that hold the same experts reduce these."""
+        return FP32 * sum(self._sent(layer.trainable, layer.trained_experts) for layer in self.shape.layers)
 
     def gathered_bytes(self) -> float:
-        """As in the base class, without the experts of other ranks."""
-        return self.low * sum(map(self._held, self.shape.layers)) * self.share
+        """As in the base class; the ranks that hold the same experts gather these."""
+        return self.low * sum(self._sent(layer.parameters, layer.experts) for layer in self.shape.layers)
+
+    def _sent(self, elements: float, experts: float) -> float:
+        """Elements that a rank sends of a layer, so many of which are those of experts."""
+        holders = self.setting.shards / self.setting.experts
+        return (elements - experts) * self.share + experts / self.setting.experts * (holders - 1) / holders
 
     def _held(self, layer: Layer) -> float:
         """Elements that a rank gathers of a unit: all but the experts of other ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -84,10 +84,14 @@ class Watch:
     Args:
         model: the divided model, without wrappers.
         changed: called after each change.
+        lists: modules of the model whose divided parameters are not gathered by FSDP.
     """
 
-    def __init__(self, model: nn.Module, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, changed: Callable[[], None], lists: Collection[nn.Module] = ()
+    ) -> None:
         self.model = model
+        self._lists = lists
         self._kind = type(model).__name__.removeprefix("FSDP")  # the engine makes a class of that name
         self._changed = changed
         self._slots: dict[tuple[int, str], _Slot] = {}
@@ -122,7 +126,7 @@ class Watch:
         """The parameters that are gathered now, by the `id` of the whole tensors in their place."""
         return {
             id(there): slot.parameter
-            for module, name, there, _ in _walk(self.model)
+            for module, name, there, _ in _walk(self.model, self._lists)
             if (slot := self._slots.get((id(module), name))) is not None
             if slot.unit is not None and there is not slot.parameter
         }
@@ -131,7 +135,7 @@ class Watch:
         """Remember the model as it is; nothing is gathered."""
         self._slots.clear()
         self._sizes.clear()
-        for module, name, parameter, unit in _walk(self.model):
+        for module, name, parameter, unit in _walk(self.model, self._lists):
             divided = unit if is_sharded(parameter) else None
             self._slots[id(module), name] = _Slot(module, name, parameter, parameter.requires_grad, divided)
             if divided is not None:
@@ -142,7 +146,7 @@ class Watch:
         slots = self._slots
         elsewhere: Counter[int] = Counter()
         count = 0
-        for module, name, parameter, _ in _walk(self.model):
+        for module, name, parameter, _ in _walk(self.model, self._lists):
             slot = slots.get((id(module), name))
             if slot is None or parameter.requires_grad is not slot.trained:
                 return True
@@ -158,7 +162,8 @@ class Watch:
         agree(self.model)
         self._refuse_replaced()
         wanted = {
-            (id(module), name): parameter.requires_grad for module, name, parameter, _ in _walk(self.model)
+            (id(module), name): parameter.requires_grad
+            for module, name, parameter, _ in _walk(self.model, self._lists)
         }
         reshard(self.model)
         units: dict[int, nn.Module] = {}
@@ -169,16 +174,16 @@ class Watch:
                 units[id(slot.unit)] = slot.unit
         with torch.inference_mode(False), torch.no_grad():
             for unit in units.values():
-                assert isinstance(unit, FSDPModule)
-                unit.unshard()  # it looks again for what is trained, and in which dtype gradients are reduced
-                unit.reshard()
+                if isinstance(unit, FSDPModule):
+                    unit.unshard()  # it looks again for what is trained, and in which dtype gradients are reduced
+                    unit.reshard()
         self._share_added()
         self._note()
         self._changed()
 
     def _refuse_replaced(self) -> None:
         """Refuse what the engine would overwrite, or never gather."""
-        present = list(_walk(self.model))
+        present = list(_walk(self.model, self._lists))
         elsewhere: Counter[int] = Counter()
         for module, name, parameter, _ in present:
             slot = self._slots.get((id(module), name))
@@ -205,7 +210,7 @@ class Watch:
     def _share_added(self) -> None:
         """Give parameters that were added rank 0's values; every rank keeps them whole."""
         added: dict[int, tuple[str, nn.Parameter]] = {}
-        for module, name, parameter, _ in _walk(self.model):
+        for module, name, parameter, _ in _walk(self.model, self._lists):
             slot = self._slots.get((id(module), name))
             if slot is None or (slot.unit is None and slot.parameter is not parameter):
                 added.setdefault(id(parameter), (self._name(module, name), parameter))
@@ -224,7 +229,9 @@ class Watch:
         return f"{prefix}.{name}".lstrip(".")
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.Module]]:
+def _walk(
+    model: nn.Module, lists: Collection[nn.Module]
+) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.Module]]:
     """Every place that holds a parameter, and the unit that it is in."""
     seen = {id(model)}
     stack = [(model, model)]
@@ -236,7 +243,7 @@ def _walk(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.M
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                stack.append((child, child if isinstance(child, FSDPModule) else unit))
+                stack.append((child, child if isinstance(child, FSDPModule) or child in lists else unit))
 
 
 def _is_other_part(parameter: Any, known: Any) -> bool:

@@ -1,25 +1,25 @@
-"""Experts of mixture-of-experts layers, divided among ranks: each rank holds some, and tokens are sent to them.
+"""Which experts of mixture-of-experts layers can be divided among ranks, and what a rank then computes of a layer.
 
 Routers, attention and everything else stay as FSDP2 has them. A rank computes its experts for the tokens of all ranks
-of its group, which it receives by an all-to-all and sends back by another one.
+of its group; `accel_train.strategies.fsdp2.expert_tokens` sends them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ckpt.modules.experts import Experts
+from accel_ckpt.parts import is_sharded
 from accel_train.errors import PrepareError
-from accel_train.ranks import Ranks
+from accel_train.strategies.fsdp2.expert_tokens import Tokens
 
-__all__ = ["Tokens", "check_experts", "divide", "receive_tokens"]
+__all__ = ["StackedExperts", "check_experts", "divide"]
 
 _ROWS = 4  # of the check that an output is a weighted sum
 
@@ -33,15 +33,16 @@ def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> N
         ranks: of a group that holds all experts together.
 
     Raises:
-        PrepareError: there are none, their number cannot be divided, or what a layer returns is not the weighted sum of
-            what its experts return, so that it cannot be computed from parts.
+        PrepareError: there are none, their number cannot be divided, tensor parallelism has divided them, or what a
+            layer returns cannot be computed from parts: it is not the weighted sum of what its experts return, or an
+            expert of a list does not compute each token by itself.
     """
     kind = type(model).__name__
     if not experts:
         raise PrepareError(
-            f"ep_size is {ranks}, and {kind} has no experts that can be divided: no module named 'experts' whose "
-            "forward takes (hidden_states, indices, weights) and whose parameters have all experts in their first "
-            "dimension. "
+            f"ep_size is {ranks}, and {kind} has no experts that can be divided: no module named 'experts' that is a "
+            "list of modules which are alike and have no buffers, or whose forward takes (hidden_states, indices, "
+            "weights) and whose parameters have all experts in their first dimension. "
             f"{_likely(model)}Leave out ep_size, or give the model such a module."
         )
     for each in experts:
@@ -49,6 +50,12 @@ def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> N
             raise PrepareError(
                 f"{each.name} of {kind} has {each.count} experts, which cannot be divided among ep_size={ranks} ranks. "
                 f"Choose an ep_size that divides {each.count}."
+            )
+        divided = next((name for name, p in each.module.named_parameters() if is_sharded(p)), None)
+        if divided is not None:
+            raise PrepareError(
+                f"{divided!r} of {each.name} of {kind} is divided among ranks already (it is a DTensor), and ep_size="
+                f"{ranks} divides experts. Leave experts out of the plan of tensor parallelism, or leave out ep_size."
             )
         shared = {id(p) for p in each.module.parameters()}
         outside = [
@@ -61,15 +68,11 @@ def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> N
                 f"{each.name} of {kind} shares the parameter {outside[0]!r} with another module, which has no part of "
                 "it if experts are divided. Leave out ep_size, or untie the two."
             )
-        if not _is_weighted_sum(each):
-            raise PrepareError(
-                f"What {each.name} of {kind} returns for a token is not the sum of weight x expert(token), so it "
-                "cannot be computed on several ranks. Leave out ep_size."
-            )
+        _check_parts(each, kind)
 
 
 def divide(experts: Experts, mesh: Any) -> None:
-    """Keep this rank's experts; parameters become `DTensor`s over the ranks of ``ep``.
+    """Keep this rank's experts of stacked ones; parameters become `DTensor`s over the ranks of ``ep``.
 
     Args:
         experts: with values, which are the same on all ranks.
@@ -82,40 +85,23 @@ def divide(experts: Experts, mesh: Any) -> None:
             if parameter is not None:
                 part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
                 module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
-    if hasattr(experts.module, "num_experts"):
-        experts.module.num_experts = experts.count // mesh.size()
 
 
-def receive_tokens(experts: Experts, group: Any) -> Tokens:
-    """Have a module compute its rank's experts for the tokens of all ranks of a group.
+class StackedExperts:
+    """The ``forward`` of a module whose stacked experts are divided.
 
     Args:
-        experts: after `divide`.
-        group: the ranks that hold all experts together, in the order of their experts.
-
-    Returns:
-        What is called in the place of the module's ``forward``; it counts tokens.
-    """
-    tokens = Tokens(experts, group)
-    experts.module.forward = tokens
-    return tokens
-
-
-class Tokens:
-    """The ``forward`` of a module whose experts are divided: tokens go to their experts, and results come back.
-
-    Attributes:
-        name: the module's name in its model.
+        experts: after `divide`; the module is changed in place.
+        tokens: sends them.
     """
 
-    def __init__(self, experts: Experts, group: Any) -> None:
-        self.name = experts.name
+    def __init__(self, experts: Experts, tokens: Tokens) -> None:
         self._module = experts.module
-        self._compute: Callable[..., Tensor] = experts.module.forward
+        self._compute = experts.module.forward
         self._count = experts.count
-        self._group = group
-        self._ranks = dist.get_world_size(group)
-        self._counts: Tensor | None = None
+        self._tokens = tokens
+        self._count_here(tokens.here)
+        experts.module.forward = self
 
     def __call__(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
@@ -125,51 +111,29 @@ class Tokens:
             indices: (tokens, k), numbers of experts.
             weights: (tokens, k).
         """
-        k = indices.shape[-1]
-        number = indices.reshape(-1)
-        order = torch.argsort(number, stable=True)
-        sent = number.new_zeros(self._count).scatter_add_(0, number, torch.ones_like(number))
-        self._note(sent)
-        here = self._count // self._ranks
-        received = torch.empty_like(sent)  # from each rank, for each expert of this one
-        dist.all_to_all_single(received, sent, group=self._group)
-        by_rank = torch.stack([sent.view(self._ranks, here).sum(1), received.view(self._ranks, here).sum(1)])
-        sent_sizes, received_sizes = by_rank.tolist()  # the one time that the host waits for the device
-        rows = _exchange(hidden_states[order // k], received_sizes, sent_sizes, self._group)
-        which = torch.arange(here, device=rows.device).repeat(self._ranks)
-        which = which.repeat_interleave(received, output_size=sum(received_sizes))
-        results = _exchange(self._expert(rows, which), sent_sizes, received_sizes, self._group)
-        placed = torch.empty_like(results).index_copy(0, order, results).view(-1, k, results.shape[-1])
-        return (placed * weights.reshape(-1, k, 1)).sum(1).to(hidden_states.dtype)
+        if is_sharded(next(self._module.parameters())):
+            return self._tokens.route(hidden_states, indices, weights, self._expert)
+        self._count_here(self._count)  # whole_parameters()
+        try:
+            whole: Tensor = self._compute(hidden_states, indices, weights)
+        finally:
+            self._count_here(self._tokens.here)
+        return whole
 
-    def _expert(self, rows: Tensor, which: Tensor) -> Tensor:
+    def _count_here(self, count: int) -> None:
+        if hasattr(self._module, "num_experts"):
+            self._module.num_experts = count
+
+    def _expert(self, rows: Tensor, which: Tensor, counts: Sequence[int]) -> Tensor:
         """Each row's expert of this rank. Without rows one of zeros is computed, so that gradients are reduced."""
         empty = rows.shape[0] == 0
         if empty:
             rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
             which = which.new_zeros(1)
         ones = torch.ones((rows.shape[0], 1), dtype=rows.dtype, device=rows.device)
-        with _local_parameters(self._module, 1 / self._ranks):
-            results = self._compute(rows, which.unsqueeze(1), ones)
+        with _local_parameters(self._module, self._tokens.share):
+            results: Tensor = self._compute(rows, which.unsqueeze(1), ones)
         return results[:0] if empty else results
-
-    def _note(self, sent: Tensor) -> None:
-        # What backward recomputes is not counted again.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._counts = sent.clone() if self._counts is None else self._counts.add_(sent)
-
-    def total(self, ranks: Ranks, device: torch.device) -> Tensor:
-        """How many tokens each expert has got from all `ranks` since the last call: (experts,). Collective.
-
-        Args:
-            ranks: those whose tokens differ.
-            device: where they compute.
-        """
-        counts, self._counts = self._counts, None
-        if counts is None:
-            counts = torch.zeros(self._count, dtype=torch.int64, device=device)
-        dist.all_reduce(counts, group=ranks.group)
-        return counts
 
 
 @contextlib.contextmanager
@@ -193,27 +157,6 @@ def _local_parameters(module: nn.Module, scale: float) -> Iterator[None]:
     finally:
         for table, whole in tables:
             table.update(whole)
-
-
-def _exchange(rows: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows go to the ranks of a group, some to each; gradients come back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
-        result = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        received, sent = ctx.sizes
-        return _exchange(gradients[0], sent, received, ctx.group), None, None, None
 
 
 def _scaled_gradient(tensor: Tensor, scale: float) -> Tensor:
@@ -240,30 +183,81 @@ def _likely(model: nn.Module) -> str:
     return ""
 
 
-@torch.no_grad()
-def _is_weighted_sum(experts: Experts) -> bool:
-    """Whether an output is the weighted sum of outputs for single experts; True where there are no values yet."""
-    parameters = list(experts.module.parameters())
-    like = parameters[0]
+def _check_parts(experts: Experts, kind: str) -> None:
+    """Check, with random tokens, that a layer can be computed in parts; where there are no values yet, nothing is.
+
+    Raises:
+        PrepareError: it cannot, or not be tried.
+    """
+    tried = experts.members[0] if experts.members else experts.module
+    parameters = list(tried.parameters())
     if experts.count < 2 or any(each.is_meta for each in parameters):
-        return True
+        return
+    training = {module: module.training for module in tried.modules()}
+    tried.eval()  # dropout draws other numbers for parts
+    try:
+        found, error = _tried(experts, tried, parameters)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    if found is None:
+        raise PrepareError(
+            f"{experts.name} of {kind} cannot be tried with random tokens, of any size that its parameters have: "
+            f"{type(error).__name__}: {error!s:.200}. If it computes on an accelerator only, move the model there "
+            "before prepare(); else leave out ep_size."
+        ) from error
+    if found:
+        return
+    if experts.members:
+        raise PrepareError(
+            f"An expert of {experts.name} of {kind} returns something else for a token if it computes other tokens "
+            "with it, so tokens of several ranks cannot be computed together. Leave out ep_size."
+        )
+    raise PrepareError(
+        f"What {experts.name} of {kind} returns for a token is not the sum of weight x expert(token), so it "
+        "cannot be computed on several ranks. Leave out ep_size."
+    )
+
+
+@torch.no_grad()
+def _tried(
+    experts: Experts, tried: nn.Module, parameters: Sequence[Tensor]
+) -> tuple[bool | None, Exception | None]:
+    """Whether parts give the same; None: no size of a token can be computed, with the last error."""
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand((_ROWS, 2), generator=generator).to(like)
-    ones = torch.ones_like(weights[:, :1])
-    indices = (torch.arange(_ROWS)[:, None] + torch.tensor([[0, 1]])).remainder(experts.count).to(like.device)
-    for features in sorted({size for each in parameters for size in each.shape[1:]}):
+    like, error = parameters[0], None
+    bound = 1e-4 if like.dtype in (torch.float32, torch.float64) else 5e-2
+    check = _rows_apart if experts.members else _experts_apart
+    inner = 0 if experts.members else 1  # behind that of experts
+    for features in sorted({size for each in parameters for size in each.shape[inner:]}):
         rows = torch.randn((_ROWS, features), generator=generator).to(like)
         try:
-            together = experts.module(rows, indices, weights)
-        except RuntimeError:
-            together = None  # another dimension is that of a token
-        if together is None:
+            together, apart = check(tried, rows, experts.count, generator)
+        except Exception as failure:  # another dimension is that of a token
+            error = failure
             continue
-        apart = sum(
-            experts.module(rows, indices[:, place : place + 1], ones) * weights[:, place : place + 1]
-            for place in range(2)
-        )
-        bound = 1e-4 if like.dtype in (torch.float32, torch.float64) else 5e-2
         difference = torch.linalg.norm((together - apart).float())
-        return bool(difference <= bound * torch.linalg.norm(together.float()) + 1e-12)
-    return True
+        return bool(difference <= bound * torch.linalg.norm(together.float()) + 1e-12), None
+    return None, error
+
+
+def _experts_apart(
+    module: nn.Module, rows: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """What a module returns for two experts of each token, and the weighted sum of what it returns for one."""
+    weights = torch.rand((_ROWS, 2), generator=generator).to(rows)
+    ones = torch.ones_like(weights[:, :1])
+    indices = (torch.arange(_ROWS)[:, None] + torch.tensor([[0, 1]])).remainder(count).to(rows.device)
+    together = module(rows, indices, weights)
+    first, second = (
+        module(rows, indices[:, place : place + 1], ones) * weights[:, place : place + 1]
+        for place in range(2)
+    )
+    return together, first + second
+
+
+def _rows_apart(
+    module: nn.Module, rows: Tensor, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """What an expert returns for all tokens, and for each by itself."""
+    return module(rows), torch.cat([module(row) for row in rows.split(1)])

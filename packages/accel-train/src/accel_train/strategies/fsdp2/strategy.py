@@ -19,7 +19,7 @@ from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
-from accel_train.errors import IncompatibleOptionsError
+from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import FullyShardedDataParallelPlugin
@@ -34,7 +34,9 @@ from accel_train.strategies.base import (
 )
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
-from accel_train.strategies.fsdp2.experts import Tokens, check_experts, divide, receive_tokens
+from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
+from accel_train.strategies.fsdp2.expert_tokens import Tokens
+from accel_train.strategies.fsdp2.experts import StackedExperts, check_experts, divide
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import (
@@ -147,10 +149,9 @@ class FSDP2Strategy(Strategy):
         plain = self.plain(model)
         by_script = is_sharded_by_script(plain, self.batch)
         self.check_plan(plain)
-        if not by_script:
-            self._divide(plain)
+        lists = [] if by_script else self._divide(plain)
         prepared = steps.compile(model)
-        watch = Watch(plain, self._find_whole)
+        watch = Watch(plain, self._find_whole, lists)
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
         share_in_evaluation(plain, prepared, saved_buffers)
@@ -159,7 +160,8 @@ class FSDP2Strategy(Strategy):
         self._find_whole()
         return prepared
 
-    def _divide(self, model: nn.Module) -> None:
+    def _divide(self, model: nn.Module) -> list[nn.Module]:
+        """Divide a model; returns its lists of experts, which FSDP does not gather."""
         plugin = self.plugin
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         experts = self._find_experts(model)
@@ -173,7 +175,7 @@ class FSDP2Strategy(Strategy):
         options: dict[str, Any] = {
             "mesh": self.options.mesh.holders,
             "offload_policy": plugin.offload_policy,
-            "ignored_params": whole,
+            "ignored_params": set(whole),
         }
         if plugin.activation_checkpointing:
             recomputed = policy_of(plugin.activation_checkpointing)
@@ -189,7 +191,9 @@ class FSDP2Strategy(Strategy):
             if start is not None:
                 start.fill(unit)
             lay_out(unit)
-            self.precision.before_sharding(unit, whole)
+            listed = unit in of_module and bool(of_module[unit].members)
+            if not listed:  # those are gathered in the dtype of computation
+                self.precision.before_sharding(unit, whole)
             if unit in of_module:
                 self._divide_experts(of_module[unit], inner_policy, options)
                 continue
@@ -215,6 +219,7 @@ class FSDP2Strategy(Strategy):
             _prefetch(units)
         allow_inference_first(model)
         let_zero_grad_reach_parts(model)
+        return [each.module for each in experts if each.members]
 
     def _find_experts(self, model: nn.Module) -> list[Experts]:
         mesh = self.options.mesh.experts
@@ -222,18 +227,40 @@ class FSDP2Strategy(Strategy):
             return []
         experts = find_experts(model)
         check_experts(model, experts, mesh["ep"].size())
+        listed = next((each for each in experts if each.members), None)
+        if (
+            listed is not None
+            and self.plugin.offload_policy is not None
+            and self.options.device.type != "cpu"
+        ):
+            raise PrepareError(
+                f"{listed.name} of {type(model).__name__} is a list of modules, and with ep_size={mesh['ep'].size()} "
+                "the parts of their parameters stay on the device, which cpu_offload=True contradicts. Leave out one "
+                "of the two, or stack the parameters of the experts."
+            )
         return experts
 
     def _divide_experts(
         self, experts: Experts, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
     ) -> None:
-        """Give a rank its experts of one layer, sharded over the ranks that hold the same ones."""
+        """Give a rank its experts of one layer."""
         mesh = self.options.mesh.experts
         assert mesh is not None
-        divide(experts, mesh["ep"])
+        ep = mesh["ep"]
+        tokens = Tokens(experts.name, experts.count, ep.get_group(), self.options.mesh.alike)
+        self._tokens.append(tokens)
+        if experts.members:
+            replica = self.options.mesh.replica
+            parts = divide_list(experts, replica)
+            options["ignored_params"].update(parts)
+            ListedExperts(experts, tokens, replica, ep.get_local_rank(), policy, self.options.device)
+            return
+        divide(experts, ep)
         replicas = mesh["dp_replicate"].size() > 1
         fully_shard(
             experts.module,
+            # torch makes the mesh of a number of ranks from those of one rank's experts, which differ among ranks.
+            reshard_after_forward=self.plugin.reshard_after_forward is not False,
             **{
                 **options,
                 "mesh": mesh["dp_replicate", "efsdp"] if replicas else mesh["efsdp"],
@@ -241,7 +268,7 @@ class FSDP2Strategy(Strategy):
                 "mp_policy": replace(policy, cast_forward_inputs=False),
             },
         )
-        self._tokens.append(receive_tokens(experts, mesh["ep"].get_group()))
+        StackedExperts(experts, tokens)
 
     def _find_whole(self) -> None:
         self._whole = [parameter for watch in self._watches for parameter in watch.whole]
@@ -361,7 +388,7 @@ class FSDP2Strategy(Strategy):
 
     def expert_tokens(self) -> dict[str, Tensor]:
         """How many tokens each divided expert has got in training since this was last called, by layer. Collective."""
-        return {tokens.name: tokens.total(self.loss, self.options.device) for tokens in self._tokens}
+        return {tokens.name: tokens.total(self.options.device) for tokens in self._tokens}
 
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""

@@ -1,0 +1,447 @@
+"""Experts in lists, one module each, divided among ranks.
+
+Their parameters stay divided among all ranks of a replica, as FSDP2 divides them, so names, optimizers and saved states
+are those of FSDP2. In a forward each rank gathers its own experts only, and computes them for the tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves
+
+from accel_ckpt.modules.experts import Experts
+from accel_ckpt.parts import is_sharded
+from accel_train.errors import PrepareError
+from accel_train.strategies.fsdp2.activations import CheckpointedForward
+from accel_train.strategies.fsdp2.expert_tokens import Tokens
+
+__all__ = ["ListedExperts", "divide_list"]
+
+
+def divide_list(experts: Experts, mesh: Any) -> list[nn.Parameter]:
+    """Divide the parameters of experts among all ranks of a replica.
+
+    Args:
+        experts: with values, which are the same on all ranks.
+        mesh: the ranks of a replica, behind the replicas if there are several.
+
+    Returns:
+        The parameters, which are `DTensor`s now.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = []
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    for module in (module for member in experts.members for module in member.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+                module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
+                found.append(module._parameters[name])
+    return found
+
+
+class ListedExperts:
+    """Computes the divided experts of a list: as its ``forward``, or in that of the module which calls its members.
+
+    A script calls the members one after the other, with the tokens of this rank, and skips those without tokens. So the
+    forward of the module around them runs twice: first the members only note what they are called with and return
+    zeros; then all noted tokens are sent and computed together, and in the second run the members return the results.
+
+    Args:
+        experts: after `divide_list`; modules are changed in place.
+        tokens: sends them.
+        mesh: as for `divide_list`.
+        rank: this rank's number among those that hold all experts together.
+        policy: the dtypes in which parameters are gathered and gradients reduced.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        tokens: Tokens,
+        mesh: Any,
+        rank: int,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self._name = experts.name
+        self._tokens = tokens
+        self._device = device
+        self._slots = [_slots(member) for member in experts.members]
+        self._own = range(rank * tokens.here, (rank + 1) * tokens.here)
+        self._members = experts.members
+        self._gather = _Gather(
+            group=mesh.get_group(mesh.ndim - 1),
+            replicas=mesh.get_group(0) if mesh.ndim > 1 else None,
+            index=mesh.get_local_rank(mesh.ndim - 1),
+            ranks=mesh.size(mesh.ndim - 1),
+            own=self._own,
+            experts=experts.count,
+            factor=tokens.repeats / mesh.size(),
+            policy=policy,
+        )
+        self._computes = [member.forward for member in experts.members]
+        self._calls: list[tuple[int, Tensor]] = []
+        self._results: list[Tensor] | None = None
+        self._running = False
+        self._form: tuple[int, torch.dtype] | None = None  # of the rows that a member was last called with
+        if experts.caller is None:
+            self._forward: Callable[..., Any] = experts.module.forward
+            experts.module.forward = self._routed
+        else:
+            self._caller = experts.caller
+            forward = experts.caller.forward
+            recomputed = isinstance(forward, CheckpointedForward)
+            self._forward = forward.forward if recomputed else forward
+            (forward if recomputed else experts.caller).forward = self._called
+            for number, member in enumerate(experts.members):
+                member.forward = _Member(self, number)
+
+    @property
+    def _divided(self) -> bool:
+        """Whether ranks hold parts, outside of a forward; else this is inside of ``whole_parameters()``."""
+        table, name = self._slots[0][0]
+        return is_sharded(table[name])
+
+    def _routed(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Any:
+        """The forward of a list that takes routes."""
+        if not self._divided:
+            return self._forward(hidden_states, indices, weights)
+        with self._own_parameters():
+            return self._tokens.route(hidden_states, indices, weights, self._compute)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module that calls the members.
+
+        Raises:
+            PrepareError: it changes tensors in place, or calls other members when it runs again.
+        """
+        if not self._divided:
+            return self._forward(*args, **kwargs)
+        try:
+            self._running = True
+            with self._own_parameters():
+                return self._twice(args, kwargs)
+        finally:
+            self._running = False
+            self._calls, self._results = [], None
+
+    def _twice(self, args: Sequence[Any], kwargs: Any) -> Any:
+        watched = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        watched += self._caller.buffers()
+        watched = [each for each in watched if not each.is_inference()]
+        before, drawn = [each._version for each in watched], self._random_states()
+        self._forward(*args, **kwargs)
+        if before != [each._version for each in watched]:
+            raise PrepareError(
+                f"{type(self._caller).__name__}, which holds {self._name}, changes one of its inputs or buffers in "
+                "place. With ep_size its forward runs twice: first to learn which tokens each expert gets. Let it "
+                "change a copy, or give the list of experts a forward(hidden_states, indices, weights), which runs "
+                "once."
+            )
+        calls = self._calls
+        results = self._computed(calls)
+        drawn_since = self._random_states()
+        self._set_random_states(drawn)
+        self._calls, self._results = [], results
+        output = self._forward(*args, **kwargs)
+        self._set_random_states(drawn_since)
+        if _described(self._calls) != _described(calls):
+            self._refuse_other_calls()
+        return output
+
+    def call(self, number: int, args: Sequence[Any], kwargs: Any) -> Any:
+        """The forward of one member.
+
+        Raises:
+            PrepareError: it is called with something else than one tensor, or by another module.
+        """
+        if not self._running and not self._divided:
+            return self._computes[number](*args, **kwargs)
+        if not self._running:
+            raise PrepareError(
+                f"{self._name}.{number} was called outside of the forward of {type(self._caller).__name__}, which "
+                "holds it. With ep_size only that forward can call it, because other ranks have parts of it; or call "
+                "it inside accelerator.whole_parameters(model)."
+            )
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise PrepareError(
+                f"{self._name}.{number} was called with {len(args)} arguments and the keywords {list(kwargs)}; with "
+                "ep_size experts take one tensor, whose last dimension is that of a token's features."
+            )
+        rows = args[0].reshape(-1, args[0].shape[-1])
+        place = len(self._calls)
+        self._calls.append((number, rows))
+        if self._results is None:
+            return self._zeros_like_result(args[0])
+        if place >= len(self._results) or len(self._results[place]) != len(rows):
+            self._refuse_other_calls()
+        result = self._results[place]
+        return result.view(*args[0].shape[:-1], result.shape[-1])
+
+    def _refuse_other_calls(self) -> None:
+        raise PrepareError(
+            f"{type(self._caller).__name__} called other members of {self._name}, or with other tokens, when its "
+            "forward ran again. With ep_size it runs twice, first to learn which tokens each expert gets, so that must "
+            "not depend on what experts return, or on an earlier call. Give the list of experts a "
+            "forward(hidden_states, indices, weights), which runs once."
+        )
+
+    @torch.no_grad()
+    def _zeros_like_result(self, tokens: Tensor) -> Tensor:
+        none = self._expert(0, tokens.detach()[..., :0, :] if tokens.dim() > 1 else tokens.detach()[None][:0])
+        return none.new_zeros((*tokens.shape[:-1], none.shape[-1]))
+
+    def _computed(self, calls: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """The result of each noted call. Collective."""
+        sizes = [len(rows) for _, rows in calls]
+        if calls:
+            rows = torch.cat([rows for _, rows in calls])
+            self._form = rows.shape[-1], rows.dtype
+        elif self._form is not None:
+            rows = torch.zeros((0, self._form[0]), dtype=self._form[1], device=self._device)
+        else:
+            raise PrepareError(
+                f"{type(self._caller).__name__} called no member of {self._name} in its first forward on this rank, so "
+                "it is not known which tokens other ranks send. Begin with a batch that has tokens on every rank."
+            )
+        numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64)
+        number = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(self._device)
+        return list(self._tokens.each(rows, number, self._compute).split(sizes))
+
+    def _compute(self, rows: Tensor, which: Tensor, counts: Sequence[int]) -> Tensor:
+        """Each row's expert of this rank. Without rows one of zeros is computed, so that gradients are reduced."""
+        if not sum(counts):
+            return self._expert(0, torch.cat([rows, rows.new_zeros((1, rows.shape[1]))]))[:0]
+        order = torch.argsort(which, stable=True)
+        pieces = rows[order].split(list(counts))
+        results = torch.cat([self._expert(place, piece) for place, piece in enumerate(pieces) if len(piece)])
+        return torch.empty_like(results).index_copy(0, order, results)
+
+    def _expert(self, place: int, rows: Tensor) -> Tensor:
+        """One of this rank's experts."""
+        member = self._members[self._own[place]]
+        compute = member.forward.compute if isinstance(member.forward, _Member) else member
+        result: Tensor = compute(rows)
+        return result
+
+    @contextlib.contextmanager
+    def _own_parameters(self) -> Iterator[None]:
+        """Let this rank's experts see their whole parameters. Collective; so is the backward."""
+        held = [[table[name] for table, name in slots] for slots in self._slots]
+        kinds = [any(parameter.requires_grad for parameter in each) for each in zip(*held, strict=True)]
+        whole: dict[tuple[int, int], Tensor] = {}
+        use = _Use()
+        for trained in (True, False):  # of frozen ones no gradient is computed
+            places = [place for place, kind in enumerate(kinds) if kind is trained]
+            if places:
+                shapes = [held[0][place].shape for place in places]
+                parts = [parameters[place].to_local() for parameters in held for place in places]
+                found = _Gathered.apply(self._gather, use, shapes, *parts)  # type: ignore[no-untyped-call]
+                whole |= zip(itertools.product(self._own, places), found, strict=True)
+        try:
+            for (expert, place), values in whole.items():
+                table, name = self._slots[expert][place]
+                table[name] = values
+            yield
+            use.sent, use.received = self._tokens.sent, self._tokens.received
+        finally:
+            for expert, place in whole:
+                table, name = self._slots[expert][place]
+                table[name] = held[expert][place]
+
+    def _random_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+    def _set_random_states(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+
+class _Member:
+    """The ``forward`` of a member of a list."""
+
+    def __init__(self, experts: ListedExperts, number: int) -> None:
+        self._experts = experts
+        self._number = number
+        self.compute = experts._computes[number]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._experts.call(self._number, args, kwargs)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Who has which rows of the parameters of experts, and who computes which experts.
+
+    Attributes:
+        group: the ranks of a replica, among which parameters are divided.
+        replicas: the ranks of other replicas that hold the same parts; None: there are none.
+        index: this rank's number in `group`.
+        ranks: how many ranks `group` has.
+        own: the experts that this rank computes; its neighbours in `group` compute the others.
+        experts: how many experts there are.
+        factor: what sums of gradients over all replicas are multiplied by.
+        policy: the dtypes in which parameters are gathered and gradients reduced.
+    """
+
+    group: Any
+    replicas: Any
+    index: int
+    ranks: int
+    own: range
+    experts: int
+    factor: float
+    policy: MixedPrecisionPolicy
+
+    @property
+    def holders(self) -> int:
+        """How many neighbours compute all experts together."""
+        return self.experts // len(self.own)
+
+    def rows(self, shape: torch.Size, rank: int) -> slice:
+        """The rows of a parameter that a rank holds."""
+        size = -(-shape[0] // self.ranks)
+        return slice(min(rank * size, shape[0]), min((rank + 1) * size, shape[0]))
+
+    def sizes(self, shapes: Sequence[torch.Size], rank: int) -> list[int]:
+        """Elements that a rank holds of each parameter of one expert."""
+        rows = [self.rows(shape, rank) for shape in shapes]
+        return [
+            (each.stop - each.start) * math.prod(shape[1:]) for each, shape in zip(rows, shapes, strict=True)
+        ]
+
+    def gather(self, parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """The whole parameters of this rank's experts. Collective.
+
+        Args:
+            parts: this rank's, of all experts.
+            shapes: of the parameters of one expert.
+        """
+        here, low = len(self.own), self.policy.param_dtype
+        dtype = low or _widest(parts)
+        flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+        mine = sum(self.sizes(shapes, self.index)) * here
+        sent = flat.view(self.holders, mine)[torch.arange(self.ranks) % self.holders].flatten()
+        coming = [sum(self.sizes(shapes, rank)) * here for rank in range(self.ranks)]
+        received = sent.new_empty(sum(coming))
+        dist.all_to_all_single(received, sent, coming, [mine] * self.ranks, group=self.group)
+        pieces = [
+            values.split(self.sizes(shapes, rank) * here)
+            for rank, values in enumerate(received.split(coming))
+        ]
+        own = parts[self.own.start * len(shapes) : self.own.stop * len(shapes)]
+        return [
+            torch.cat([of_rank[place] for of_rank in pieces])
+            .view(shapes[place % len(shapes)])
+            .to(low or part.dtype)
+            for place, part in enumerate(own)
+        ]
+
+    def reduce(
+        self,
+        gradients: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        dtypes: Sequence[torch.dtype],
+        use: _Use,
+    ) -> list[Tensor | None]:
+        """The gradients of this rank's parts of all experts; None for experts that got no token. Collective.
+
+        Args:
+            gradients: of the whole parameters of this rank's experts.
+            shapes: of the parameters of one expert.
+            dtypes: of the parts of all experts.
+            use: of the forward.
+        """
+        here = len(self.own)
+        dtype = self.policy.reduce_dtype or _widest(gradients)
+        used = torch.tensor([float(count > 0) for count in use.received], dtype=dtype).to(gradients[0].device)
+        rows = [
+            [gradient[self.rows(gradient.shape, rank)] for gradient in gradients]
+            for rank in range(self.ranks)
+        ]
+        sent = torch.cat([each.reshape(-1).to(dtype) for of_rank in rows for each in (*of_rank, used)])
+        going = [(sum(self.sizes(shapes, rank)) + 1) * here for rank in range(self.ranks)]
+        mine = going[self.index]
+        received = sent.new_empty(mine * self.ranks)
+        dist.all_to_all_single(received, sent, [mine] * self.ranks, going, group=self.group)
+        # First come the experts of all neighbours, then the same ones from the next neighbours.
+        total = received.view(self.ranks // self.holders, self.holders, mine).sum(0)
+        if self.replicas is not None:
+            dist.all_reduce(total, group=self.replicas)
+        found = list(
+            (total[:, :-here] * self.factor).flatten().split(self.sizes(shapes, self.index) * self.experts)
+        )
+        if not all(use.sent):  # else the host need not wait for the device
+            use = _Use(total[:, -here:].flatten().tolist())
+        parts: list[Tensor | None] = []
+        for place, own in enumerate(dtypes):
+            expert, kind = divmod(place, len(shapes))
+            size = self.rows(shapes[kind], self.index)
+            values = found[place].view(size.stop - size.start, *shapes[kind][1:]).to(own)
+            parts.append(values if use.sent[expert] else None)
+        return parts
+
+
+@dataclass
+class _Use:
+    """How many tokens experts have got.
+
+    Attributes:
+        sent: each expert from this rank.
+        received: each one of this rank's experts from all ranks of its group.
+    """
+
+    sent: Sequence[float] = ()
+    received: Sequence[int] = ()
+
+
+class _Gathered(torch.autograd.Function):
+    """Whole parameters of this rank's experts, from all ranks' parts of all experts; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: _Gather, use: _Use, shapes: Sequence[torch.Size], *parts: Tensor) -> Any:
+        ctx.gather, ctx.use, ctx.shapes = gather, use, shapes
+        ctx.dtypes = [part.dtype for part in parts]
+        return tuple(gather.gather(parts, shapes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        reduced = ctx.gather.reduce(gradients, ctx.shapes, ctx.dtypes, ctx.use)
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *(each if need else None for each, need in zip(reduced, needed, strict=True))
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [each.dtype for each in tensors])
+
+
+def _slots(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The places of a module's parameters."""
+    return [
+        (each._parameters, name)
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _described(calls: Sequence[tuple[int, Tensor]]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(number, tuple(rows.shape)) for number, rows in calls]
