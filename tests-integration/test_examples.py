@@ -223,7 +223,7 @@ def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_pat
     assert run("--plain").returncode == 137
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pp"])
 @pytest.mark.full
 def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
     """`hatch run engines:deepspeed` does so with deepspeed.yaml."""

@@ -315,6 +315,21 @@ def test_modules_make_their_values_where_nobody_has_any():
         torch.testing.assert_close(second[name], value)
 
 
+def ignored_on_meta():
+    from accel_ckpt.parts import is_sharded
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(ignored_modules="1"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    model = accelerator.prepare(model)
+    return [is_sharded(parameter) for parameter in model.parameters()]
+
+
+def test_ignored_modules_stay_whole_when_their_values_are_made():
+    assert worlds.run(ignored_on_meta, 2) == [[True, True, False, False]] * 2
+
+
 def ones(module):
     for parameter in module.parameters(recurse=False):
         nn.init.ones_(parameter)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,9 +55,22 @@ def one_process(replicas: int, windows: int = 1) -> dict:
     return {"losses": losses, "norms": norms, "weights": model.state_dict(), "output": last}
 
 
-def train(degrees: dict, handler: dict, windows: int = 1, inside: bool = False, tp: bool = False) -> dict:
+def train(
+    degrees: dict,
+    handler: dict,
+    windows: int = 1,
+    inside: bool = False,
+    tp: bool = False,
+    plugin: dict | None = None,
+    meta: bool = False,
+) -> dict:
     """The same with stages: what every rank sees."""
-    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
 
     if inside:
         handler = {**handler, "loss_function": nn.functional.mse_loss}
@@ -63,8 +78,9 @@ def train(degrees: dict, handler: dict, windows: int = 1, inside: bool = False, 
         cpu=True,
         gradient_accumulation_steps=windows,
         parallelism_config=ParallelismConfig(**degrees, pp_handler=PipelineParallelConfig(**handler)),
+        fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
     )
-    model = chain()
+    model = chain().to("meta") if meta else chain()
     if tp:
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -136,6 +152,235 @@ def test_windows(degrees: dict, inside: bool) -> None:
 
 def test_stages_of_divided_tensors() -> None:
     assert_equal(worlds.run(train, 4, {"pp_size": 2, "tp_size": 2}, {}, tp=True), one_process(1))
+
+
+SHARDED = {"pp_size": 2, "dp_shard_size": 2}
+LINEARS: dict = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 40}
+PLUGINS = {
+    "prefetch, checkpointing, offload": {
+        **LINEARS,
+        "forward_prefetch": True,
+        "activation_checkpointing": True,
+        "activation_checkpointing_offload": True,
+        "cpu_offload": True,
+    },
+    "keep gathered": {"reshard_after_forward": False},
+    "selective checkpointing": {"activation_checkpointing": "selective", **LINEARS},
+    "one unit": {"auto_wrap_policy": "no_wrap"},
+    "ignored": {"ignored_modules": r"2(\..*)?"},
+    "own start": {"sync_module_states": False},
+}
+FEW = {"prefetch, checkpointing, offload"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in PLUGINS]
+)
+def test_options_of_fsdp_change_no_result(name: str) -> None:
+    assert_equal(worlds.run(train, 4, SHARDED, {}, plugin=PLUGINS[name]), one_process(2))
+
+
+def divided(plugin: dict):
+    """The stages of this rank of a chain whose ranks begin with different values, and the chain as it was."""
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**SHARDED),
+        fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+    )
+    model = chain()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += accelerator.process_index
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = accelerator.prepare(model)
+    return accelerator, model, engine, before
+
+
+def prefetched() -> list[int]:
+    _, _, engine, _ = divided({"forward_prefetch": True, **LINEARS})
+    units = [module for module in engine.modules() if hasattr(module, "_get_fsdp_state")]
+    return [len(unit._get_fsdp_state()._states_to_forward_prefetch) for unit in units]
+
+
+def recomputed() -> tuple[list[bool], list[object]]:
+    from accel_train.strategies.fsdp2.activations import CheckpointedForward
+
+    options = {"activation_checkpointing": "selective", "activation_checkpointing_offload": True, **LINEARS}
+    _, model, _, _ = divided(options)
+    found = [block[0].forward for block in model if isinstance(block, nn.Sequential)]
+    return [isinstance(each, CheckpointedForward) and each.offload for each in found], [
+        getattr(each, "policy", None) for each in found
+    ]
+
+
+def own_start(syncs: bool) -> bool:
+    """Whether this rank's parts are those of its own model, not of rank 0's."""
+    accelerator, model, _, before = divided({"sync_module_states": syncs})
+    place = accelerator.process_index % 2
+    return all(
+        torch.equal(parameter.to_local(), before[name].chunk(2)[place])
+        for name, parameter in model.named_parameters()
+    )
+
+
+def test_options_of_fsdp_have_their_effect() -> None:
+    assert all(sum(counts) == 3 for counts in worlds.run(prefetched, 4)), "four units, each gathers the next"
+    for offloads, policies in worlds.run(recomputed, 4):
+        assert offloads == [True] * 4
+        assert all(policies)
+    assert worlds.run(own_start, 4, False) == [True] * 4
+    assert worlds.run(own_start, 4, True) == [True, False, False, False]
+
+
+# Models on the meta device
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "sharded"),
+    [
+        (2, {"pp_size": 2}, False),
+        pytest.param(4, SHARDED, True, marks=pytest.mark.full),
+    ],
+    ids=["whole", "sharded"],
+)
+def test_ranks_read_the_weights_of_their_stages(tmp_path, ranks: int, degrees: dict, sharded: bool) -> None:
+    from accel_ckpt import save_model
+
+    save_model(chain(), tmp_path)
+    files = {"checkpoint": str(tmp_path)}
+    found = worlds.run(
+        train, ranks, degrees, {} if sharded else files, plugin=files if sharded else None, meta=True
+    )
+    assert_equal(found, one_process(ranks // 2))
+
+
+def made_on_meta(handler: dict, degrees: dict, plugin: dict | None = None) -> dict:
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
+
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**degrees, pp_handler=PipelineParallelConfig(**handler)),
+        fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
+    )
+    model = chain().to("meta")
+    torch.manual_seed(accelerator.process_index)
+    return dict(accelerator.get_state_dict(accelerator.prepare(model)))
+
+
+def in_order(model: nn.Module) -> nn.Module:
+    """What modules make by themselves, in the order of the model."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+def halves(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.5)
+
+
+def test_modules_make_the_values_of_one_process() -> None:
+    expected = dict(in_order(chain()).state_dict())
+    for weights in worlds.run(made_on_meta, 2, {}, {"pp_size": 2}):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "handler", "degrees", "plugin"),
+    [
+        (2, {"param_init_fn": halves}, {"pp_size": 2}, None),
+        pytest.param(4, {}, SHARDED, {"param_init_fn": halves}, marks=pytest.mark.full),
+    ],
+    ids=["whole", "sharded"],
+)
+def test_a_function_makes_values(ranks: int, handler: dict, degrees: dict, plugin: dict | None) -> None:
+    for weights in worlds.run(made_on_meta, ranks, handler, degrees, plugin):
+        assert weights.keys() == chain().state_dict().keys()
+        assert all(torch.all(value == 0.5) for value in weights.values())
+
+
+def only_rank_0_has_values() -> dict:
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = chain() if accelerator.is_main_process else chain().to("meta")
+    return dict(accelerator.get_state_dict(accelerator.prepare(model)))
+
+
+def test_rank_0_sends_its_values() -> None:
+    for weights in worlds.run(only_rank_0_has_values, 2):
+        torch.testing.assert_close(weights, dict(chain().state_dict()), rtol=0, atol=0)
+
+
+def memory_of_a_start(folder: str | None) -> tuple[int, int]:
+    """The most bytes on the device while a model gets its values, and those of this rank's stage."""
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+    from testkit import simulated_device
+
+    simulated_device.use("npu:4")
+    handler = PipelineParallelConfig(checkpoint=None if folder == "real" else folder)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler))
+    with torch.device("cpu" if folder == "real" else "meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return torch.accelerator.max_memory_allocated(), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("origin", ["files", "modules", "real"])
+def test_a_device_never_holds_the_whole_model(tmp_path, origin: str) -> None:
+    from accel_ckpt import save_model
+
+    save_model(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), tmp_path)
+    folder = {"files": str(tmp_path), "modules": None, "real": "real"}[origin]
+    environ = {"ACCELERATE_USE_CPU": "false"}
+    for most, own in worlds.run(memory_of_a_start, 2, folder, environ=environ):
+        assert own <= most < 1.1 * own
+
+
+def most_layers_alive(degrees: dict, handler: dict) -> int:
+    """How many layers have values at most while modules make them."""
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+    from accel_train.strategies.fsdp2 import start
+
+    alive: weakref.WeakSet = weakref.WeakSet()
+    most = 0
+    plain = start._materialise
+
+    def observed(modules, device):
+        nonlocal most
+        found = plain(modules, device)
+        alive.update(module for module in found if isinstance(module, nn.Linear))
+        most = max(most, len(alive))
+        return found
+
+    start._materialise = observed
+    stages = PipelineParallelConfig(**handler)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees, pp_handler=stages))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return most
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("degrees", "handler", "most"),
+    [({"pp_size": 4}, {}, 4), (SHARDED, {"schedule": "interleaved_1f1b"}, 6)],
+    ids=["whole", "sharded"],
+)
+def test_a_rank_makes_one_stage_after_the_other(degrees: dict, handler: dict, most: int) -> None:
+    """Of eight layers in four stages it has its own, and those of one stage of another rank."""
+    assert max(worlds.run(most_layers_alive, 4, degrees, handler)) == most
 
 
 def zero_grad_before_backward() -> bool:
@@ -420,6 +665,121 @@ def test_mixed_precision(degrees: dict, plugin: dict | None) -> None:
         assert losses[-1] < losses[0] - 0.1
 
 
+# A gradient scaler
+
+FP16_STEPS = 6
+SCALER = {"init_scale": 64.0, "growth_interval": 2}
+
+
+def poisoned(model: nn.Module, name: str, steps: set[int], frozen: tuple[str, ...]) -> dict:
+    """Let a parameter's gradient be inf in some steps; returns what says which step it is."""
+    state = {"step": 0}
+    for other, parameter in model.named_parameters():
+        parameter.requires_grad_(not other.startswith(frozen))
+        if other == name:
+            parameter.register_hook(lambda g: g * float("inf") if state["step"] in steps else g)
+    return state
+
+
+def train_in_fp16(degrees: dict | None, handler: dict, name: str, frozen: tuple[str, ...] = ()) -> dict:
+    """Losses, loss scales and skipped steps of a training in which gradients of one parameter are inf twice."""
+    from accel_train import (
+        Accelerator,
+        GradScalerKwargs,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
+
+    model = chain().float()
+    state = poisoned(model, name, {1, 4}, frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    inputs, targets = (whole.float() for whole in batches(1, steps=FP16_STEPS))
+    losses, scales, skipped, norms = [], [], [], []
+    accelerator = None
+    if degrees is None:
+        scaler = torch.amp.GradScaler("cpu", **SCALER)
+    else:
+        loss = {"loss_function": nn.functional.mse_loss} if "schedule" in handler else {}
+        stages = PipelineParallelConfig(**handler, **loss)
+        accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            parallelism_config=ParallelismConfig(**degrees, pp_handler=stages),
+            kwargs_handlers=[GradScalerKwargs(**SCALER)],
+        )
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(FP16_STEPS):
+        state["step"] = step
+        x, y = inputs[step * ROWS : (step + 1) * ROWS], targets[step * ROWS : (step + 1) * ROWS]
+        if accelerator is None:
+            with torch.autocast("cpu", torch.float16):
+                output = model(x)
+            loss = nn.functional.mse_loss(output.float(), y)
+            scales.append(scaler.get_scale())
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            skipped.append(all(map(torch.equal, before, model.parameters())))
+        else:
+            if "schedule" in handler:
+                loss = model(x, target=y).loss
+            else:
+                loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            scales.append(accelerator.scaler.get_scale())
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    weights = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    finite = [norm if step not in (1, 4) else 0.0 for step, norm in enumerate(norms)]
+    return {"losses": losses, "norms": finite, "scales": scales, "skipped": skipped, "weights": dict(weights)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "handler", "name", "frozen"),
+    [
+        pytest.param(2, {}, {}, "0.0.weight", (), id="gpipe, inf on the first stage"),
+        pytest.param(2, {}, {}, "7.0.weight", (), id="gpipe, inf on the last stage", marks=pytest.mark.full),
+        pytest.param(2, {}, {"schedule": "1f1b"}, "7.0.weight", (), id="1f1b"),
+        pytest.param(
+            2,
+            {},
+            {"schedule": "interleaved_1f1b"},
+            "3.0.weight",
+            (),
+            id="interleaved",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            2,
+            {},
+            {"schedule": "1f1b"},
+            "7.0.weight",
+            ("0.", "1.", "2.", "3."),
+            id="nothing trained on rank 0",
+        ),
+        pytest.param(
+            4, {"dp_shard_size": 2}, {"schedule": "1f1b"}, "", (), id="fsdp2", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_step_is_skipped_on_all_stages(
+    ranks: int, degrees: dict, handler: dict, name: str, frozen: tuple[str, ...]
+) -> None:
+    expected = train_in_fp16(None, handler, name, frozen)
+    assert expected["skipped"] == [bool(name) and step in (1, 4) for step in range(FP16_STEPS)]
+    for found in worlds.run(train_in_fp16, ranks, {"pp_size": 2, **degrees}, handler, name, frozen):
+        assert found["skipped"] == expected["skipped"]
+        assert found["scales"] == expected["scales"]
+        for key in ("losses", "norms", "weights"):
+            torch.testing.assert_close(found[key], expected[key], rtol=5e-3, atol=2e-3)
+
+
 # What is refused
 
 
@@ -466,7 +826,6 @@ def refused(kind: str) -> str:
         "factor": lambda: step(made(fused), scaled),
         "zero_grad": lambda: step(made(fused), zeroed),
         "stages": lambda: made({"schedule": "gpipe", "stages_per_rank": 2}),
-        "fp16": lambda: made(mixed_precision="fp16"),
         "cp": lambda: made(degrees={"pp_size": 2, "cp_size": 1, "sp_size": 1, "dp_shard_size": 3}),
     }
     try:
@@ -481,7 +840,7 @@ def refused(kind: str) -> str:
     [
         ("rows", "DataError: A batch has 8 rows, which num_micro_batches=3 does not divide"),
         ("few rows", "DataError: A batch of 1 rows cannot be cut into at least 2 micro-batches of one size"),
-        ("no loss", "ArgumentTypeError: The schedule '1f1b' begins backward before all micro-batches"),
+        ("no loss", "ArgumentTypeError: The schedule '1f1b' runs backward in the call of the model"),
         ("no function", "ArgumentTypeError: The model was called with target=…, and nothing computes a loss"),
         ("raw backward", "AccumulationError: A loss of the model went to loss.backward()"),
         ("raw backward of a schedule", "AccumulationError: A loss of the model went to loss.backward()"),
@@ -490,13 +849,73 @@ def refused(kind: str) -> str:
         ("factor", "AccumulationError: The loss was multiplied by 3 after the model returned it"),
         ("zero_grad", "AccumulationError: zero_grad() was called between a call of the model and"),
         ("stages", "IncompatibleOptionsError: stages_per_rank=2, and the schedule 'gpipe' takes 1"),
-        ("fp16", "IncompatibleOptionsError: strategy 'pp' cannot compute with mixed_precision='fp16'"),
         ("cp", "IncompatibleOptionsError: ParallelismConfig: the degrees pp 2 x dp_shard 3 multiply to 6"),
     ],
 )
 def test_mistakes_are_named_on_all_ranks(kind: str, message: str) -> None:
     found = worlds.run(refused, 2, kind)
     assert all(each.startswith(message) for each in found), found
+
+
+def refused_inside_stages(kind: str) -> tuple[str, bool]:
+    """The error, and whether the model is as it was."""
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
+
+    model = chain()
+    before = dict(model.named_modules())
+
+    def prepared(plugin: dict, handler: dict | None = None, meta: bool = False):
+        accelerator = Accelerator(
+            cpu=True,
+            parallelism_config=ParallelismConfig(
+                **SHARDED, pp_handler=PipelineParallelConfig(**(handler or {}))
+            ),
+            fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
+        )
+        accelerator.prepare(model.to("meta") if meta else model)
+
+    cases = {
+        "fp16": lambda: Accelerator(
+            cpu=True, mixed_precision="fp16", parallelism_config=ParallelismConfig(pp_size=2, tp_size=2)
+        ),
+        "float16 without a scaler": lambda: prepared({"mixed_precision_policy": "fp16"}),
+        "no such class": lambda: prepared({"transformer_cls_names_to_wrap": ["Block"]}),
+        "no blocks": lambda: prepared({"activation_checkpointing": True}),
+        "no such module": lambda: prepared({"ignored_modules": "head"}),
+        "two origins": lambda: prepared({"checkpoint": "there"}, {"param_init_fn": halves}),
+        "no files": lambda: prepared({"checkpoint": "nowhere"}, meta=True),
+    }
+    try:
+        cases[kind]()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        same = all(before[name] is module for name, module in model.named_modules())
+        return found, same and not any(hasattr(p, "placements") for p in model.parameters())
+    return "no error", False
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("fp16", "IncompatibleOptionsError: strategy 'tp' cannot compute with mixed_precision='fp16'"),
+        ("float16 without a scaler", "IncompatibleOptionsError: mixed_precision_policy computes in float16"),
+        ("no such class", "PrepareError: Sequential has no module of the class 'Block'"),
+        ("no blocks", "PrepareError: activation_checkpointing=True recomputes the blocks of a model"),
+        ("no such module", "PrepareError: ignored_modules='head' matches no module of Sequential"),
+        ("two origins", "IncompatibleOptionsError: PipelineParallelConfig(param_init_fn=…) and FullySharded"),
+        ("no files", "CheckpointNotFoundError: "),
+    ],
+)
+def test_mistakes_in_options_of_stages(kind: str, message: str) -> None:
+    for found, unchanged in worlds.run(refused_inside_stages, 4, kind):
+        assert found.startswith(message), found
+        assert unchanged
 
 
 # Sleep

@@ -118,6 +118,10 @@ def accelerator_of(case):
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             reshard_after_forward=setting.reshard, activation_checkpointing=setting.checkpointing
         )
+    if setting.strategy == "pp":
+        options["parallelism_config"] = ParallelismConfig(
+            pp_size=setting.stages, dp_replicate_size=setting.shards
+        )
     if setting.strategy == "deepspeed":
         zero = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
         options["deepspeed_plugin"] = DeepSpeedPlugin(
@@ -205,3 +209,28 @@ def test_the_peak_of_a_step(case):
                           "deviation": round(deviation, 3), **parts}))  # fmt: skip
         assert abs(deviation) < TOLERANCE
         assert abs(said.kept / found["kept"] - 1) < TOLERANCE
+
+
+STAGED = [
+    Case("llama", Setting("pp", "pp", stages=2), batch_size=8),
+    Case("llama", Setting("pp", "pp", stages=2), "bf16", batch_size=8),
+    Case("llama", Setting("pp", "pp", stages=4), batch_size=8),
+]
+
+
+@full
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"{case.name}-{case.setting.stages}") for case in STAGED]
+)
+def test_the_peak_of_the_stage_with_the_most(case):
+    """A call of the model runs forward and backward."""
+    pytest.importorskip("transformers")
+    said = planned(case)
+    ranks = worlds.run(measure, case.setting.stages, case, timeout=400)
+    most = max(max(found["forward"], found["backward"], found["step"]) for found in ranks)
+    kept = max(found["kept"] for found in ranks)
+    print(json.dumps({"case": case.name, "planned": said.peak.total / 2**20, "when": said.peak.when,
+                      "ranks": [{key: value >> 20 for key, value in found.items()} for found in ranks],
+                      "kept": said.kept / 2**20}))  # fmt: skip
+    assert abs(said.peak.total / most - 1) < 0.10
+    assert abs(said.kept / kept - 1) < 0.10

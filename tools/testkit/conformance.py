@@ -63,11 +63,12 @@ MESHES: dict[str, dict[str, int]] = {
 """Variants of which the degrees of parallelism are given, and the strategy follows."""
 
 
-def _strategy_of(sizes: dict[str, int]) -> str:
+def mesh_strategy(sizes: dict[str, int]) -> str:
+    """The strategy that trains on such a mesh."""
     return "pp" if "pp_size" in sizes else "fsdp2" if "dp_shard_size" in sizes else "tp"
 
 
-VARIANTS |= {name: (_strategy_of(sizes), {}) for name, sizes in MESHES.items()}
+VARIANTS |= {name: (mesh_strategy(sizes), {}) for name, sizes in MESHES.items()}
 
 ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}
 """Variables of a member's ranks, which otherwise compute on the CPU."""

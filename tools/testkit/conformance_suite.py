@@ -35,6 +35,7 @@ from testkit.conformance import (
     load_and_train,
     make_model,
     make_optimizer,
+    mesh_strategy,
     offer_weights,
     oracle,
     prepare_apart,
@@ -88,8 +89,22 @@ def ranks_of(name: str) -> list[int]:
     return [1] if name == "single" else [2, 4]
 
 
+def strategies_of(name: str) -> list[type[Strategy]]:
+    """The strategy of a member, and that of its stages if it is a pipeline whose stages are divided."""
+    inner = {key: size for key, size in MESHES.get(name, {}).items() if key != "pp_size"}
+    divided = "pp_size" in MESHES.get(name, {}) and inner
+    return [MEMBERS[name], *([STRATEGIES.get(mesh_strategy(inner))] if divided else [])]
+
+
+def declared_precisions(name: str) -> frozenset[str] | None:
+    """None: all."""
+    found = [strategy.capabilities.precisions_for("cpu") for strategy in strategies_of(name)]
+    limited = [precisions for precisions in found if precisions is not None]
+    return frozenset.intersection(*limited) if limited else None
+
+
 def precisions_of(name: str) -> list[str]:
-    declared = MEMBERS[name].capabilities.precisions_for("cpu")
+    declared = declared_precisions(name)
     return [precision for precision in AVAILABLE if declared is None or precision in declared]
 
 
@@ -350,10 +365,11 @@ def test_unwrap(name, ranks):
 
 @smallest
 def test_undeclared_precisions_are_refused(name, ranks):
-    declared = MEMBERS[name].capabilities.precisions_for("cpu")
+    declared = declared_precisions(name)
+    names = "|".join(strategy.name for strategy in strategies_of(name))
     refused = set() if declared is None else set(PRECISIONS.names()) - declared
     for precision in sorted(refused):
-        pattern = f"IncompatibleOptionsError.*{strategy_of(name)}.*cannot compute with mixed_precision='{precision}'"
+        pattern = f"IncompatibleOptionsError.*'({names})'.*cannot compute with mixed_precision='{precision}'"
         with pytest.raises(worlds.RankError, match=pattern):
             worlds.run(train, ranks, Case(name, precision))
     assert refused or declared is None

@@ -268,8 +268,6 @@ BRANCHES = (
             "parallelism.pp_size",
             "parallelism.pp_schedule",
             "parallelism.tp_size",
-            "parallelism.cp_size",
-            "parallelism.sp_size",
             "parallelism.dp_replicate_size",
             "parallelism.dp_shard_size",
             *_END,

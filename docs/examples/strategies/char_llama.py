@@ -5,6 +5,7 @@ A configuration file alone says how it is trained:
     accel launch --config_file single.yaml char_llama.py
     accel launch --config_file ddp.yaml char_llama.py
     accel launch --config_file fsdp2.yaml char_llama.py
+    accel launch --config_file pp.yaml char_llama.py            # each rank has one of the two layers
     accel launch --config_file deepspeed.yaml char_llama.py     # needs DeepSpeed
     python plot_losses.py                                       # needs matplotlib
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-STYLES = {"single": (6, "-"), "ddp": (4, "-"), "fsdp2": (2, "-"), "deepspeed": (1, "--")}
+STYLES = {"single": (6, "-"), "ddp": (4, "-"), "fsdp2": (2, "-"), "pp": (1.5, ":"), "deepspeed": (1, "--")}
 
 plt.rcParams["svg.hashsalt"] = "losses"  # the same file every time
 figure, axes = plt.subplots(figsize=(7, 4))

@@ -11,6 +11,7 @@ from accel_bigmodel.planning.shape import Layer
 pytest.importorskip("transformers", reason="the oldest versions are tested without it; hatch run test has it")
 from transformers import (
     BertConfig,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -84,6 +85,21 @@ def test_counts_by_unit():
     assert shape.outside == Layer(80, 80, 28, 0, 40)
     assert (shape.name, shape.buffers, shape.tensors) == ("Net", 40, 3 * 4 + 2)
     assert (shape.hidden_size, shape.tensor_parallel) == (0, ())
+
+
+def test_ends_of_the_model_are_for_the_first_and_the_last_stage():
+    shape = shape_of_model(Net())
+    assert (shape.first, shape.last) == (Layer(40, 40, 14, 0, 40), Layer(40, 40, 14, 0, 40))
+    staged = shape_of_model(llama())
+    assert (staged.first.parameters, staged.last.parameters) == (20 * 8, 8 + 20 * 8)
+    tied = Net()
+    tied.head.weight = tied.embed.weight
+    assert shape_of_model(tied).first is None
+    with torch.device("meta"):
+        bert = BertModel(
+            BertConfig(num_hidden_layers=2, hidden_size=8, intermediate_size=8, num_attention_heads=2)
+        )
+    assert shape_of_model(bert).first is None, "it declares no plan of pipelines"
 
 
 def test_a_tied_parameter_counts_where_it_is_first():

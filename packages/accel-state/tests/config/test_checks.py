@@ -68,6 +68,19 @@ def test_a_parallelism_section_brings_fsdp_2():
             r"--parallelism_config_ep_size 2 needs FSDP, .*pass --use_fsdp, or leave --parallelism_config_ep_size out",
         ),
         (
+            "--use_parallelism_config --parallelism_config_pp_size 2 --parallelism_config_cp_size 2",
+            r"--parallelism_config_pp_size 2: cp_size=2 and pp_size=2 cannot be combined; leave out one of them",
+        ),
+        (
+            "--use_parallelism_config --parallelism_config_pp_size 2 --parallelism_config_sp_size 2",
+            r"--parallelism_config_pp_size 2: sp_size=2 and pp_size=2 cannot be combined; leave out one of them",
+        ),
+        (
+            "--use_parallelism_config --use_fsdp --parallelism_config_pp_size 2 --parallelism_config_dp_shard_size 2 "
+            "--parallelism_config_ep_size 2",
+            r"--parallelism_config_ep_size 2: ep_size=2 and pp_size=2 cannot be combined; leave out one of them",
+        ),
+        (
             "--use_parallelism_config --use_fsdp --parallelism_config_dp_shard_size 4 --parallelism_config_ep_size 3",
             r"--parallelism_config_ep_size 3: ep_size=3 does not divide the 4 ranks of a replica .*divisor of 4",
         ),

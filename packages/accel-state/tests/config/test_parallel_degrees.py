@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit, stages_misfit
 from accel_state.config.sections.parallelism import ParallelismSection
 
 
@@ -47,3 +47,13 @@ def test_experts_that_do_not_fit_are_named_with_ways_out():
         "divisor of 4"
     )
     assert "ep_size=2 and pp_size=2 cannot be combined" in experts_misfit(degrees(dp_shard=2, pp=2), 2)
+
+
+@pytest.mark.parametrize("name", ["cp", "sp"])
+def test_stages_pass_on_whole_sequences(name):
+    assert stages_misfit(degrees(pp=2, dp_shard=2, tp=2)) is None
+    assert stages_misfit(degrees(**{name: 2})) is None
+    assert stages_misfit(degrees(pp=4, **{name: 2})) == (
+        f"{name}_size=2 and pp_size=4 cannot be combined; leave out one of them: stages of a pipeline pass on whole "
+        "sequences"
+    )

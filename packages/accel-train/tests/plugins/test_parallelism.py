@@ -117,6 +117,13 @@ def test_sizes_and_names_of_dimensions():
         ({"sp_backend": "torch"}, OptionError, "sp_backend is 'torch'; expected 'deepspeed'"),
         ({"cp_size": 2, "cp_handler": "alltoall"}, ArgumentTypeError, "takes TorchContextParallelConfig"),
         ({"pp_size": 2, "pp_handler": "1f1b"}, ArgumentTypeError, "takes PipelineParallelConfig"),
+        (
+            {"pp_size": 2, "cp_size": 2},
+            IncompatibleOptionsError,
+            "cp_size=2 and pp_size=2 cannot be combined; leave out one of them: stages",
+        ),
+        ({"pp_size": 2, "sp_size": 2}, IncompatibleOptionsError, "sp_size=2 and pp_size=2 cannot be"),
+        ({"pp_size": 2, "ep_size": 2}, IncompatibleOptionsError, "ep_size=2 and pp_size=2 cannot be"),
     ],
 )
 def test_what_cannot_be_used_is_named(arguments, error, message):

@@ -225,8 +225,8 @@ def _cost(
     kind = footprint_class(setting.strategy)
     traffic = kind(shape, setting, workload, None).traffic(cluster)
     extra: list[str] = []
-    if kind.blocks:
-        extra.append("sums activations in every block")
+    if kind.waits:
+        extra.append(kind.waits)
     if setting.checkpointing:
         extra.append("recomputes the forward")
     offloads = setting.offload + setting.offload_optimizer
@@ -236,7 +236,7 @@ def _cost(
         extra.append("steps on the CPU")
     cost = (
         offloads,
-        kind.blocks,
+        bool(kind.waits),
         setting.checkpointing,
         round(traffic / 1e6),
         kind.needs_package,

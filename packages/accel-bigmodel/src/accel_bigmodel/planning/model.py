@@ -55,6 +55,7 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
     seen: set[int] = set()
     layers = [_layer(unit, seen, divided, of_experts) for unit in units]
     outside = _layer(model, seen, divided, of_experts)
+    first, last = _ends(model, units, divided, of_experts)
     text = text_config(model)
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return ModelShape(
@@ -68,7 +69,29 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
         adapters=adapters,
         experts=math.gcd(*(each.count for each in experts)),
         routes=int(getattr(text, "num_experts_per_tok", 0) or 0) if experts else 0,
+        first=first,
+        last=last,
     )
+
+
+def _ends(
+    model: nn.Module, units: Sequence[nn.Module], divided: set[int], of_experts: set[int]
+) -> tuple[Layer | None, Layer | None]:
+    """The layers before and after the units; None where a pipeline cannot cut the model."""
+    config = getattr(getattr(model, "base_model", model), "config", None)
+    if hasattr(model, "get_input_embeddings") and not getattr(config, "base_model_pp_plan", None):
+        return None, None
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    ends: list[dict[int, nn.Parameter]] = [{}, {}]
+    begun = False
+    for parameter in (p for _, p in model.named_parameters(remove_duplicate=False)):
+        begun = begun or id(parameter) in inside
+        if id(parameter) not in inside:
+            ends[begun][id(parameter)] = parameter
+    if not begun or ends[0].keys() & ends[1].keys():  # stages would share a tied weight
+        return None, None
+    first, last = (_sizes([*end.values()], divided, of_experts) for end in ends)
+    return first, last
 
 
 class _Adapted(nn.Module):
@@ -153,6 +176,10 @@ def _layer(module: nn.Module, seen: set[int], divided: set[int], of_experts: set
         if id(parameter) not in seen:
             seen.add(id(parameter))
             own.append(parameter)
+    return _sizes(own, divided, of_experts)
+
+
+def _sizes(own: Sequence[nn.Parameter], divided: set[int], of_experts: set[int]) -> Layer:
     trained: Sequence[nn.Parameter] = [parameter for parameter in own if parameter.requires_grad]
     return Layer(
         parameters=sum(map(Tensor.numel, own)),

@@ -122,6 +122,9 @@ class ModelShape:
         adapters: rank of the adapters that are trained in place of the weights; 0: all weights are trained.
         experts: number of experts of a layer, the greatest common divisor if layers differ; 0: it has none.
         routes: experts of a token.
+        first: of the layers outside, those before the units, which the first stage of a pipeline has; None: a pipeline
+            cannot cut the model, or it is not known which these are.
+        last: those after the units.
     """
 
     name: str
@@ -134,6 +137,8 @@ class ModelShape:
     adapters: int = 0
     experts: int = 0
     routes: int = 0
+    first: Layer | None = None
+    last: Layer | None = None
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -6,6 +6,7 @@ import pytest
 
 from accel_bigmodel.planning.footprints.base import Cluster, Setting, Workload, optimizer_bytes
 from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
+from accel_bigmodel.planning.footprints.pipeline import PipelineFootprint
 from accel_bigmodel.planning.footprints.registry import footprint
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
 
@@ -189,3 +190,66 @@ def test_experts_are_divided_inside_a_machine_if_their_number_allows():
     assert names(7, 1) == names(0, 1) == []
     values = names(8, 2)[0][1]
     assert (values["parallelism.dp_shard_size"], values["parallelism.ep_size"]) == (16, 8)
+
+
+STAGED = replace(
+    SHAPE,
+    units=(BLOCK,) * 4,
+    first=Layer(300, 300, 30, largest=300),
+    last=Layer(100, 100, 20, largest=100),
+)
+STAGED_TIMELINE = Timeline(
+    (
+        Phase(None, False, 0, 8000, 0, 0),
+        *(Phase(unit, False, 0, 40000 + 24000 * unit, 0, 0) for unit in range(4)),
+        Phase(None, False, 0, 160000, 40000, 0),
+        Phase(None, True, 0, 170000, 80000, 100),
+        *(Phase(unit, True, 0, 48000 + 24000 * unit, 0, 1000) for unit in reversed(range(4))),
+        Phase(None, True, 0, 16000, 0, 300),
+    )
+)
+
+
+def test_the_first_stage_keeps_the_activations_of_two_micro_batches():
+    workload = Workload(batch_size=4, accelerator=False)
+    said = footprint(
+        STAGED, Setting("pp", "pp", 1, stages=2), workload, lambda numbers, again: STAGED_TIMELINE
+    )
+    # Two blocks and the embeddings; 4 rows in 4 micro-batches; one waits while the other is in the second block.
+    elements = 2 * 1000 + 300
+    kept = 8000 + 2 * 24000
+    assert said.kept == 4 * elements + 16 + 8 * elements + 4 * 2 + 4 * 8000
+    assert said.peak.when == "backward of block 1"
+    assert said.peak.gradients == 4 * elements
+    assert said.peak.activations == 48000 + 24000 + kept
+
+
+def test_the_last_stage_has_the_logits():
+    workload = Workload(batch_size=4, accelerator=False)
+    wide = replace(STAGED_TIMELINE.phases[6], per_sample=900000, logits=800000)
+    timeline = Timeline((*STAGED_TIMELINE.phases[:6], wide, *STAGED_TIMELINE.phases[7:]))
+    said = footprint(STAGED, Setting("pp", "pp", 1, stages=2), workload, lambda numbers, again: timeline)
+    assert said.peak.when == "backward of embeddings, head and loss"
+    assert said.peak.logits == 800000
+    # Without what the two blocks before keep, and what they and the embeddings have sent.
+    assert said.peak.activations == 100000 - 2 * 24000 - 8000
+    assert said.peak.weights == 4 * (2 * 1000 + 100) + 16
+
+
+def test_stages_divide_the_devices_and_need_a_row_each():
+    cluster = Cluster(8, 1, 80e9)
+
+    def stages(shape=STAGED, **workload):
+        found = PipelineFootprint.settings(shape, cluster, Workload(**workload), False)
+        return [(setting.stages, setting.shards) for setting in found]
+
+    assert stages(batch_size=16) == [(2, 4), (4, 2)]
+    assert stages(batch_size=2) == [(2, 4)]
+    assert stages(batch_size=1) == []
+    assert stages(replace(STAGED, first=None), batch_size=16) == []
+    values = PipelineFootprint.launch_values(Setting("pp", "pp", 4, stages=2), cluster)
+    assert values == {
+        "use_parallelism_config": True,
+        "parallelism.pp_size": 2,
+        "parallelism.dp_replicate_size": 4,
+    }

@@ -117,10 +117,11 @@ def _check_experts(answers: Answers, experts: int) -> None:
 _MESH = equals("use_parallelism_config", True)
 
 
-def _degree(path: str, last: bool = False) -> Question:
+def _degree(path: str, last: bool = False, without: str | None = None) -> Question:
+    """The question for a degree; it is not asked where the degree `without` is above 1."""
     return Question(
         path=path,
-        when=(_MESH,),
+        when=(_MESH, *([] if without is None else [equals(without, 1)])),
         default=_rest if last else lambda answers: answers.before(path, 1),
         check=_check_last_degree if last else _check_degree,
         required=True,
@@ -132,10 +133,10 @@ _MESH_QUESTIONS = (
     _degree("parallelism.pp_size"),
     Question(path="parallelism.pp_schedule", when=(more_than("parallelism.pp_size", 1),)),
     _degree("parallelism.tp_size"),
-    _degree("parallelism.cp_size"),
+    _degree("parallelism.cp_size", without="parallelism.pp_size"),
     Question(path="parallelism.cp_comm_strategy", when=(more_than("parallelism.cp_size", 1),)),
     Question(path="parallelism.cp_load_balance", when=(more_than("parallelism.cp_size", 1),)),
-    _degree("parallelism.sp_size"),
+    _degree("parallelism.sp_size", without="parallelism.pp_size"),
     _degree("parallelism.dp_replicate_size"),
     _degree("parallelism.dp_shard_size", last=True),
     Question(

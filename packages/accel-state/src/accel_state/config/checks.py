@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
-from accel_state.config.parallel_degrees import DIMENSIONS, experts_misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, experts_misfit, stages_misfit
 from accel_state.config.schema import all_of
 from accel_state.config.sources import Origin, Source, Sources
 from accel_state.config.strategies import LaunchableStrategy
@@ -179,6 +179,9 @@ def _parallelism(merged: _MergedOptions) -> None:
             "the parallelism configuration are 1; set --parallelism_config_dp_shard_size, or leave FSDP out, which "
             "trains replicas"
         )
+    wrong = stages_misfit(sizes)
+    if wrong is not None:
+        raise ConfigError(f"{merged.describe('parallelism.pp_size')}: {wrong}")
     experts = merged.values["parallelism.ep_size"] or 1
     if experts > 1 and kind != "FSDP":
         raise ConfigError(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DIMENSIONS", "degrees_of", "experts_misfit", "misfit"]
+__all__ = ["DIMENSIONS", "degrees_of", "experts_misfit", "misfit", "stages_misfit"]
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Kinds of parallelism that a configuration has degrees of, in the order of the mesh."""
@@ -37,6 +37,17 @@ def experts_misfit(degrees: Mapping[str, int], experts: int) -> str | None:
             f"ep_size={experts} does not divide the {replica} ranks of a replica (dp_shard_size x cp_size x sp_size x "
             f"tp_size); choose a divisor of {replica}"
         )
+    return None
+
+
+def stages_misfit(degrees: Mapping[str, int]) -> str | None:
+    """Why stages of a pipeline cannot have these degrees; None if they can."""
+    for name in ("cp", "sp"):
+        if degrees["pp"] > 1 and degrees[name] > 1:
+            return (
+                f"{name}_size={degrees[name]} and pp_size={degrees['pp']} cannot be combined; leave out one of them: "
+                "stages of a pipeline pass on whole sequences"
+            )
     return None
 
 

@@ -9,11 +9,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from accel_state.config.launched import launched_config
-from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit, stages_misfit
 from accel_state.config.sections.parallelism import PIPELINE_SCHEDULES, ParallelismSection
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
@@ -135,8 +138,8 @@ class PipelineParallelConfig:
     Attributes:
         schedule: order in which stages compute micro-batches: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs",
             "interleaved_zero_bubble" or "zbv_zero_bubble", as PyTorch's classes of these names. With "gpipe" the script
-            may compute the loss; with the others the last stage computes it, because backward passes begin before all
-            micro-batches went forward. None: the launcher's setting, else "1f1b" where the last stage computes the
+            may compute the loss; with the others the last stage computes it, because the call of the model runs
+            backward too. None: the launcher's setting, else "1f1b" where the last stage computes the
             loss, and "gpipe" where the script does.
         num_micro_batches: micro-batches that each batch of a rank is cut into. None: the launcher's setting, else two
             for each stage, or the next smaller number that divides the batch.
@@ -150,6 +153,10 @@ class PipelineParallelConfig:
             of parameters.
         loss_function: called by the last stage as ``loss_function(output, target)``, where the script calls
             ``model(…, target=target)``, which then returns the loss. It must return a mean over rows.
+        checkpoint: weights of a model that is on the meta device, as `load_checkpoint_in_model` takes them; each rank
+            reads those of its stages.
+        param_init_fn: initialises the parameters of one module of a model that is on the meta device, and of no module
+            inside it. None: its `reset_parameters`.
 
     Raises:
         OptionError: a value cannot be used.
@@ -161,6 +168,8 @@ class PipelineParallelConfig:
     modules: Sequence[str] | None = None
     cuts: Sequence[str] | None = None
     loss_function: Callable[..., Any] | None = None
+    checkpoint: str | Path | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
         launched = _launched()
@@ -209,7 +218,8 @@ class ParallelismConfig:
 
     Raises:
         OptionError: a degree is below 1, or a backend is unknown.
-        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `pp_size`.
+        IncompatibleOptionsError: `ep_size` does not divide the ranks of a replica, or is combined with `pp_size`; or
+            `pp_size` is combined with `cp_size` or `sp_size`.
         ArgumentTypeError: a handler has another class.
     """
 
@@ -241,7 +251,8 @@ class ParallelismConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise OptionError(f"{name}_size is {size!r}; expected a whole number of at least 1.")
         assert self.ep_size is not None
-        wrong = experts_misfit(self.degrees, self.ep_size) if self.total_size > 1 else None
+        experts = experts_misfit(self.degrees, self.ep_size) if self.total_size > 1 else None
+        wrong = stages_misfit(self.degrees) or experts
         if wrong is not None:
             raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
         for name, only in _WHEN_UNSET.items():

@@ -170,6 +170,15 @@ class Precision:
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    def settle_scale(self, has_pending_grads: bool) -> None:
+        """Apply a postponed update of the loss scale, before gradients of scaled losses are computed.
+
+        `backward` does so itself; an engine that computes gradients in other ways calls this.
+
+        Args:
+            has_pending_grads: as of `backward`.
+        """
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's gradients by the loss scale; further calls in the same step change nothing."""
 
@@ -182,6 +191,16 @@ class Precision:
             Whether it stepped (False: gradients were not finite), and the return value of its `step`.
         """
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def share_found(self, optimizer: torch.optim.Optimizer, highest: Callable[[Tensor], Tensor]) -> None:
+        """Skip the coming step of an optimizer on all ranks if any of them has gradients that are not finite.
+
+        Ranks that hold different parameters call this before `step`.
+
+        Args:
+            optimizer: the optimizer.
+            highest: a collective that returns the highest value of any rank.
+        """
 
     @property
     def loss_scale(self) -> float:

@@ -69,12 +69,20 @@ class FP16Precision(AutocastPrecision):
         Raises:
             AccumulationError: gradients that were already unscaled (for clipping) would be mixed with scaled ones.
         """
+        self.settle_scale(has_pending_grads)
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def settle_scale(self, has_pending_grads: bool) -> None:
+        """Apply a postponed update, unless scaled gradients wait.
+
+        Raises:
+            AccumulationError: gradients that were already unscaled would be mixed with scaled ones.
+        """
         if self._unscaled:
             self._forget_empty()
         if self._update_due and not has_pending_grads:
             self.update_scale()
         self._spent.clear()
-        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _forget_empty(self) -> None:
         for key, optimizer in list(self._unscaled.items()):
@@ -117,6 +125,20 @@ class FP16Precision(AutocastPrecision):
                 "mixed_precision='fp16' call accelerator.backward(loss) instead, which scales it."
             )
         return False
+
+    def share_found(self, optimizer: torch.optim.Optimizer, highest: Callable[[Tensor], Tensor]) -> None:
+        """Unscale, and let the scaler know what any rank has found; also on ranks whose optimizer has no gradients."""
+        self.unscale_(optimizer)
+        if self.scaler._scale is None:
+            return  # no rank has scaled a loss
+        device = self.scaler._scale.device
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        flags = [torch.zeros(1, device=device), *(flag.to(device).reshape(1) for flag in found.values())]
+        worst = highest(torch.cat(flags).amax())
+        for flag in found.values():
+            flag.fill_(worst)
+        if not found:
+            found[device] = worst
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None

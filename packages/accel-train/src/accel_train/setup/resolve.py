@@ -103,10 +103,11 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     name = strategy_name(config, process.num_processes, process.device, degrees)
     strategy_class = STRATEGIES.get(name)
     _check_launched(launched, strategy_class, process.device)
-    if degrees is not None and degrees["pp"] > 1:
-        strategy_class = _of_stages(strategy_class, degrees["pp"], rehearsed=process.rehearsal is not None)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
+    if degrees is not None and degrees["pp"] > 1:
+        _check_precision(strategy_class, precision_class, device)  # inside of a stage
+        strategy_class = _of_stages(strategy_class, degrees["pp"], rehearsed=process.rehearsal is not None)
     _check(strategy_class, precision_class, device, process.num_processes)
     _check_hook(strategy_class, given.handlers.get("ddp"), process.num_processes)
     recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
@@ -244,13 +245,7 @@ def _check(
             f"strategy {strategy.name!r} needs {', '.join(missing)}. Install it: pip install "
             f"{' '.join(repr(package) for package in missing)}."
         )
-    precisions = capabilities.precisions_for(device.type)
-    if precisions is not None and precision.name not in precisions:
-        where = f" on device {device}" if device.type in capabilities.precisions_on else ""
-        raise IncompatibleOptionsError(
-            f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}{where}; it takes "
-            f"{', '.join(sorted(precisions))}."
-        )
+    _check_precision(strategy, precision, device)
     _check_device(strategy, device)
     if capabilities.needs_process_group and world_size < 2:
         raise IncompatibleOptionsError(
@@ -270,6 +265,17 @@ def _check(
         raise IncompatibleOptionsError(
             f"mixed_precision={precision.name!r} needs a GPU with bfloat16, and "
             f"{torch.cuda.get_device_name(device)} has none; use 'fp16'."
+        )
+
+
+def _check_precision(strategy: type[Strategy], precision: type[Precision], device: torch.device) -> None:
+    capabilities = strategy.capabilities
+    precisions = capabilities.precisions_for(device.type)
+    if precisions is not None and precision.name not in precisions:
+        where = f" on device {device}" if device.type in capabilities.precisions_on else ""
+        raise IncompatibleOptionsError(
+            f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}{where}; it takes "
+            f"{', '.join(sorted(precisions))}."
         )
 
 

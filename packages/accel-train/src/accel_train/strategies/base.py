@@ -161,8 +161,16 @@ class PrecisionVerbs(Protocol):
         """Run backward, on the scaled loss if losses are scaled."""
         ...
 
+    def settle_scale(self, has_pending_grads: bool) -> None:
+        """Called before gradients of scaled losses are computed by other means than `backward`."""
+        ...
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale in an optimizer's gradients, once per step."""
+        ...
+
+    def share_found(self, optimizer: torch.optim.Optimizer, highest: Callable[[Tensor], Tensor]) -> None:
+        """Skip the coming step if any rank has gradients that are not finite; `highest` is the collective for that."""
         ...
 
     def step(

@@ -48,6 +48,7 @@ class Setting:
         offload_optimizer: ZeRO keeps optimizer states, master weights and gradients in host memory.
         bucket: number of elements that ZeRO reduces at a time.
         experts: ranks among which the experts of a layer are divided.
+        stages: stages of a pipeline, one on a rank.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Setting:
     offload_optimizer: bool = False
     bucket: int = 0
     experts: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,8 @@ class StrategyFootprint:
     needs_package: ClassVar[bool] = False
     """Whether the strategy needs a package besides these."""
 
-    blocks: ClassVar[bool] = False
-    """Whether the computation waits for communication in every block."""
+    waits: ClassVar[str] = ""
+    """What the computation waits for besides the gradients of a step, in words; empty: nothing."""
 
     checkpoints: ClassVar[bool] = False
     """Whether the strategy recomputes units by an option of its own; otherwise the script has to."""

@@ -18,6 +18,7 @@ _BUILT_IN = {
     "ddp": f"{_FOLDER}.ddp:DDPFootprint",
     "fsdp2": f"{_FOLDER}.fsdp2:FSDP2Footprint",
     "deepspeed": f"{_FOLDER}.deepspeed:DeepSpeedFootprint",
+    "pp": f"{_FOLDER}.pipeline:PipelineFootprint",
     "tp": f"{_FOLDER}.tensor_parallel:TensorParallelFootprint",
 }
 

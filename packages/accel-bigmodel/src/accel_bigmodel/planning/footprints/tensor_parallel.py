@@ -15,7 +15,7 @@ __all__ = ["TensorParallelFootprint"]
 class TensorParallelFootprint(StrategyFootprint):
     """Parameters in the model's tensor-parallel plan are divided; activations count as whole."""
 
-    blocks: ClassVar[bool] = True
+    waits: ClassVar[str] = "sums activations in every block"
     selected_in_script: ClassVar[str] = "torch_tp_plugin=, and a model loaded with tp_plan='auto'"
 
     @classmethod

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,14 @@ import accel_ckpt
 from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_ckpt.parts import is_sharded
+from accel_state.log import get_logger
 from accel_state.operations.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
-from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import local_part
 
 __all__ = ["Held", "Start", "agree", "check_files", "lay_out", "place_whole", "read_parts", "widen"]
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,26 +74,74 @@ class Start:
     """Gives the tensors of each unit their whole values, just before the unit is divided.
 
     Attributes:
-        device: device on which a unit gets its values.
+        device: device on which a unit gets its values; None: where its tensors are, in host memory if they have none.
         sends: whether rank 0 sends its values to the others.
         makes: whether no rank has values, so that modules initialise their own.
         init: initialises a module's own parameters; None: its `reset_parameters`.
-        ranks: the ranks that hold the same parts of tensors that tensor parallelism has divided.
+        groups: ranks that hold the same parts of tensors that tensor parallelism has divided; in each, the first one's
+            values are taken.
+        told_by: the class whose options say how values are made, for messages.
     """
 
-    device: torch.device
+    device: torch.device | None
     sends: bool
     makes: bool
     init: Callable[[nn.Module], None] | None = None
-    ranks: Ranks = field(default_factory=Ranks)
+    groups: Sequence[Any] = ()
+    told_by: str = "FullyShardedDataParallelPlugin"
     _done: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        checkpoint: str | Path | None,
+        *,
+        device: torch.device | None,
+        syncs: bool,
+        init: Callable[[nn.Module], None] | None,
+        groups: Sequence[Any],
+        told_by: str = "FullyShardedDataParallelPlugin",
+    ) -> Start | None:
+        """Decide how a model's tensors get their values; None: each rank reads its parts from `checkpoint`. Collective.
+
+        Args:
+            model: the whole model; not changed.
+            checkpoint: weights, for a model on the meta device.
+            device: see `Start`.
+            syncs: rank 0's values replace those of other ranks.
+            init: see `Start`.
+            groups: see `Start`.
+            told_by: see `Start`.
+
+        Raises:
+            PrepareError: the ranks' models differ, or nothing gives a tensor values.
+            StateMismatchError: names or shapes of the checkpoint are not the model's.
+            CheckpointNotFoundError: there are no such files.
+        """
+        held = agree(model)  # the models are alike, so all ranks get the same errors
+        makes = bool(held[0].meta)
+        if makes and checkpoint is not None:
+            check_files(model, checkpoint)
+            return None
+        if checkpoint is not None:
+            _logger.warning(
+                f"checkpoint={str(checkpoint)!r} is not read for {held[0].kind}, which has values already; build the "
+                "model on the meta device to have each rank read its parts"
+            )
+        some = any(rank.meta for rank in held)
+        if some and not makes and device is None:
+            device = torch.device("cpu")  # rank 0 sends from where the others receive
+        start = cls(device, syncs or some, makes, init, groups, told_by)
+        start.check(model)
+        return start
 
     @torch.no_grad()
     def fill(self, unit: nn.Module) -> None:
         """Give memory and values to the unit's own tensors, without those of the units inside it."""
         modules = [module for module in unit.modules() if id(module) not in self._done]
         self._done.update(map(id, modules))
-        empty = _materialise(modules, self.device)
+        empty = _materialise(modules, self.device or torch.device("cpu"))
         if self.makes:
             for module in empty:
                 make = self._maker(module)
@@ -98,12 +150,13 @@ class Start:
         if self.sends:
             tensors = _distinct(modules)
             whole = [tensor for tensor in tensors if not is_sharded(tensor)]
-            place_whole(whole, self.device)  # rank 0 sends from where the others receive
+            if self.device is not None:
+                place_whole(whole, self.device)  # rank 0 sends from where the others receive
             if whole:
                 broadcast(whole)
-            if self.ranks.size > 1:
+            for group in self.groups:
                 for tensor in filter(is_sharded, tensors):
-                    dist.broadcast(local_part(tensor.detach()), group=self.ranks.group, group_src=0)
+                    dist.broadcast(local_part(tensor.detach()), group=group, group_src=0)
 
     def check(self, model: nn.Module) -> None:
         """Check that every tensor can be given a value; changes nothing.
@@ -115,16 +168,15 @@ class Start:
             if tensor.is_meta and is_sharded(tensor):
                 raise PrepareError(
                     f"{name!r} is divided by tensor parallelism and on the meta device, so no rank has all its values "
-                    "to send. Load the weights before prepare(), or pass "
-                    "FullyShardedDataParallelPlugin(checkpoint=…)."
+                    f"to send. Load the weights before prepare(), or pass {self.told_by}(checkpoint=…)."
                 )
         for module in model.modules() if self.makes else ():
             own = (*module._parameters.values(), *module._buffers.values())
             if any(tensor is not None and tensor.is_meta for tensor in own) and self._maker(module) is None:
                 raise PrepareError(
                     f"{type(module).__name__} has parameters on the meta device and no reset_parameters(), so nothing "
-                    "says which values they start with. Pass FullyShardedDataParallelPlugin(param_init_fn=…), or "
-                    "checkpoint=… to read them."
+                    f"says which values they start with. Pass {self.told_by}(param_init_fn=…), or checkpoint=… to read "
+                    "them."
                 )
 
     def _maker(self, module: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -181,7 +233,13 @@ def lay_out(unit: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, home: torch.device) -> None:
+def read_parts(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device: torch.device,
+    home: torch.device,
+    named: nn.Module | None = None,
+) -> None:
     """Allocate the parts of a divided model on the meta device, and read them; each rank reads only its parts.
 
     Args:
@@ -189,6 +247,7 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, h
         checkpoint: its weights, which `check_files` has checked.
         device: device that computes the model, for buffers and whole parameters.
         home: device of the parts while they are not gathered.
+        named: holds the same tensors under the names of the checkpoint, of which it has a part; None: `model` has all.
 
     Raises:
         StateMismatchError: tied names of the checkpoint have different values.
@@ -207,7 +266,12 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, h
             torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         )
     place_whole((parameter for parameter in model.parameters() if not is_sharded(parameter)), device)
-    accel_ckpt.load_checkpoint_in_model(model, checkpoint)
+    if named is None:
+        accel_ckpt.load_checkpoint_in_model(model, checkpoint)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not in the model", category=UserWarning)
+        accel_ckpt.load_checkpoint_in_model(named, checkpoint)
 
 
 def place_whole(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from accel_ckpt.modules.experts import Experts, find_experts
 from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
-from accel_state.log import get_logger
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.mesh import Mesh
@@ -28,38 +26,23 @@ from accel_train.strategies.base import (
     Capabilities,
     ModelSteps,
     Parts,
-    PrecisionVerbs,
     Strategy,
     StrategyOptions,
 )
-from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
+from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
 from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
 from accel_train.strategies.fsdp2.experts import StackedExperts, check_experts, divide
-from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
-from accel_train.strategies.fsdp2.start import (
-    Held,
-    Start,
-    agree,
-    check_files,
-    lay_out,
-    place_whole,
-    read_parts,
-    widen,
-)
-from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
-from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
+from accel_train.strategies.fsdp2.start import Start, place_whole, read_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import link_parts, step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.wrappers import is_sharded_by_script
 
-__all__ = ["FSDP2States", "FSDP2Strategy", "mixed_precision_policy"]
-
-_logger = get_logger(__name__)
+__all__ = ["FSDP2States", "FSDP2Strategy"]
 
 
 class FSDP2States(StateAdapter):
@@ -96,9 +79,7 @@ class FSDP2Strategy(Strategy):
         ] = []  # that every rank holds: those of ignored modules, and added ones
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds_back = False
-        self._check_policy()
-        for translation in self.plugin.translations:
-            _logger.warning_once("FSDP version 1: %s", translation)
+        check_plugin(self.plugin, self.precision)
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
@@ -163,62 +144,29 @@ class FSDP2Strategy(Strategy):
     def _divide(self, model: nn.Module) -> list[nn.Module]:
         """Divide a model; returns its lists of experts, which FSDP does not gather."""
         plugin = self.plugin
-        start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
+        start = Start.of(
+            model,
+            plugin.checkpoint,
+            device=self.options.device,
+            syncs=bool(plugin.sync_module_states),
+            init=plugin.param_init_fn,
+            groups=[self.loss.group] if self.loss.size > 1 else [],
+        )
         experts = self._find_experts(model)
-        of_module = {each.module: each for each in experts}
         inside = {id(module) for each in experts for module in each.module.modules()}
-        units = [unit for unit in find_units(model, plugin) if id(unit) not in inside]
-        whole = ignored_parameters(model, plugin.ignored_modules)
-        blocks, (units, shared) = units, covering_shared(model, units, whole)
-        if shared:
-            _warn_of_shared(model, shared)
-        options: dict[str, Any] = {
-            "mesh": self.options.mesh.holders,
-            "offload_policy": plugin.offload_policy,
-            "ignored_params": set(whole),
-        }
-        if plugin.activation_checkpointing:
-            recomputed = policy_of(plugin.activation_checkpointing)
-            checkpoint_blocks(model, blocks, bool(plugin.activation_checkpointing_offload), recomputed)
-        reshard = plugin.reshard_after_forward
-        formats = _formats(model)
-        policy = mixed_precision_policy(plugin, self.precision)
-        inner_policy = replace(policy, output_dtype=None)
-        widened = 0
-        for unit in [*of_module, *units, model]:
-            if self.precision.dtypes.compute is not None:
-                widened += widen(unit)
-            if start is not None:
-                start.fill(unit)
-            lay_out(unit)
-            listed = unit in of_module and bool(of_module[unit].members)
-            if not listed:  # those are gathered in the dtype of computation
-                self.precision.before_sharding(unit, whole)
-            if unit in of_module:
-                self._divide_experts(of_module[unit], inner_policy, options)
-                continue
-            # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
-            after = None if unit is model and reshard else reshard
-            # What a unit returns goes into the next one, or into what is outside of all units and casts no inputs.
-            options["mp_policy"] = policy if unit is model else inner_policy
-            fully_shard(unit, reshard_after_forward=after, **options)
-        for module, name, quant_state in formats:
-            cast(Any, module._parameters[name]).quant_state = quant_state
-        if widened:
-            _logger.warning(
-                f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
-                "optimizer's states, are kept in float32, because small updates would be lost"
-            )
+        units = Units.of(model, plugin, apart=inside)
+        fill = None if start is None else start.fill
+        divider = Divider(plugin, self.precision, self.options.mesh.holders, units, fill)
+        for each in experts:
+            divider.begin(each.module, gathered=not each.members)
+            self._divide_experts(each, divider)
+        divider.divide(model)
         if start is None and plugin.checkpoint is not None:
-            offloads = isinstance(options["offload_policy"], CPUOffloadPolicy)
+            offloads = isinstance(plugin.offload_policy, CPUOffloadPolicy)
             home = torch.device("cpu") if offloads else self.options.device
             read_parts(model, plugin.checkpoint, self.options.device, home)
         else:
-            place_whole(whole, self.options.device)
-        if plugin.forward_prefetch:
-            _prefetch(units)
-        allow_inference_first(model)
-        let_zero_grad_reach_parts(model)
+            place_whole(units.whole, self.options.device)
         return [each.module for each in experts if each.members]
 
     def _find_experts(self, model: nn.Module) -> list[Experts]:
@@ -240,9 +188,7 @@ class FSDP2Strategy(Strategy):
             )
         return experts
 
-    def _divide_experts(
-        self, experts: Experts, policy: MixedPrecisionPolicy, options: Mapping[str, Any]
-    ) -> None:
+    def _divide_experts(self, experts: Experts, divider: Divider) -> None:
         """Give a rank its experts of one layer."""
         mesh = self.options.mesh.experts
         assert mesh is not None
@@ -252,8 +198,10 @@ class FSDP2Strategy(Strategy):
         if experts.members:
             replica = self.options.mesh.replica
             parts = divide_list(experts, replica)
-            options["ignored_params"].update(parts)
-            ListedExperts(experts, tokens, replica, ep.get_local_rank(), policy, self.options.device)
+            divider.apart.update(parts)
+            ListedExperts(
+                experts, tokens, replica, ep.get_local_rank(), divider.inner_policy, self.options.device
+            )
             return
         divide(experts, ep)
         replicas = mesh["dp_replicate"].size() > 1
@@ -262,10 +210,10 @@ class FSDP2Strategy(Strategy):
             # torch makes the mesh of a number of ranks from those of one rank's experts, which differ among ranks.
             reshard_after_forward=self.plugin.reshard_after_forward is not False,
             **{
-                **options,
+                **divider.options,
                 "mesh": mesh["dp_replicate", "efsdp"] if replicas else mesh["efsdp"],
                 # Weights of routes keep their dtype, and tokens have that of the layer before.
-                "mp_policy": replace(policy, cast_forward_inputs=False),
+                "mp_policy": replace(divider.inner_policy, cast_forward_inputs=False),
             },
         )
         StackedExperts(experts, tokens)
@@ -279,41 +227,6 @@ class FSDP2Strategy(Strategy):
         link_parts(optimizer, gathered)
         step_both_kinds(optimizer)
         self._checked[optimizer] = _size(optimizer)
-
-    def _start(self, held: list[Held], model: nn.Module) -> Start | None:
-        """How tensors get their values; None: each rank reads its parts from files."""
-        makes = bool(held[0].meta)
-        checkpoint = self.plugin.checkpoint
-        if makes and checkpoint is not None:
-            check_files(model, checkpoint)
-            return None
-        if checkpoint is not None:
-            _logger.warning(
-                f"checkpoint={str(checkpoint)!r} is not read for {held[0].kind}, which has values already; build the "
-                "model on the meta device to have each rank read its parts"
-            )
-        sends = bool(self.plugin.sync_module_states) or any(rank.meta for rank in held)
-        start = Start(self.options.device, sends, makes, self.plugin.param_init_fn, self.loss)
-        start.check(model)
-        return start
-
-    def _check_policy(self) -> None:
-        """Check that a policy of the script goes with the precision, which autocasts and scales losses."""
-        policy = self.plugin.mixed_precision_policy
-        if policy is None:
-            return
-        given, name = policy.param_dtype, self.precision.name
-        if given is torch.float16 and self.precision.scaler is None:
-            raise IncompatibleOptionsError(
-                f"mixed_precision_policy computes in float16, whose small gradients are lost unless losses are scaled, "
-                f"and mixed_precision={name!r} scales none. Pass Accelerator(mixed_precision='fp16')."
-            )
-        compute = self.precision.dtypes.compute
-        if {given, compute} == {torch.float16, torch.bfloat16}:
-            raise IncompatibleOptionsError(
-                f"mixed_precision_policy gathers parameters in {given}, and mixed_precision={name!r} computes in "
-                f"{compute}. Leave one of them out."
-            )
 
     # One micro-batch
 
@@ -398,19 +311,6 @@ class FSDP2Strategy(Strategy):
         self._tokens.clear()
 
 
-def mixed_precision_policy(
-    plugin: FullyShardedDataParallelPlugin, precision: PrecisionVerbs
-) -> MixedPrecisionPolicy:
-    """The dtypes in which FSDP gathers parameters and reduces gradients: the plugin's, else those of the precision."""
-    if plugin.mixed_precision_policy is not None:
-        policy: MixedPrecisionPolicy = plugin.mixed_precision_policy
-        return policy
-    dtypes = precision.dtypes
-    if dtypes.compute is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce or torch.float32)
-
-
 def _named(degrees: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "the mesh"
 
@@ -427,27 +327,3 @@ def _check_groups(plugin: FullyShardedDataParallelPlugin, holders: int) -> None:
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _warn_of_shared(model: nn.Module, shared: Sequence[tuple[str, str]]) -> None:
-    here, there = shared[0]
-    _logger.warning(
-        f"{here!r} and {there!r} of {type(model).__name__} are one parameter, which must be gathered for all of its "
-        f"uses. {len(shared)} of the blocks share parameters, so they are not sharded as units; they are gathered "
-        "together with the modules around them"
-    )
-
-
-def _formats(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """What bitsandbytes notes at 4-bit weights of their format, and looks for there when a state dict is made."""
-    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
-    found = [(module, name, getattr(parameter, "quant_state", None)) for module, name, parameter in places]
-    return [(module, name, quant_state) for module, name, quant_state in found if quant_state is not None]
-
-
-def _prefetch(units: Sequence[nn.Module]) -> None:
-    """Gather each unit's successor while it computes in forward."""
-    for unit, following in itertools.pairwise(units):
-        assert isinstance(unit, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from accel_ckpt.modules.names import listed
+from accel_state.balance import balanced_starts
 from accel_train.errors import PrepareError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 
@@ -188,36 +189,12 @@ def _balanced(
         stop = usable[index + 1] if index + 1 < len(usable) else len(names)
         pieces[index] = list(range(usable[index], stop))
     weights = [sum(sizes[place] for place in piece) for piece in pieces]
-    starts = _starts(weights, count)
+    starts = balanced_starts(weights, count)
     bounds = [*starts, len(pieces)]
     return tuple(
         tuple(names[place] for piece in pieces[start:stop] for place in piece)
         for start, stop in itertools.pairwise(bounds)
     )
-
-
-def _starts(weights: Sequence[int], count: int) -> list[int]:
-    """Where `count` runs of `weights` begin so that the heaviest is lightest; among such, the most even ones."""
-    total = len(weights)
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[k][i]: of the first i weights in k runs, the heaviest run, the sum of squares, and where the last run begins.
-    infinite = (float("inf"), float("inf"), 0)
-    best = [[infinite] * (total + 1) for _ in range(count + 1)]
-    best[0][0] = (0, 0, 0)
-    for runs in range(1, count + 1):
-        for stop in range(runs, total + 1):
-            for start in range(runs - 1, stop):
-                heaviest, squares, _ = best[runs - 1][start]
-                weight = sums[stop] - sums[start]
-                found = (max(heaviest, weight), squares + weight**2, start)
-                best[runs][stop] = min(best[runs][stop], found)
-    starts, stop = [], total
-    for runs in range(count, 0, -1):
-        stop = best[runs][stop][2]
-        starts.append(stop)
-    return starts[::-1]
 
 
 def _bytes(module: nn.Module) -> int:

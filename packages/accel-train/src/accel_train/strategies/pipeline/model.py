@@ -87,6 +87,8 @@ class PipelineModel(nn.Module):
         #: Gradients of earlier calls of the window wait.
         self.accumulated = False
         self.scale: Callable[[float], None] = lambda factor: None
+        #: The loss scale of the precision.
+        self.loss_scale: Callable[[], float] = lambda: 1.0
 
     @property
     def given(self) -> nn.Module:
@@ -123,10 +125,10 @@ class PipelineModel(nn.Module):
         fused = schedule.kind is not None and trains and self.training
         if fused and not has_loss:
             raise ArgumentTypeError(
-                f"The schedule {schedule.name!r} begins backward before all micro-batches went forward, so the last "
-                "stage must compute the loss, and the model was called without labels. Pass labels to a model of "
-                "transformers, or PipelineParallelConfig(loss_function=…) and model(…, target=…); or choose "
-                "schedule='gpipe', with which the script computes the loss."
+                f"The schedule {schedule.name!r} runs backward in the call of the model, so the last stage must "
+                "compute the loss, and the model was called without labels. Pass labels to a model of transformers, or "
+                "PipelineParallelConfig(loss_function=…) and model(…, target=…); or choose schedule='gpipe', with "
+                "which the script computes the loss."
             )
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
         weights = self._weights(micro_batches)
@@ -270,6 +272,7 @@ class PipelineModel(nn.Module):
         """
         for item in [known for known in self._passes if known.has_gradients]:
             self._passes.remove(item)
+            self.accumulated = True
             run_backward(
                 self._stages[0],
                 self._layout,
@@ -299,6 +302,16 @@ class PipelineModel(nn.Module):
         self._passes = [item for item in self._passes if not item.has_gradients]
         self.accumulated = False
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients of this rank's parameters, as that of an optimizer.
+
+        Raises:
+            AccumulationError: see `drop_gradients`.
+        """
+        self.drop_gradients()
+        for stage in self._stages:
+            stage.zero_grad(set_to_none)
+
     # Forward and backward
 
     def _run_fused(
@@ -327,7 +340,7 @@ class PipelineModel(nn.Module):
             )
 
         fused = self._known(key, self._fused, make)
-        factor = self.loss_factor
+        factor = self.loss_factor * self.loss_scale()
         losses = fused.run(micro_batches, [factor * weight for weight in weights], reduces=self.reduces)
         weighted = [loss * weight for loss, weight in zip(losses, weights if losses else (), strict=True)]
         total = torch.stack(weighted).sum() if weighted else None

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accel_train.errors import PrepareError
@@ -42,7 +43,7 @@ class Absent(nn.Module):
         self._name = name
         self._calls = calls
         # An embedding has tokens as its input, which are no activations; what depends on it is not computed here.
-        self._zero = module.weight.new_zeros(()).detach() if isinstance(module, nn.Embedding) else None
+        self._zero = torch.zeros((), dtype=module.weight.dtype) if isinstance(module, nn.Embedding) else None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The first input; of an embedding 0.
@@ -218,7 +219,11 @@ def counted_tokens(labels: Tensor) -> Tensor:
 
 
 def make_stages(
-    model: nn.Module, cut: Cut, held: Sequence[int], loss_function: Callable[..., Any] | None
+    model: nn.Module,
+    cut: Cut,
+    held: Sequence[int],
+    loss_function: Callable[..., Any] | None,
+    fill: Callable[[nn.Module], None] | None,
 ) -> list[Stage]:
     """Divide a model: it keeps the modules of the stages that this rank holds, and no others.
 
@@ -227,13 +232,17 @@ def make_stages(
         cut: the modules of each stage.
         held: numbers of the stages of this rank, ascending.
         loss_function: see `PipelineParallelConfig`.
+        fill: gives modules their values, on all ranks together; None: they get theirs later.
     """
     calls = _Calls()
-    own = {name for number in held for name in cut.stages[number]}
-    for name in cut.names:
-        if name not in own:
+    for number, names in enumerate(cut.stages):
+        if fill is not None:  # stage by stage: a rank never has memory for more than one of the others
+            fill(nn.ModuleList(model.get_submodule(name) for name in names))
+        for name in names if number not in held else ():
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent)._modules[last] = Absent(name, model.get_submodule(name), calls)
+    if fill is not None:
+        fill(model)
     return [Stage(model, cut, number, calls, loss_function) for number in held]
 
 

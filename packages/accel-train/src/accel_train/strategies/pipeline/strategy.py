@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import accel_ckpt
-from accel_state.operations.collectives import broadcast
+from accel_state.operations.collectives import broadcast, reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, tensors_of_model
 from accel_train.optimizer_parameters import parameters_of
@@ -25,15 +24,14 @@ from accel_train.plugins import (
 )
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
-from accel_train.strategies.fsdp2.start import agree, lay_out, widen
-from accel_train.strategies.fsdp2.strategy import FSDP2Strategy, mixed_precision_policy
-from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
+from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
+from accel_train.strategies.fsdp2.start import Start, read_parts
+from accel_train.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_train.strategies.gradients import combine_norms, scale_down
 from accel_train.strategies.pipeline.cut import cut_model
 from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
-from accel_train.strategies.pipeline.stages import Stage, make_stages
+from accel_train.strategies.pipeline.stages import make_stages
 from accel_train.strategies.pipeline.states import PipelineStates, Whole
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
@@ -41,7 +39,6 @@ from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.tensor_parallel import (
     TensorParallelStrategy,
     complete_gradients,
-    share_start,
 )
 
 __all__ = ["PipelineStrategy"]
@@ -51,9 +48,8 @@ class PipelineStrategy(Strategy):
     """Pipeline parallelism. Inside a stage, FSDP may shard parameters, and the script may divide tensors."""
 
     name: ClassVar[str] = "pp"
-    # A loss scale would have to be one on all stages.
     capabilities: ClassVar[Capabilities] = Capabilities(
-        precisions=frozenset({"no", "bf16"}),
+        precisions=frozenset({"no", "bf16", "fp16"}),
         needs_process_group=True,
         hides_gradients=True,
         saves_windows=False,
@@ -71,6 +67,17 @@ class PipelineStrategy(Strategy):
             )
         self.pipeline_group: Any = mesh.get_group()
         self._rank: int = mesh.get_local_rank()
+        config = options.config
+        sharding = isinstance(config, FullyShardedDataParallelPlugin)
+        self._sharding = config if sharding else FullyShardedDataParallelPlugin()
+        if sharding:
+            check_plugin(config, self.precision)
+        for name in ("checkpoint", "param_init_fn"):
+            if getattr(self.pipeline, name) is not None and self._origin is self._sharding:
+                raise IncompatibleOptionsError(
+                    f"PipelineParallelConfig({name}=…) and FullyShardedDataParallelPlugin(…) both say how a model on "
+                    "the meta device gets its values. Leave one of them out."
+                )
         self._layout = _layout(self.pipeline, mesh.size())
         self._made: list[tuple[PipelineModel, Whole]] = []
         self._gone: dict[int, weakref.ref[Tensor]] = {}  # parameters of other stages
@@ -106,28 +113,29 @@ class PipelineStrategy(Strategy):
                 "knows the routers of its own layers alone. Set it to False before the model is built."
             )
         self.check_plan(plain)
+        start = self._start(plain)  # the models are alike, so all ranks get the same errors
         cut = cut_model(plain, self.pipeline, self._layout.stages)
-        agree(plain)
-        groups = [self.pipeline_group, *([self.loss.group] if self.loss.size > 1 else [])]
-        share_start(plain, groups)
+        units = Units.of(plain, self._sharding) if self._shards else None
         state = accel_ckpt.NamedModel(plain).state_dict()
         forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
-        before = list(plain.parameters())
-        whole = ignored_parameters(plain, self._sharding.ignored_modules)
-        stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function)
-        kept = {id(parameter) for parameter in plain.parameters()}
-        for parameter in before:
-            if id(parameter) not in kept:
-                key = id(parameter)
-                self._gone[key] = weakref.ref(parameter, partial(_forget, self._gone, key))
-        del before
-        steps.place(plain)
+        before = dict(plain.named_parameters(remove_duplicate=False))
+        fill = None if start is None else start.fill
+        stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
+        self._note_gone(before, plain)
+        del before, state
+        if start is not None:
+            steps.place(plain)
         for stage in stages:
             steps.convert(stage.module)
-            if self._shards:
-                self._shard(stage, whole)
+            if units is not None:
+                Divider(self._sharding, self.precision, self.options.mesh.holders, units).divide(stage)
             for layer in stage.layers:
                 steps.compile_in_place(layer)
+        checkpoint = self._origin.checkpoint
+        if start is None and checkpoint is not None:
+            offloads = self._shards and isinstance(self._sharding.offload_policy, CPUOffloadPolicy)
+            home = torch.device("cpu") if offloads else self.options.device
+            read_parts(nn.ModuleList(stages), checkpoint, self.options.device, home, named=plain)
         engine = PipelineModel(
             plain, stages, self._layout, self._rank, self.pipeline_group, self.pipeline, self.options.device
         )
@@ -136,6 +144,7 @@ class PipelineStrategy(Strategy):
             send = partial(broadcast, from_process=first, group=self.loss.group)
             share_in_evaluation(engine, engine, saved_buffers, send=send)
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
+        engine.loss_scale = self._settle_scale
         self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
         self._made.append((engine, Whole(plain, forms)))
         for stage in stages:
@@ -143,34 +152,31 @@ class PipelineStrategy(Strategy):
         return engine
 
     @property
-    def _sharding(self) -> FullyShardedDataParallelPlugin:
-        config = self.options.config
-        return (
-            config if isinstance(config, FullyShardedDataParallelPlugin) else FullyShardedDataParallelPlugin()
+    def _origin(self) -> FullyShardedDataParallelPlugin | PipelineParallelConfig:
+        """What says how a model on the meta device gets its values."""
+        plugin = self._sharding
+        return plugin if plugin.checkpoint is not None or plugin.param_init_fn is not None else self.pipeline
+
+    def _start(self, model: nn.Module) -> Start | None:
+        """How the tensors of all stages get their values; None: each rank reads those of its own from files."""
+        return Start.of(
+            model,
+            self._origin.checkpoint,
+            device=None,  # foreign stages never come to the device
+            syncs=bool(self._sharding.sync_module_states),
+            init=self._origin.param_init_fn,
+            groups=[self.pipeline_group, *([self.loss.group] if self.loss.size > 1 else [])],
+            told_by="PipelineParallelConfig",
         )
 
-    def _shard(self, stage: Stage, whole: set[nn.Parameter]) -> None:
-        """Shard the parameters of a stage, except `whole`, over the ranks that hold the same one."""
-        plugin, model = self._sharding, stage.module
-        units = [unit for unit in find_units(model, plugin) if next(unit.parameters(), None) is not None]
-        blocks, (units, _) = units, covering_shared(model, units, whole)
-        if plugin.activation_checkpointing:
-            recomputed = policy_of(plugin.activation_checkpointing)
-            checkpoint_blocks(model, blocks, bool(plugin.activation_checkpointing_offload), recomputed)
-        policy = mixed_precision_policy(plugin, self.precision)
-        for unit in [*units, stage]:
-            if self.precision.dtypes.compute is not None:
-                widen(unit)
-            lay_out(unit)
-            self.precision.before_sharding(unit, whole)
-            fully_shard(
-                unit,
-                mesh=self.options.mesh.holders,
-                reshard_after_forward=plugin.reshard_after_forward if unit is not stage else None,
-                mp_policy=policy if unit is stage else replace(policy, output_dtype=None),
-                offload_policy=plugin.offload_policy,
-                ignored_params=whole,
-            )
+    def _note_gone(self, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+        """Remember the parameters that are in other stages now."""
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        kept = {id(parameter) for name, parameter in before.items() if name in names}
+        for parameter in before.values():
+            key = id(parameter)
+            if key not in kept:
+                self._gone[key] = weakref.ref(parameter, partial(_forget, self._gone, key))
 
     def _keep_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave parameters of other stages out of an optimizer."""
@@ -265,7 +271,13 @@ class PipelineStrategy(Strategy):
                     "accelerator.backward(loss), which goes through all stages of the pipeline."
                 )
             engine.accumulated = False
+        self.precision.share_found(optimizer, lambda value: reduce(value, "max", group=self.pipeline_group))
         return super().step(optimizer, closure)
+
+    def _settle_scale(self) -> float:
+        """The loss scale of gradients that a call of a model is about to compute."""
+        self.precision.settle_scale(any(engine.accumulated for engine, _ in self._made))
+        return self.precision.loss_scale
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         """Drop gradients; not between a call of the model that computes them and its backward."""

@@ -1,0 +1,169 @@
+"""Memory of ``pp``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from accel_bigmodel.planning.footprints.base import (
+    FP32,
+    Cluster,
+    Moment,
+    Setting,
+    StrategyFootprint,
+    Workload,
+)
+from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
+from accel_state.balance import balanced_starts
+
+__all__ = ["PipelineFootprint"]
+
+_MICRO_BATCHES = 2  # for each stage, as the strategy cuts a batch by default
+_NOTHING = Layer(0, 0, 0)
+
+
+class PipelineFootprint(StrategyFootprint):
+    """Footprint of the pipeline's rank with the most: a stage, and the activations of its micro-batches in flight.
+
+    The schedule is "1f1b", which is the default where the last stage computes the loss. The batch of a rank is cut into
+    two micro-batches for each stage.
+    """
+
+    waits: ClassVar[str] = "waits for other stages"
+
+    def __init__(
+        self, shape: ModelShape, setting: Setting, workload: Workload, timeline: Timeline | None
+    ) -> None:
+        super().__init__(shape, setting, workload, timeline)
+        sizes = [unit.parameters for unit in shape.units]
+        sizes[0] += (shape.first or _NOTHING).parameters
+        sizes[-1] += (shape.last or _NOTHING).parameters
+        bounds = [*balanced_starts(sizes, setting.stages), len(sizes)]
+        self._stages = [
+            _Stage(shape, setting, workload, timeline, number, start, stop)
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ]
+
+    @classmethod
+    def settings(
+        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+    ) -> Iterable[Setting]:
+        """Each number of stages that divides the devices, with replicas of the pipeline on the others."""
+        if shape.first is None or shape.adapters or workload.precision == "fp8":
+            return
+        for stages in range(2, min(cluster.devices, len(shape.units), workload.batch_size) + 1):
+            if cluster.devices % stages == 0:
+                replicas = cluster.devices // stages
+                yield Setting(
+                    f"pp, {stages} stages", "pp", replicas, checkpointing=checkpointing, stages=stages
+                )
+
+    @classmethod
+    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+        """Degrees of parallelism."""
+        return {
+            "use_parallelism_config": True,
+            "parallelism.pp_size": setting.stages,
+            "parallelism.dp_replicate_size": setting.shards,
+        }
+
+    def traffic(self, cluster: Cluster) -> float:
+        """Activations to the next stage and their gradients to the one before; replicas send gradients of a stage."""
+        tokens = self.workload.batch_size * self.workload.seq_length * self.workload.micro_batches
+        return 2 * FP32 * tokens * self.shape.hidden_size + super().traffic(cluster) / self.setting.stages
+
+    def between(self) -> Moment:
+        """The memory between two steps."""
+        return max((stage.between() for stage in self._stages), key=lambda moment: moment.total)
+
+    def moments(self) -> Iterator[Moment]:
+        """The moments that may be the peak, on any rank."""
+        for stage in self._stages:
+            yield from stage.moments()
+
+
+class _Stage(StrategyFootprint):
+    """Footprint of one stage.
+
+    Args:
+        shape: the whole model.
+        setting: the number of stages.
+        workload: the training.
+        timeline: of the whole model.
+        number: of the stage.
+        start: its first unit.
+        stop: the unit after its last one.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        setting: Setting,
+        workload: Workload,
+        timeline: Timeline | None,
+        number: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        is_first, is_last = number == 0, number == setting.stages - 1
+        ends = [shape.first if is_first else None, shape.last if is_last else None]
+        own = replace(
+            shape,
+            units=shape.units[start:stop],
+            outside=_joined([end for end in ends if end is not None]),
+            tensors=shape.tensors // setting.stages,
+        )
+        phases, self._buffers = _flow(timeline, setting.stages, number, start, stop, workload.batch_size)
+        # Gradients of earlier micro-batches wait when a later one goes forward.
+        accumulating = replace(workload, micro_batches=max(2, workload.micro_batches))
+        super().__init__(own, setting, accumulating, phases)
+
+    def between(self) -> Moment:
+        """The memory between two steps."""
+        found = super().between()
+        return replace(
+            found, gathered=self._buffers, when=f"{found.when}, stage of {len(self.shape.units)} blocks"
+        )
+
+
+def _joined(ends: list[Layer]) -> Layer:
+    return ends[0] if len(ends) == 1 else _NOTHING
+
+
+def _flow(
+    timeline: Timeline | None, stages: int, number: int, start: int, stop: int, batch_size: int
+) -> tuple[Timeline | None, float]:
+    """The phases of a stage whose micro-batches in flight are the most, and bytes of buffers for what it receives."""
+    if timeline is None:
+        return None, 0.0
+    rows = batch_size / (_MICRO_BATCHES * stages)
+    phases = timeline.phases
+    sizes = [max(0.0, phase.fixed + phase.per_sample * rows) for phase in phases]
+    forward = [(size, at) for at, (phase, size) in enumerate(zip(phases, sizes, strict=True)) if _runs(phase)]
+    grows = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(forward)]
+    grows.append(grows[-1])  # what the last unit keeps
+    sent = sizes[0]  # the output of the embeddings, which is as large as that of each unit
+    is_first, is_last = number == 0, number == stages - 1
+    kept = sum(grows[start:stop]) + (sent if is_first else 0)
+    elsewhere = sum(grows[:start]) + (0 if is_first else sent)
+    waiting = kept * (stages - number - 1)  # of earlier micro-batches
+    head = range(forward[-1][1] + 1, next(at for at, phase in enumerate(phases) if _returns(phase)))
+    found = [
+        replace(
+            phase, fixed=size - elsewhere + waiting, per_sample=0.0, logits=phase.logits * rows / batch_size
+        )
+        for at, (phase, size) in enumerate(zip(phases, sizes, strict=True))
+        if (start <= phase.unit < stop if phase.unit is not None else (is_last if at in head else is_first))
+    ]
+    buffers = _MICRO_BATCHES * stages * sent * ((not is_first) + (not is_last))
+    return Timeline(tuple(found)), buffers
+
+
+def _runs(phase: Phase) -> bool:
+    return phase.unit is not None and not phase.backward
+
+
+def _returns(phase: Phase) -> bool:
+    return phase.unit is not None and phase.backward
