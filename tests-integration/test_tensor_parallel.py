@@ -438,3 +438,101 @@ def add_later():
 def test_t39_parameters_that_are_added_are_refused_until_ranks_have_the_same():
     first, second = worlds.run(add_later, 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def scaled(kind, steps, fused=False):
+    """Gradients of float64 are scaled and unscaled exactly, because scales are powers of two."""
+    accelerator = begin_as(kind, steps, "fp16")
+    model = divide(make(), accelerator.torch_device_mesh["tp"])
+    kinds = [[p for p in model.parameters() if hasattr(p, "placements") is split] for split in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds], lr=1e-2, eps=1e-3, fused=fused)
+    loader = loader_of(accelerator.strategy.batch.size)
+    return windows(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def begin_as(kind, steps, precision):
+    from accel_train import Accelerator, GradScalerKwargs, ParallelismConfig
+
+    scale = [GradScalerKwargs(init_scale=256.0)]  # nothing overflows by itself
+    if kind == "tp":
+        return begin(2, steps, mixed_precision=precision, kwargs_handlers=scale)
+    return Accelerator(
+        parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2),
+        gradient_accumulation_steps=steps,
+        mixed_precision=precision,
+        kwargs_handlers=scale,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "fused"),
+    [
+        ("tp", 2, False),
+        pytest.param("tp", 2, True, marks=pytest.mark.full),
+        pytest.param("tp", 4, False, marks=pytest.mark.full),
+    ],
+)
+def test_scaled_gradients_are_clipped_and_stepped_as_on_one_process(kind, ranks, fused):
+    wanted = plain(2)
+    for found in worlds.run(scaled, ranks, kind, 2, fused):
+        check(found, wanted)
+
+
+def overflow(kind, name):
+    """A step whose gradient is inf in one element that one rank holds, and a step after it."""
+    from accel_train.strategies.gradients import local_part
+
+    accelerator = begin_as(kind, 1, "fp16")
+    model = divide(make(), accelerator.torch_device_mesh["tp"])
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    x, y = next(iter(loader_of(1)))
+    taken = []
+    for wrong in (True, False):
+        before = accelerator.get_state_dict(model)["blocks.0.up.weight"].clone()
+        accelerator.backward((model(x) - y).square().mean())
+        if wrong and accelerator.process_index == 1:
+            local_part(model.get_parameter(name).grad).view(-1)[0] = torch.inf
+        optimizer.step()
+        after = accelerator.get_state_dict(model)["blocks.0.up.weight"]
+        taken.append(
+            (not torch.equal(before, after), optimizer.step_was_skipped, accelerator.scaler.get_scale())
+        )
+        optimizer.zero_grad()
+    accelerator.backward((model(x) - y).square().mean())  # the scale changes before a window opens
+    return [*taken, accelerator.scaler.get_scale()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "name"),
+    [
+        ("tp", 2, "blocks.1.down.weight"),
+        pytest.param("dp_shard x tp", 4, "blocks.1.down.weight", marks=pytest.mark.full),
+    ],
+)
+def test_inf_on_one_rank_skips_the_step_on_all(kind, ranks, name):
+    for first, second, scale in worlds.run(overflow, ranks, kind, name):
+        assert first[:2] == (False, True)
+        assert second[:2] == (True, False)
+        assert scale == first[2] / 2
+
+
+def half(divided):
+    from accel_train import Accelerator
+
+    accelerator = (
+        begin(2, 2, mixed_precision="fp16")
+        if divided
+        else Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="fp16")
+    )
+    model = make().float()
+    if divided:
+        model = divide(model, accelerator.torch_device_mesh["tp"])
+    loader = DataLoader([(x.float(), y.float()) for x, y in data()], batch_size=4)
+    return windows(accelerator, *accelerator.prepare(model, optimizer_of(model), loader))
+
+
+def test_fp16_is_that_of_one_process():
+    wanted = half(divided=False)
+    assert plain(2)[1] == pytest.approx(wanted[1], rel=5e-2), "and near the exact norms"
+    for found in worlds.run(half, 2, True):
+        check(found, wanted, bound=5e-3)

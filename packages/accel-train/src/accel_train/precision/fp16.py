@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from accel_ckpt.parts import is_sharded
 from accel_train.errors import AccumulationError, OptionError, PrepareError
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.precision.autocast import AutocastPrecision
@@ -18,19 +21,71 @@ __all__ = ["FP16Precision", "Scaler"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's gradient scaler, which can also unscale gradients in host memory of parameters that compute on a device.
+    """torch's gradient scaler, which also unscales gradients in host memory, and those of which ranks hold parts.
 
-    Torch (2.13) copies the factor and the flag to the host without waiting for them, and reads them there at once.
+    Torch (2.13) copies the factor and the flag to the host without waiting for them, and reads them there at once. It
+    takes no whole and divided tensors together, and asks only the ranks that the first tensor is divided among whether
+    they found inf.
     """
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        parameters = list(parameters_of(optimizer))
         if inv_scale.device.type != "cpu" and any(
-            p.grad is not None and p.grad.device.type == "cpu" for p in parameters_of(optimizer)
+            p.grad is not None and p.grad.device.type == "cpu" for p in parameters
         ):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        groups = _divided_among(parameters)
+        if not groups:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        own = super()._unscale_grads_(_own_parts(parameters), inv_scale, found_inf, allow_fp16)
+        return _found_by_any(own, groups)
+
+
+def _divided_among(parameters: Iterable[Any]) -> list[tuple[Any, torch.device]]:
+    """The groups of ranks that tensors are divided among, each once, and the device on which they communicate."""
+    found: dict[str, tuple[Any, torch.device]] = {}
+    for parameter in filter(is_sharded, parameters):
+        mesh = parameter.device_mesh
+        for dimension, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                group = mesh.get_group(dimension)
+                found.setdefault(group.group_name, (group, torch.device(mesh.device_type)))
+    return list(found.values())
+
+
+def _own_parts(parameters: Iterable[Any]) -> Any:
+    """What the scaler reads of an optimizer, with this rank's parts of gradients."""
+    held = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.to_local() if is_sharded(parameter.grad) else parameter.grad
+            holder = gradient.detach()
+            holder.grad = gradient
+            held.append(holder)
+    return SimpleNamespace(param_groups=[{"params": held}])
+
+
+def _found_by_any(
+    own: dict[torch.device, Tensor], groups: list[tuple[Any, torch.device]]
+) -> dict[torch.device, Tensor]:
+    """What `_unscale_grads_` returns, where ranks found inf in parts of the same gradients. Collective.
+
+    Args:
+        own: whether this rank found inf, by device; empty: it holds no gradients.
+        groups: as of `_divided_among`.
+    """
+    device = groups[0][1]
+    flags = [flag.to(device).reshape(()) for flag in own.values()]
+    nothing = torch.zeros((), device=device)
+    found = torch.stack([*flags, nothing]).max()
+    state = torch.stack([found, nothing + bool(own)])
+    for group, _ in groups:
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
+    if own:
+        return {where: state[0].to(where) for where in own}
+    return {device: state[0]} if state[1] else {}
 
 
 class FP16Precision(AutocastPrecision):

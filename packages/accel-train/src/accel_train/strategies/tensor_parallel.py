@@ -35,10 +35,9 @@ class TensorParallelStrategy(Strategy):
     """
 
     name: ClassVar[str] = "tp"
-    # Torch's gradient scaler cannot unscale whole tensors and parts of others together.
     capabilities: ClassVar[Capabilities] = Capabilities(
         in_stages=True,
-        precisions=frozenset({"no", "bf16"}),
+        precisions=frozenset({"no", "bf16", "fp16"}),
         needs_process_group=True,
         dimensions=frozenset({"dp_replicate", "cp", "sp", "tp"}),
     )
