@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from testkit import worlds
 
 WIDTH, HIDDEN, LAYERS, EXPERTS, ROUTES, TOKENS, STEPS = 128, 256, 4, 8, 2, 512, 4
+WARM = 10  # steps before: ranks compare what they run in the first eight backward passes
 
 
 class Stacked(nn.Module):
@@ -124,7 +125,9 @@ class ByHand(nn.Module):
         if isinstance(whole, Stacked):
             up, down = whole.up, whole.down
         else:
-            up, down = (torch.stack([getattr(each, name).weight for each in whole]) for name in ("up", "down"))
+            up, down = (
+                torch.stack([getattr(each, name).weight for each in whole]) for name in ("up", "down")
+            )
         self.up = nn.Parameter(up.detach()[own].clone())
         self.down = nn.Parameter(down.detach()[own].clone())
         for parameter in (self.up, self.down):  # other ranks have gradients of the mean over their own tokens
@@ -219,6 +222,8 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
     runs = {"torch": by_hand(kind), "ours": by_ours(kind)}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, list[float]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        losses[name] += [run() for _ in range(WARM)]
     for number in range(rounds):
         for name, run in runs.items() if number % 2 else reversed(runs.items()):
             dist.barrier()
