@@ -391,6 +391,35 @@ def test_a_module_that_runs_twice_draws_once():
         torch.testing.assert_close(after, torch.rand(1))
 
 
+def begun_without_tokens(empty):
+    """The weights after a step in which some ranks have no token."""
+    from accel_train.errors import PrepareError
+
+    accelerator = accelerator_of(2)
+    model = made(kind="list")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    [(x, _)] = samples(1, 6)
+    x = x[: 0 if accelerator.process_index in empty else 6]
+    try:
+        accelerator.backward(model(x).square().sum())
+    except PrepareError as error:
+        return str(error)
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def test_a_rank_of_a_list_may_begin_without_tokens():
+    model = made(kind="list")
+    [(x, _)] = samples(1, 6)
+    (model(x).square().sum() / 2).backward()  # the mean over ranks
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for found in worlds.run(begun_without_tokens, 2, [1]):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
+    for error in worlds.run(begun_without_tokens, 2, [0, 1]):
+        assert "called no member of blocks.0.experts in its first forward, on any rank" in error
+
+
 class InPlace(Block):
     def forward(self, x):
         return super().forward(x.mul_(0.5))

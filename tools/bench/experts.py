@@ -9,6 +9,7 @@ are checked to be equal. Experts are stacked, and in a list, which the script's 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -24,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 
-WIDTH, HIDDEN, LAYERS, EXPERTS, ROUTES, TOKENS, STEPS = 128, 256, 4, 8, 2, 512, 4
+WIDTH, LAYERS, EXPERTS, ROUTES, STEPS = 128, 4, 8, 2, 4
+TOKENS, HIDDEN = 2048, 1024  # of a rank; of an expert
+SMALL = (512, 256)  # what a step costs besides computing
 WARM = 10  # steps before: ranks compare what they run in the first eight backward passes
 
 
@@ -214,9 +217,12 @@ def by_ours(kind: str) -> Callable[[], float]:
     return step
 
 
-def measure(kind: str, rounds: int) -> dict[str, list[float]]:
+def measure(kind: str, rounds: int, sizes: tuple[int, int]) -> dict[str, list[float]]:
     """Seconds of a step, round after round."""
     from accel_state import PartialState
+
+    global TOKENS, HIDDEN
+    TOKENS, HIDDEN = sizes
 
     PartialState(cpu=True)
     runs = {"torch": by_hand(kind), "ours": by_ours(kind)}
@@ -240,15 +246,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--kinds", nargs="+", choices=("stacked", "list"), default=["stacked", "list"])
     arguments = parser.parse_args()
-    for kind in arguments.kinds:
-        found = worlds.run(measure, 2, kind, arguments.rounds, timeout=600)[0]
+    for kind, sizes in itertools.product(arguments.kinds, [(TOKENS, HIDDEN), SMALL]):
+        found = worlds.run(measure, 2, kind, arguments.rounds, sizes, timeout=600)[0]
         ratio = statistics.median(o / t for o, t in zip(found["ours"], found["torch"], strict=True))
         print(
-            f"experts, {kind}, 2 ranks: torch {statistics.median(found['torch']) * 1e3:.1f} ms, ours "
-            f"{statistics.median(found['ours']) * 1e3:.1f} ms, {ratio:.3f}x"
+            f"experts, {kind}, {sizes[0]} tokens, 2 ranks: torch {statistics.median(found['torch']) * 1e3:.1f} ms, "
+            f"ours {statistics.median(found['ours']) * 1e3:.1f} ms, {ratio:.3f}x"
         )
     return 0
 

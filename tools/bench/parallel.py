@@ -148,10 +148,7 @@ def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Round]:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     inputs = _inputs_of(mesh["dp"].get_local_rank())
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    groups = list(by_mesh.values())  # which one foreach call takes
+    groups = _by_mesh(model)
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, foreach=True)
 
     def run() -> None:
@@ -168,6 +165,14 @@ def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Round]:
     return model, run
 
 
+def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Parameters that one foreach call takes together."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
 def _whole(tensor: Any) -> Tensor:
     value: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return value
@@ -181,7 +186,7 @@ def tensor_parallel_ours(sharded: bool) -> tuple[nn.Module, Round]:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, **degrees))
     model, _, _ = parts()
     _divide_feed_forward(model, accelerator.torch_device_mesh["tp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW([{"params": group} for group in _by_mesh(model)], lr=1e-3, foreach=True)
     inputs = _inputs_of(dist.get_rank() // 2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -201,13 +206,13 @@ def muon_by_hand() -> tuple[nn.Module, Round]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, _, inputs = parts()
+    model, inputs = _parts_for_muon()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    matrices = [p for name, p in model.named_parameters() if _is_muons(name, p)]
-    rest = [p for name, p in model.named_parameters() if not _is_muons(name, p)]
+    matrices = [p for p in model.parameters() if _is_muons(p)]
+    rest = [p for p in model.parameters() if not _is_muons(p)]
     muon = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.0, foreach=True)
 
@@ -221,25 +226,29 @@ def muon_by_hand() -> tuple[nn.Module, Round]:
     return model, run
 
 
-def _is_muons(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and not name.startswith("head")
+def _parts_for_muon() -> tuple[nn.Module, Tensor]:
+    """Without the narrow head, which leaves gradients of low rank; Muon makes what is rounded of the rest large."""
+    model, _, inputs = parts()
+    model.head = nn.Identity()
+    return model, inputs
+
+
+def _is_muons(parameter: Tensor) -> bool:
+    return parameter.dim() == 2
 
 
 def muon_ours() -> tuple[nn.Module, Round]:
     """The same by `Accelerator`."""
     from accel_train import Accelerator, FullyShardedDataParallelPlugin, MuonWithAdamW
 
-    model, _, inputs = parts()
+    model, inputs = _parts_for_muon()
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    named = list(model.named_parameters())
+    matrices = [p for p in model.parameters() if _is_muons(p)]
+    rest = [p for p in model.parameters() if not _is_muons(p)]
     optimizer = MuonWithAdamW(
         [
-            {"params": [p for name, p in named if _is_muons(name, p)], "use_muon": True},
-            {
-                "params": [p for name, p in named if not _is_muons(name, p)],
-                "use_muon": False,
-                "weight_decay": 0.0,
-            },
+            {"params": matrices, "use_muon": True},
+            {"params": rest, "use_muon": False, "weight_decay": 0.0},
         ],
         lr=1e-3,
     )

@@ -15,8 +15,7 @@ from accel_train import Accelerator, DataLoaderConfiguration, MixedDataLoader, s
 VOCABULARY, LENGTH, STEPS = 40, 12, 80
 
 
-def sequences(number, stride):
-    """Each token is the one before plus `stride`, so the next one can be learned."""
+def sequences(number, stride):  # each token is the one before plus `stride`, so the next one can be learned
     starts = torch.randint(VOCABULARY, (number, 1))
     return list((starts + stride * torch.arange(LENGTH)) % VOCABULARY)
 
@@ -29,17 +28,15 @@ def main(args):
         "web": DataLoader(sequences(400, stride=1), 16, shuffle=True),
         "code": DataLoader(sequences(48, stride=3), 16, shuffle=True),  # small, so it is read several times
     }
-    weights = [(0, {"web": 0.9, "code": 0.1}), (STEPS, {"web": 0.5, "code": 0.5})]
-    mixture = MixedDataLoader(loaders, weights, steps=STEPS, choice="balanced")
-    # The stride is in the last two tokens.
-    model = nn.Sequential(
+    knots = [(0, {"web": 0.9, "code": 0.1}), (STEPS, {"web": 0.5, "code": 0.5})]
+    mixture = MixedDataLoader(loaders, knots, steps=STEPS, choice="balanced")
+    model = nn.Sequential(  # the stride is in the last two tokens
         nn.Embedding(VOCABULARY, 16), nn.Flatten(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCABULARY)
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, mixture = accelerator.prepare(model, optimizer, mixture)
     if args.resume:
         accelerator.load_state("data_mixture")
-
     for tokens in mixture:
         pairs, targets = tokens.unfold(1, 2, 1)[:, :-1], tokens[:, 2:]
         loss = nn.functional.cross_entropy(model(pairs.flatten(0, 1)), targets.flatten())

@@ -131,7 +131,7 @@ def _why(plan: Plan, best: Row) -> str:
     sends = f"{gigabytes(best.traffic)} GB per rank and step"
     # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
     whose = "among the strategies that fit without recomputation"
-    if not best.kind.blocks and any(row.kind.blocks for row in others):
+    if not best.kind.waits and any(row.kind.waits for row in others):
         whose += " and whose ranks read different batches"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:

@@ -175,7 +175,7 @@ class DividedAttention:
         pieces = self.layout.pieces(0 if group is None else dist.get_rank(group))
         length = query.shape[SEQUENCE] // len(pieces)
         outputs = []
-        for number, queries in zip(pieces, query.split(length, SEQUENCE), strict=True):
+        for number, queries in zip(pieces, torch.split(query, length, SEQUENCE), strict=True):
             known = (number + 1) * length  # no position of this piece attends to later ones
             outputs.append(
                 scaled_dot_product_attention(

@@ -155,7 +155,7 @@ class _Mode(TorchFunctionMode):
                     "whole model."
                 )
             self._calls[0] += 1
-            return self._attention(*args, **(kwargs or {}), documents=self.documents)
+            return self._attention(*args, **{**(kwargs or {}), "documents": self.documents})
         return func(*args, **(kwargs or {}))
 
 

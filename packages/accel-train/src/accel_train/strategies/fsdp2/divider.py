@@ -93,7 +93,7 @@ class Divider:
     Args:
         plugin: options.
         precision: the dtypes of computation, unless the plugin has a policy.
-        mesh: the ranks.
+        mesh: the ranks; None: all of the world.
         units: which modules are units, and which parameters are not divided.
         fill: gives a unit its values, just before it is divided; None: it has them, or gets them later.
 
@@ -106,7 +106,7 @@ class Divider:
         self,
         plugin: FullyShardedDataParallelPlugin,
         precision: PrecisionVerbs,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         units: Units,
         fill: Callable[[nn.Module], None] | None = None,
     ) -> None:

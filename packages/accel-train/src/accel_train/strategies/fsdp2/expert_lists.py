@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_ckpt.modules.experts import Experts
 from accel_ckpt.parts import is_sharded
+from accel_state.operations.collectives import gather_object
 from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.activations import CheckpointedForward
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
@@ -41,14 +42,14 @@ def divide_list(experts: Experts, mesh: Any) -> list[nn.Parameter]:
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    found = []
+    found: list[nn.Parameter] = []
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     for module in (module for member in experts.members for module in member.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-                module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
-                found.append(module._parameters[name])
+                found.append(nn.Parameter(part, parameter.requires_grad))
+                module._parameters[name] = found[-1]
     return found
 
 
@@ -97,16 +98,16 @@ class ListedExperts:
         self._calls: list[tuple[int, Tensor]] = []
         self._results: list[Tensor] | None = None
         self._running = False
-        self._form: tuple[int, torch.dtype] | None = None  # of the rows that a member was last called with
+        self._form: tuple[int, torch.dtype] | None = None  # of the rows that members are called with
         if experts.caller is None:
             self._forward: Callable[..., Any] = experts.module.forward
             experts.module.forward = self._routed
         else:
             self._caller = experts.caller
-            forward = experts.caller.forward
-            recomputed = isinstance(forward, CheckpointedForward)
-            self._forward = forward.forward if recomputed else forward
-            (forward if recomputed else experts.caller).forward = self._called
+            forward: Any = experts.caller.forward
+            owner: Any = forward if isinstance(forward, CheckpointedForward) else experts.caller
+            self._forward = owner.forward
+            owner.forward = self._called
             for number, member in enumerate(experts.members):
                 member.forward = _Member(self, number)
 
@@ -156,12 +157,12 @@ class ListedExperts:
         results = self._computed(calls)
         drawn_since = self._random_states()
         self._set_random_states(drawn)
-        self._calls, self._results = [], results
+        self._calls, self._results = [], results[: len(calls)]
         output = self._forward(*args, **kwargs)
         self._set_random_states(drawn_since)
         if _described(self._calls) != _described(calls):
             self._refuse_other_calls()
-        return output
+        return output if calls else _depending_on(results[0], output)
 
     def call(self, number: int, args: Sequence[Any], kwargs: Any) -> Any:
         """The forward of one member.
@@ -206,28 +207,37 @@ class ListedExperts:
         return none.new_zeros((*tokens.shape[:-1], none.shape[-1]))
 
     def _computed(self, calls: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """The result of each noted call. Collective."""
+        """The result of each noted call; of none, one without rows. Collective."""
         sizes = [len(rows) for _, rows in calls]
-        if calls:
-            rows = torch.cat([rows for _, rows in calls])
-            self._form = rows.shape[-1], rows.dtype
-        elif self._form is not None:
-            rows = torch.zeros((0, self._form[0]), dtype=self._form[1], device=self._device)
-        else:
-            raise PrepareError(
-                f"{type(self._caller).__name__} called no member of {self._name} in its first forward on this rank, so "
-                "it is not known which tokens other ranks send. Begin with a batch that has tokens on every rank."
-            )
+        own = torch.cat([rows for _, rows in calls]) if calls else None
+        if self._form is None:
+            self._form = self._agreed_form(own)
+        width, dtype = self._form
+        rows = torch.zeros((0, width), dtype=dtype, device=self._device) if own is None else own
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # so that all ranks send gradients back, or none does
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64)
         number = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(self._device)
-        return list(self._tokens.each(rows, number, self._compute).split(sizes))
+        return list(torch.split(self._tokens.each(rows, number, self._compute), sizes or [0]))
+
+    def _agreed_form(self, rows: Tensor | None) -> tuple[int, torch.dtype]:
+        """Features and dtype of the rows of any rank, for ranks that have none. Collective, in the first forward."""
+        own = None if rows is None else (rows.shape[-1], str(rows.dtype).removeprefix("torch."))
+        known = [form for form in gather_object([own]) if form is not None]
+        if not known:
+            raise PrepareError(
+                f"{type(self._caller).__name__} called no member of {self._name} in its first forward, on any rank, so "
+                "it is not known which tokens they take. Begin with a batch that has tokens."
+            )
+        width, dtype = known[0]
+        return int(width), getattr(torch, dtype)
 
     def _compute(self, rows: Tensor, which: Tensor, counts: Sequence[int]) -> Tensor:
         """Each row's expert of this rank. Without rows one of zeros is computed, so that gradients are reduced."""
         if not sum(counts):
             return self._expert(0, torch.cat([rows, rows.new_zeros((1, rows.shape[1]))]))[:0]
         order = torch.argsort(which, stable=True)
-        pieces = rows[order].split(list(counts))
+        pieces = torch.split(rows[order], list(counts))
         results = torch.cat([self._expert(place, piece) for place, piece in enumerate(pieces) if len(piece)])
         return torch.empty_like(results).index_copy(0, order, results)
 
@@ -344,8 +354,8 @@ class _Gather:
         received = sent.new_empty(sum(coming))
         dist.all_to_all_single(received, sent, coming, [mine] * self.ranks, group=self.group)
         pieces = [
-            values.split(self.sizes(shapes, rank) * here)
-            for rank, values in enumerate(received.split(coming))
+            torch.split(values, self.sizes(shapes, rank) * here)
+            for rank, values in enumerate(torch.split(received, coming))
         ]
         own = parts[self.own.start * len(shapes) : self.own.stop * len(shapes)]
         return [
@@ -386,9 +396,8 @@ class _Gather:
         total = received.view(self.ranks // self.holders, self.holders, mine).sum(0)
         if self.replicas is not None:
             dist.all_reduce(total, group=self.replicas)
-        found = list(
-            (total[:, :-here] * self.factor).flatten().split(self.sizes(shapes, self.index) * self.experts)
-        )
+        summed = (total[:, :-here] * self.factor).flatten()
+        found = torch.split(summed, self.sizes(shapes, self.index) * self.experts)
         if not all(use.sent):  # else the host need not wait for the device
             use = _Use(total[:, -here:].flatten().tolist())
         parts: list[Tensor | None] = []
@@ -427,6 +436,20 @@ class _Gathered(torch.autograd.Function):
         reduced = ctx.gather.reduce(gradients, ctx.shapes, ctx.dtypes, ctx.use)
         needed = ctx.needs_input_grad[3:]
         return None, None, None, *(each if need else None for each, need in zip(reduced, needed, strict=True))
+
+
+def _depending_on(nothing: Tensor, output: Any) -> Any:
+    """An output whose backward goes through a tensor without elements, so that this rank takes part in collectives."""
+    done = False
+
+    def join(value: Any) -> Any:
+        nonlocal done
+        if done or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        done = True
+        return value + nothing.sum().to(value.dtype)
+
+    return tree_map(join, output)
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype:

@@ -122,7 +122,7 @@ class StackedExperts:
 
     def _count_here(self, count: int) -> None:
         if hasattr(self._module, "num_experts"):
-            self._module.num_experts = count
+            self._module.num_experts = count  # type: ignore[assignment] # a number of the script, no tensor
 
     def _expert(self, rows: Tensor, which: Tensor, counts: Sequence[int]) -> Tensor:
         """Each row's expert of this rank. Without rows one of zeros is computed, so that gradients are reduced."""
@@ -260,4 +260,4 @@ def _rows_apart(
     module: nn.Module, rows: Tensor, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """What an expert returns for all tokens, and for each by itself."""
-    return module(rows), torch.cat([module(row) for row in rows.split(1)])
+    return module(rows), torch.cat([module(row) for row in torch.split(rows, 1)])
