@@ -35,7 +35,7 @@ def test_a_good_machine_has_no_findings():
     ("topic", "status", "advice", "changes"),
     [
         ("packages", "problem", "series must be the same", {"versions": {**GOOD.versions, "accel-ckpt": "0.2.0"}}),
-        ("torch", "problem", "2.8 or newer", {"versions": {**GOOD.versions, "torch": "2.7.1+cu126"}}),
+        ("torch", "problem", "2.9 or newer", {"versions": {**GOOD.versions, "torch": "2.8.0+cu126"}}),
         ("accelerators", "problem", "build of torch for CUDA", {"accelerators": 0, "torch_cuda": ""}),
         ("accelerators", "problem", "nvidia-smi", {"accelerators": 0}),
         ("CPUs", "warning", "OMP_NUM_THREADS=2", {"cpu_quota": 2.0}),

@@ -49,15 +49,12 @@ ADAMW = {"adamw_lr": 3e-3, "adamw_betas": (0.8, 0.99), "adamw_weight_decay": 0.0
 
 
 def torchs(model, **options):
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        pytest.skip("torch before 2.9 has no Muon")
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "layers" in name]
     others = [
         {"params": [model.embed.weight, model.lm_head.weight], "weight_decay": 0.05},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    return muon(hidden, **MUON, **options), torch.optim.AdamW(others, lr=3e-3, betas=(0.8, 0.99))
+    return torch.optim.Muon(hidden, **MUON, **options), torch.optim.AdamW(others, lr=3e-3, betas=(0.8, 0.99))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,8 +13,8 @@ from accel_cli.doctor.machine import GATHERED, Machine
 __all__ = ["CHECKS", "Finding", "examine", "examine_here"]
 
 _GB = 10**9
-_FIRST_DAY = 1754438400
-"""2025-08-06, when torch 2.8 appeared: no right clock shows less where it is installed."""
+_FIRST_DAY = 1760486400
+"""2025-10-15, when torch 2.9 appeared: no right clock shows less where it is installed."""
 _MODULES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 
 
@@ -46,8 +46,8 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("packages", "ok", text)
     torch = machine.versions.get("torch", "")
-    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < (2, 8):
-        yield Finding("torch", "problem", torch, "2.8 or newer is needed: pip install --upgrade torch")
+    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < (2, 9):
+        yield Finding("torch", "problem", torch, "2.9 or newer is needed: pip install --upgrade torch")
     else:
         yield Finding(
             "torch",
