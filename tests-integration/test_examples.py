@@ -223,18 +223,22 @@ def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_pat
     assert run("--plain").returncode == 137
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pp"])
+@pytest.mark.parametrize(
+    ("file", "losses"), [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("pp", "pp"), ("ep", "fsdp2_experts")]
+)
 @pytest.mark.full
-def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
+def test_one_training_by_the_configuration_file_alone(file, losses, tmp_path):
     """`hatch run engines:deepspeed` does so with deepspeed.yaml."""
     from safetensors.torch import load_file
 
+    experts = ["--experts", "4"] if file == "ep" else []
+    single = "single_experts" if experts else "single"
     curves = {}
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "page.md").write_text(
         (EXAMPLES.parent / "quickstart.md").read_text(encoding="utf-8")
     )
-    for name in ("single", strategy):
+    for name in ("single", file):
         script = EXAMPLES / "strategies" / "char_llama.py"
         command = [
             sys.executable,
@@ -245,13 +249,14 @@ def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
             str(script.with_name(f"{name}.yaml")),
         ]
         done = subprocess.run(
-            [*command, str(script), "--steps", "6", "--text", str(tmp_path / "text")],
+            [*command, str(script), "--steps", "6", "--text", str(tmp_path / "text"), *experts],
             cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+    for name in (single, losses):
         curves[name] = json.loads((tmp_path / f"losses_{name}.json").read_text())
-    assert curves[strategy] == pytest.approx(curves["single"], rel=1e-4)
-    assert curves["single"][-1] < curves["single"][0]
+    assert curves[losses] == pytest.approx(curves[single], rel=1e-4)
+    assert curves[single][-1] < curves[single][0]
     names = [load_file(tmp_path / f"char_llama_{name}" / "model.safetensors").keys() for name in curves]
     assert names[0] == names[1]
 

@@ -7,6 +7,7 @@ A configuration file alone says how it is trained:
     accel launch --config_file fsdp2.yaml char_llama.py
     accel launch --config_file pp.yaml char_llama.py            # each rank has one of the two layers
     accel launch --config_file deepspeed.yaml char_llama.py     # needs DeepSpeed
+    accel launch --config_file ep.yaml char_llama.py --experts 4    # a mixture, as single.yaml with --experts 4
     python plot_losses.py                                       # needs matplotlib
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel_train import Accelerator, DataLoaderConfiguration
 
@@ -44,22 +45,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", type=Path, default=Path(__file__).parents[2], help="folder with .md files")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; each character uses two")
     arguments = parser.parse_args()
 
     # split_batches: a step sees the same samples however many processes share them.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     text = Text(arguments.text)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(text.characters),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": len(text.characters),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+    }
+    if arguments.experts:  # Mixtral is a Llama with experts in the place of its feed-forward networks
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=arguments.experts))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
     loader = DataLoader(text, batch_size=BATCH, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -78,7 +83,7 @@ def main() -> None:
             if len(losses) == arguments.steps:
                 break
 
-    name = accelerator.strategy.name
+    name = accelerator.strategy.name + ("_experts" if arguments.experts else "")
     accelerator.save_model(model, f"char_llama_{name}")  # the same file for every strategy
     if accelerator.is_main_process:
         Path(f"losses_{name}.json").write_text(json.dumps(losses))

@@ -165,7 +165,9 @@ def test_ranks_that_have_ended_do_not_take_part() -> None:
     """
     main, *others = launch(script, 3)
     assert main[0] == 0, main[2]
-    assert main[1].splitlines()[-1] == "True True"  # gloo of torch before 2.13 prints a line of its own before
+    assert (
+        main[1].splitlines()[-1] == "True True"
+    )  # gloo of torch before 2.13 prints a line of its own before
     assert [status for status, *_ in others] == [0, 0]
 
 
