@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -82,12 +83,7 @@ def train(
     )
     model = chain().to("meta") if meta else chain()
     if tp:
-        from torch.distributed.tensor import Replicate
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        for layer in model:
-            style = ColwiseParallel(output_layouts=Replicate())
-            parallelize_module(layer[0], accelerator.torch_device_mesh["tp"], style)
+        divide_layers(model, accelerator)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     replicas = degrees.get("dp_replicate_size", 1) * degrees.get("dp_shard_size", 1)
     inputs, targets = batches(replicas, windows=windows)
@@ -671,6 +667,16 @@ FP16_STEPS = 6
 SCALER = {"init_scale": 64.0, "growth_interval": 2}
 
 
+def divide_layers(model: nn.Sequential, accelerator: Any) -> None:
+    """Divide each layer's matrix by tensor parallelism."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    for layer in model:
+        style = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(layer[0], accelerator.torch_device_mesh["tp"], style)
+
+
 def poisoned(model: nn.Module, name: str, steps: set[int], frozen: tuple[str, ...]) -> dict:
     """Let a parameter's gradient be inf in some steps; returns what says which step it is."""
     state = {"step": 0}
@@ -691,10 +697,6 @@ def train_in_fp16(degrees: dict | None, handler: dict, name: str, frozen: tuple[
     )
 
     model = chain().float()
-    state = poisoned(model, name, {1, 4}, frozen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    inputs, targets = (whole.float() for whole in batches(1, steps=FP16_STEPS))
-    losses, scales, skipped, norms = [], [], [], []
     accelerator = None
     if degrees is None:
         scaler = torch.amp.GradScaler("cpu", **SCALER)
@@ -707,7 +709,14 @@ def train_in_fp16(degrees: dict | None, handler: dict, name: str, frozen: tuple[
             parallelism_config=ParallelismConfig(**degrees, pp_handler=stages),
             kwargs_handlers=[GradScalerKwargs(**SCALER)],
         )
+        if "tp_size" in degrees:
+            divide_layers(model, accelerator)
+    state = poisoned(model, name, {1, 4}, frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
+    inputs, targets = (whole.float() for whole in batches(1, steps=FP16_STEPS))
+    losses, scales, skipped, norms = [], [], [], []
     for step in range(FP16_STEPS):
         state["step"] = step
         x, y = inputs[step * ROWS : (step + 1) * ROWS], targets[step * ROWS : (step + 1) * ROWS]
@@ -765,6 +774,9 @@ def train_in_fp16(degrees: dict | None, handler: dict, name: str, frozen: tuple[
         ),
         pytest.param(
             4, {"dp_shard_size": 2}, {"schedule": "1f1b"}, "", (), id="fsdp2", marks=pytest.mark.full
+        ),
+        pytest.param(
+            4, {"tp_size": 2}, {"schedule": "1f1b"}, "7.0.weight", (), id="tp", marks=pytest.mark.full
         ),
     ],
 )
@@ -880,9 +892,6 @@ def refused_inside_stages(kind: str) -> tuple[str, bool]:
         accelerator.prepare(model.to("meta") if meta else model)
 
     cases = {
-        "fp16": lambda: Accelerator(
-            cpu=True, mixed_precision="fp16", parallelism_config=ParallelismConfig(pp_size=2, tp_size=2)
-        ),
         "float16 without a scaler": lambda: prepared({"mixed_precision_policy": "fp16"}),
         "no such class": lambda: prepared({"transformer_cls_names_to_wrap": ["Block"]}),
         "no blocks": lambda: prepared({"activation_checkpointing": True}),
@@ -903,7 +912,6 @@ def refused_inside_stages(kind: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("fp16", "IncompatibleOptionsError: strategy 'tp' cannot compute with mixed_precision='fp16'"),
         ("float16 without a scaler", "IncompatibleOptionsError: mixed_precision_policy computes in float16"),
         ("no such class", "PrepareError: Sequential has no module of the class 'Block'"),
         ("no blocks", "PrepareError: activation_checkpointing=True recomputes the blocks of a model"),
