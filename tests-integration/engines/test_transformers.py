@@ -93,15 +93,38 @@ def in_windows(folder, sizes, steps, load):
     return norms[1::2], weights
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    [
-        (2, {**FSDP, "ep_size": 2}),
-        pytest.param(4, {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.full),
-    ],
-)
-def test_experts_that_transformers_divides_train_in_windows_and_continue(tmp_path, ranks, sizes):
+def experts_over_fewer_ranks(folder):
+    """The error of a model whose experts FSDP divides, too."""
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from accel_train import Accelerator
+    from accel_train.errors import PrepareError
+
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    config = DistributedConfig(fsdp_size=4, ep_size=2)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    try:
+        accelerator.prepare(model)
+    except PrepareError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.full
+def test_experts_that_transformers_divides_over_fewer_ranks_than_fsdp_are_refused(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config_of("qwen3_moe")).save_pretrained(tmp_path)
+    for error in worlds.run(experts_over_fewer_ranks, 4, tmp_path):
+        assert "'model.layers.0.mlp.experts.gate_up_proj' of FSDPQwen3MoeForCausalLM is divided by" in error
+        assert "parallelism_config=ParallelismConfig(ep_size=2)" in error
+
+
+def test_experts_that_transformers_divides_train_in_windows_and_continue(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    ranks, sizes = 2, {**FSDP, "ep_size": 2}
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))

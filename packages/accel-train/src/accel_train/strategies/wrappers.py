@@ -92,6 +92,14 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
             if averaged != batch.size:
                 partly[name] = averaged
             wrong = [size for size, divides in differing if divides][1:]  # FSDP divides a tensor once
+            if wrong and "ep" in _names_of_mesh(parameter):
+                raise PrepareError(
+                    f"{name!r} of {type(model).__name__} is divided by fully_shard, and once more among ranks that "
+                    "read different samples, as transformers divides experts if ep_size is smaller than fsdp_size: "
+                    "over which ranks its gradients are averaged is not known. Load the model without "
+                    "distributed_config, and pass "
+                    f"Accelerator(parallelism_config=ParallelismConfig(ep_size={wrong[-1]}))."
+                )
         if wrong:
             raise PrepareError(
                 f"{type(model).__name__} is divided among ranks already ({name!r} is a DTensor), and not by "
@@ -117,6 +125,10 @@ def reduced_by_fsdp(model: nn.Module) -> set[int]:
         for parameter in unit.parameters()
         if is_sharded(parameter)
     }
+
+
+def _names_of_mesh(parameter: Any) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ()
 
 
 def _differing(parameter: Any, batch: Ranks) -> list[tuple[int, bool]]:
