@@ -103,7 +103,7 @@ options = {
     "tp_does_not_fit": {"strategy": TorchTensorParallelPlugin(tp_size=3)},
     "two_plugins": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2),
                     "torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)},
-    "precision": {"strategy": TorchTensorParallelPlugin(tp_size=2), "mixed_precision": "fp16"},
+    "precision": {"strategy": TorchTensorParallelPlugin(tp_size=2), "mixed_precision": "fp8"},
     "unknown_strategy": {"strategy": "zero"},
     "accumulation": {"gradient_accumulation_steps": 0},
     "split": {"dataloader_config": DataLoaderConfiguration(split_batches=True)},

@@ -89,13 +89,13 @@ def divided():
     assert accelerator.torch_device_mesh.mesh_dim_names == ("cp",)
     assert accelerator.should_save_model
 
-    rows, columns, kept = torch.arange(4), torch.arange(8).reshape(2, 4), torch.arange(2)
+    rows, columns, kept = torch.arange(4), torch.arange(8).reshape(2, 4), torch.arange(4)
     with accelerator.maybe_context_parallel([rows, columns, kept], [0, 1, 0], {kept}):
-        assert rows.tolist() == [[0, 1], [2, 3]][rank]
-        assert columns.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][rank]
+        assert rows.tolist() == [[0, 3], [1, 2]][rank]  # a piece from each end
+        assert columns.tolist() == [[[0, 3], [4, 7]], [[1, 2], [5, 6]]][rank]
     assert rows.tolist() == [0, 1, 2, 3]
     assert columns.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert kept.tolist() == [rank]
+    assert kept.tolist() == [[0, 3], [1, 2]][rank]
     with contextlib.suppress(RuntimeError), accelerator.maybe_context_parallel([rows], [0]):
         raise RuntimeError
     assert rows.tolist() == [0, 1, 2, 3], "also after an error"
@@ -113,7 +113,7 @@ def divided():
 def test_divided_sequences():
     for missing, odd in worlds.run(divided, 2):
         assert missing.startswith("OptionError: maybe_context_parallel got 1 buffers and 0 buffer_seq_dims")
-        assert "buffer of shape (3,) cannot be divided into 2 equal parts along dimension 0" in odd
+        assert "buffer of shape (3,) has 3 positions along dimension 0, which cp_size 2 cannot divide" in odd
 
 
 def adapt():

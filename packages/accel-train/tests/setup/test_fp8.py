@@ -73,7 +73,7 @@ def test_without_fp8_nothing_is_chosen():
 
 
 def test_a_strategy_that_does_not_compute_in_fp8_says_so_before_a_library_is_asked_for():
-    message = "strategy 'tp' cannot compute with mixed_precision='fp8'; it takes bf16, no"
+    message = "strategy 'tp' cannot compute with mixed_precision='fp8'; it takes bf16, fp16, no"
     with pytest.raises(IncompatibleOptionsError, match=message):
         Accelerator(mixed_precision="fp8", strategy="tp")
 
