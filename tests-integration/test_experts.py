@@ -547,6 +547,13 @@ def test_a_degree_is_refused(kind, message):
 # Models of transformers
 
 
+def nearly_same(found, wanted):
+    """Losses and weights in float32."""
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def train_language_model(kind, ep):
     from transformers import AutoModelForCausalLM
 
@@ -570,10 +577,8 @@ def train_language_model(kind, ep):
 def test_models_of_transformers_train_as_on_one_process(kind):
     pytest.importorskip("transformers")
     wanted = train_language_model(kind, None)
-    for seen, weights in worlds.run(train_language_model, 2, kind, 2):
-        torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)
-        for name, value in wanted[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for found in worlds.run(train_language_model, 2, kind, 2):
+        nearly_same(found, wanted)
 
 
 def with_balanced_load(kind, ep):
@@ -613,7 +618,5 @@ def with_balanced_load(kind, ep):
 def test_the_auxiliary_loss_is_the_mean_of_those_of_ranks(kind):
     pytest.importorskip("transformers")
     wanted = with_balanced_load(kind, None)
-    for seen, weights in worlds.run(with_balanced_load, 2, kind, 2):
-        torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-5)
-        for name, value in wanted[1].items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for found in worlds.run(with_balanced_load, 2, kind, 2):
+        nearly_same(found, wanted)

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from turns import seconds_of_steps
 
 from testkit import worlds
 
@@ -226,20 +227,7 @@ def measure(kind: str, rounds: int, sizes: tuple[int, int]) -> dict[str, list[fl
 
     PartialState(cpu=True)
     runs = {"torch": by_hand(kind), "ours": by_ours(kind)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    losses: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        losses[name] += [run() for _ in range(WARM)]
-    for number in range(rounds):
-        for name, run in runs.items() if number % 2 else reversed(runs.items()):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                losses[name].append(run())
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - begin) / STEPS)
-    torch.testing.assert_close(losses["ours"], losses["torch"], rtol=1e-4, atol=1e-5)
-    return seconds
+    return seconds_of_steps(runs, rounds=rounds, steps=STEPS, warm=WARM, rtol=1e-4, atol=1e-5)
 
 
 def main() -> int:

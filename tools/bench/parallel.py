@@ -83,15 +83,21 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     return model, optimizer, inputs
 
 
+def _shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """Shard each block, then the model around them."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def raw() -> tuple[nn.Module, Round]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model, _, inputs = parts()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    _shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
     def run() -> None:
@@ -111,15 +117,18 @@ def ours() -> tuple[nn.Module, Round]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    def run() -> None:
-        for _ in range(STEPS):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(inputs).square().mean())
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+    return model, partial(_clipped_steps, accelerator, model, optimizer, inputs)
 
-    return model, run
+
+def _clipped_steps(
+    accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor
+) -> None:
+    for _ in range(STEPS):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _divide_feed_forward(model: nn.Module, mesh: Any) -> None:
@@ -137,16 +146,13 @@ def _inputs_of(group: int) -> Tensor:
 def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Round]:
     """Feed-forward nets over two ranks; with `sharded`, each of the parts over two more."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model, _, _ = parts()
     degrees = (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("dp", "tp"))
     _divide_feed_forward(model, mesh["tp"])
     if sharded:
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+        _shard(model, mesh["dp"])
     inputs = _inputs_of(mesh["dp"].get_local_rank())
     groups = _by_mesh(model)
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, foreach=True)
@@ -190,27 +196,16 @@ def tensor_parallel_ours(sharded: bool) -> tuple[nn.Module, Round]:
     inputs = _inputs_of(dist.get_rank() // 2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    def run() -> None:
-        for _ in range(STEPS):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(inputs).square().mean())
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return model, run
+    return model, partial(_clipped_steps, accelerator, model, optimizer, inputs)
 
 
 def muon_by_hand() -> tuple[nn.Module, Round]:
     """torch.optim.Muon over FSDP2's shards, whose products of matrices gather them; AdamW steps the rest."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model, inputs = _parts_for_muon()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    _shard(model, mesh)
     matrices = [p for p in model.parameters() if _is_muons(p)]
     rest = [p for p in model.parameters() if not _is_muons(p)]
     muon = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
@@ -267,12 +262,9 @@ def fabric() -> tuple[nn.Module, Round]:
     """Lightning Fabric divides by a function of the script."""
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
 
     def divide(model: nn.Module, mesh: Any) -> nn.Module:
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh["data_parallel"])
-        return fully_shard(model, mesh=mesh["data_parallel"])
+        return _shard(model, mesh["data_parallel"])
 
     ranks = dist.get_world_size()
     strategy = ModelParallelStrategy(divide, data_parallel_size=ranks, tensor_parallel_size=1)

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from turns import seconds_of_steps
+
 from testkit import worlds
 
 WIDTH, LAYERS, TOKENS, ROWS, STEPS = 128, 8, 32, 16, 4
@@ -114,18 +116,7 @@ def measure_steps(micro_batches: int, rounds: int) -> dict[str, list[float]]:
 
     PartialState(cpu=True)
     runs = {"torch": by_hand("1F1B", micro_batches), "ours": by_ours("1f1b", micro_batches)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    losses: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name, run in runs.items() if number % 2 else reversed(runs.items()):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                losses[name].append(run())
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - begin) / STEPS)
-    torch.testing.assert_close(losses["ours"], losses["torch"], rtol=1e-5, atol=1e-6)
-    return seconds
+    return seconds_of_steps(runs, rounds=rounds, steps=STEPS, rtol=1e-5, atol=1e-6)
 
 
 class _Slept(torch.autograd.Function):

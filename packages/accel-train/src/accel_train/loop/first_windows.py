@@ -148,7 +148,7 @@ def check_trains(
         optimizers: the prepared ones.
     """
     held = [*parameters_of(optimizer)]
-    trained = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
+    trained = {id(parameter) for model in models for parameter in model.parameters()}
     stale = [p for p in held if p.grad is None and p.requires_grad and id(p) not in trained]
     if not stale:
         return

@@ -7,23 +7,22 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_ckpt.parts import fsdp_modules, is_sharded
-from accel_state.operations.collectives import broadcast
 from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import TorchTensorParallelPlugin
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.gradients import average, divide_like_parameter, local_part
+from accel_train.strategies.fsdp2.start import share_values
+from accel_train.strategies.gradients import average, divide_like_parameter
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
 
-__all__ = ["TensorParallelStrategy", "complete_gradients", "share_start"]
+__all__ = ["TensorParallelStrategy", "complete_gradients"]
 
 
 class TensorParallelStrategy(Strategy):
@@ -85,7 +84,7 @@ class TensorParallelStrategy(Strategy):
         self.check_plan(plain)
         if not reduced_by_fsdp(plain):  # whose parameters may stay on the host
             model = steps.place(model)
-        share_start(plain, [self.loss.group] if self.loss.size > 1 else [])
+        self._share_start(plain)
         self._known = [(known, ids) for known, ids in self._known if known is not plain]
         self._known.append((plain, set(map(id, plain.parameters()))))
         prepared = steps.compile(model)
@@ -100,6 +99,19 @@ class TensorParallelStrategy(Strategy):
     def release(self) -> None:
         """Forget the prepared models."""
         self._known.clear()
+
+    def _share_start(self, model: nn.Module) -> None:
+        """Let all ranks begin with rank 0's values; what `fully_shard` has divided is left out."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        meta = [name for name, tensor in named if tensor.is_meta]
+        if meta:
+            raise PrepareError(
+                f"{meta[0]!r} (of {len(meta)} tensors) has no storage (it is on the meta device). Load the weights "
+                "before prepare()."
+            )
+        engine = reduced_by_fsdp(model)
+        tensors = {id(tensor): tensor for _, tensor in named if id(tensor) not in engine}
+        share_values([*tensors.values()], [self.loss.group] if self.loss.size > 1 else [])
 
     # One micro-batch
 
@@ -156,34 +168,6 @@ class TensorParallelStrategy(Strategy):
             yield
         finally:
             self._holds_back = before
-
-
-def share_start(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Let all ranks begin with rank 0's values of a model, some tensors of which are divided. Collective.
-
-    Args:
-        model: without wrappers; what `fully_shard` has divided is left out.
-        groups: ranks that hold the same parts of divided tensors; in each the first one's values are taken.
-
-    Raises:
-        PrepareError: a tensor has no storage.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    meta = [name for name, tensor in named if tensor.is_meta]
-    if meta:
-        raise PrepareError(
-            f"{meta[0]!r} (of {len(meta)} tensors) has no storage (it is on the meta device). Load the weights "
-            "before prepare()."
-        )
-    engine = reduced_by_fsdp(model)
-    tensors = {id(tensor): tensor for _, tensor in named}
-    whole = [tensor.detach() for tensor in tensors.values() if not is_sharded(tensor)]
-    if whole:
-        broadcast(whole)
-    for group in groups:
-        for key, tensor in tensors.items():
-            if is_sharded(tensor) and key not in engine:
-                dist.broadcast(local_part(tensor.detach()), group=group, group_src=0)
 
 
 def complete_gradients(model: nn.Module, ranks: Ranks | None) -> None:

@@ -75,6 +75,8 @@ class Units:
     @property
     def whole(self) -> set[nn.Parameter]:
         """The parameters that every rank keeps whole; those on the meta device become others when they get values."""
+        if not self.kept:
+            return set()
         modules = dict(self.model.named_modules())
         found = (modules[owner]._parameters.get(name) for owner, name in self.kept if owner in modules)
         return {parameter for parameter in found if parameter is not None}

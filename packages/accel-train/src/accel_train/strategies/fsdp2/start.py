@@ -149,14 +149,9 @@ class Start:
                 make(module)
         if self.sends:
             tensors = _distinct(modules)
-            whole = [tensor for tensor in tensors if not is_sharded(tensor)]
-            if self.device is not None:
-                place_whole(whole, self.device)  # rank 0 sends from where the others receive
-            if whole:
-                broadcast(whole)
-            for group in self.groups:
-                for tensor in filter(is_sharded, tensors):
-                    dist.broadcast(local_part(tensor.detach()), group=group, group_src=0)
+            if self.device is not None:  # rank 0 sends from where the others receive
+                place_whole((tensor for tensor in tensors if not is_sharded(tensor)), self.device)
+            share_values(tensors, self.groups)
 
     def check(self, model: nn.Module) -> None:
         """Check that every tensor can be given a value; changes nothing.
@@ -272,6 +267,21 @@ def read_parts(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not in the model", category=UserWarning)
         accel_ckpt.load_checkpoint_in_model(named, checkpoint)
+
+
+def share_values(tensors: Sequence[Tensor], groups: Sequence[Any]) -> None:
+    """Let all ranks begin with rank 0's values. Collective.
+
+    Args:
+        tensors: each once; changed in place.
+        groups: ranks that hold the same parts of divided tensors; in each the first one's values are taken.
+    """
+    whole = [tensor.detach() for tensor in tensors if not is_sharded(tensor)]
+    if whole:
+        broadcast(whole)
+    for group in groups:
+        for tensor in filter(is_sharded, tensors):
+            dist.broadcast(local_part(tensor.detach()), group=group, group_src=0)
 
 
 def place_whole(tensors: Iterable[Tensor], device: torch.device) -> None:
