@@ -54,12 +54,12 @@ class RoutedExperts(nn.ModuleList):
         return over_list(self, hidden_states, top_k_index, top_k_weights)
 
 
-def over_list(experts, x, indices, weights):
-    """What most hand-written layers do: each expert gets its tokens, and those without tokens are skipped."""
+def over_list(experts, x, indices, weights, skip=True):
+    """What hand-written layers do: each expert gets its tokens, and most skip those without tokens."""
     result = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         token, place = torch.where(indices == number)
-        if token.numel():
+        if token.numel() or not skip:
             result.index_add_(0, token, expert(x[token]) * weights[token, place, None])
     return result
 
@@ -77,7 +77,9 @@ class Block(nn.Module):
             "stacked": StackedExperts,
             "routed list": RoutedExperts,
             "list": lambda count: nn.ModuleList(Expert() for _ in range(count)),
+            "unskipped list": lambda count: nn.ModuleList(Expert() for _ in range(count)),
         }[kind](count)
+        self.skip = kind != "unskipped list"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense is not None:
@@ -85,7 +87,7 @@ class Block(nn.Module):
         flat = self.norm(x)
         weights, indices = self.router(flat).softmax(-1).topk(self.k)
         if type(self.experts) is nn.ModuleList:
-            return x + over_list(self.experts, flat, indices, weights)
+            return x + over_list(self.experts, flat, indices, weights, self.skip)
         return x + self.experts(flat, indices, weights)
 
 
@@ -235,6 +237,7 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
     "options",
     [
         pytest.param({"favoured": 2, "kind": "list"}, id="a rank of a list without tokens"),
+        pytest.param({"favoured": 2, "kind": "unskipped list"}, id="experts called without tokens"),
         pytest.param({"frozen": "some", "kind": "list"}, id="a list frozen in part"),
         pytest.param({"kind": "list", "plugin": {"activation_checkpointing": True}}, id="a list, recomputed"),
         pytest.param({"k": 1}, id="one expert a token"),
@@ -275,6 +278,53 @@ def test_tensor_parallelism_and_experts_train_as_one_process(ep, kind, size, acc
     for rank in worlds.run(on_ranks, 4, ep, degrees=WITH_TP, accumulation=accumulation, **options):
         same(rank, wanted)
         assert all(counts.sum() == 4 * size * 2 for counts in rank[3].values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["stacked", "list"])
+@pytest.mark.parametrize(
+    ("ep", "degrees"),
+    [
+        pytest.param(4, {"dp_shard_size": 4, "tp_size": 2}, id="tp, and experts sharded over two ranks"),
+        pytest.param(2, {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}, id="replicas, and tp"),
+    ],
+)
+def test_eight_ranks_train_as_one_process(ep, degrees, kind):
+    wanted = on_one_process(kind=kind, dense=True, steps=2)
+    for rank in worlds.run(on_ranks, 8, ep, degrees=degrees, steps=2, kind=kind, dense=True):
+        same(rank, wanted)
+
+
+def with_muon(ep=None, **degrees):
+    """Weights after four steps of Muon, whose matrices are single experts, and dense layers."""
+    from accel_train import Accelerator, muon_with_adamw
+
+    accelerator = Accelerator(cpu=True) if ep is None else accelerator_of(ep, **degrees)
+    model = made(dense=True)
+    if degrees:
+        model = in_tensor_parallel(accelerator, model)
+    optimizer = muon_with_adamw(model, lr=0.02, weight_decay=0.1, adamw_lr=3e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps(accelerator, model, optimizer, samples(4, 16))
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ep", "degrees"),
+    [
+        (2, 2, {}),
+        pytest.param(4, 2, {}, marks=pytest.mark.full),
+        pytest.param(4, 2, {"dp_replicate_size": 2, "dp_shard_size": 2}, marks=pytest.mark.full),
+        pytest.param(4, 4, WITH_TP, marks=pytest.mark.full),
+    ],
+)
+def test_muon_steps_divided_experts_as_on_one_process(ranks, ep, degrees):
+    [wanted] = worlds.run(with_muon, 1)
+    before = made(dense=True).state_dict()
+    for weights in worlds.run(with_muon, ranks, ep, **degrees):
+        for name, value in wanted.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-7, msg=name)
+            assert (value - before[name]).abs().max() > 1e-3
 
 
 def half(folder, ep, kind, degrees=None):

@@ -59,8 +59,14 @@ MESHES: dict[str, dict[str, int]] = {
     "dp_replicate x dp_shard": {"dp_replicate_size": 2, "dp_shard_size": 2},
     "pp x dp_shard": {"pp_size": 2, "dp_shard_size": 2},
     "pp x tp": {"pp_size": 2, "tp_size": 2},
+    "ep": {"dp_shard_size": 4, "ep_size": 2},
+    "ep of a list": {"dp_shard_size": 4, "ep_size": 2},
+    "ep x tp": {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4},
 }
 """Variants of which the degrees of parallelism are given, and the strategy follows."""
+
+EXPERTS = {"ep": "stacked", "ep x tp": "stacked", "ep of a list": "list"}
+"""Members whose models have experts, and how these are held."""
 
 
 def mesh_strategy(sizes: dict[str, int]) -> str:
@@ -97,6 +103,7 @@ class Case:
     samples: int | None = None  # instead of `rounds` for every rank
     single: bool = False  # float32 although float64 would do
     forwards: int = 1  # before each backward, of the samples and of their negatives
+    experts: str | None = None  # of the model, where they are not those of the strategy
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,6 +158,69 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class StackedExperts(nn.Module):
+    """Experts in two parameters."""
+
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(self.num_experts, width, width, dtype=dtype) / 2)
+        self.down = nn.Parameter(torch.randn(self.num_experts, width, width, dtype=dtype) / 2)
+
+    def forward(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(indices == expert)
+            hidden = torch.tanh(nn.functional.linear(hidden_states[token], self.up[expert]))
+            out = nn.functional.linear(hidden, self.down[expert]) * weights[token, place, None]
+            result.index_add_(0, token, out.to(result.dtype))
+        return result
+
+
+class Expert(nn.Module):
+    """One of a list."""
+
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.down = nn.Linear(width, width, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Mixture(nn.Module):
+    """A layer, a router and experts, before all else of a model.
+
+    Signs of two features of a sample choose its experts, and the router only weighs them. A choice by what the router
+    computes would differ where roundings differ, and with it all that follows.
+    """
+
+    def __init__(self, dtype: torch.dtype, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, dtype=dtype)
+        self.router = nn.Linear(DIM, 4, dtype=dtype)
+        self.experts = (
+            StackedExperts(dtype, DIM)
+            if kind == "stacked"
+            else nn.ModuleList(Expert(dtype, DIM) for _ in range(4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = torch.stack([(x[:, 0] > 0).long(), 2 + (x[:, 1] > 0).long()], dim=1)
+        x = self.linear(x)
+        weights = self.router(x).softmax(-1).gather(1, indices)
+        if isinstance(self.experts, StackedExperts):
+            return x + self.experts(x, indices, weights)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(indices == number)
+            out = expert(x[token]) * weights[token, place, None]
+            result.index_add_(0, token, out.to(result.dtype))
+        return x + result
+
+
 class Head(nn.Linear):
     """One number for each row."""
 
@@ -161,8 +231,11 @@ class Head(nn.Linear):
 class Net(nn.Module):
     """Repeated blocks and a head; each module takes what the one before returned, as stages of a pipeline need it."""
 
-    def __init__(self, dtype: torch.dtype, frozen: bool = False, width: int = DIM) -> None:
+    def __init__(
+        self, dtype: torch.dtype, frozen: bool = False, width: int = DIM, experts: str | None = None
+    ) -> None:
         super().__init__()
+        self.mixture = Mixture(dtype, experts) if experts else None
         self.first = nn.Linear(DIM, width, dtype=dtype)
         self.blocks = nn.ModuleList([Block(dtype, width) for _ in range(2)])
         self.head = Head(width, 1, dtype=dtype)
@@ -170,6 +243,8 @@ class Net(nn.Module):
             self.first.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.mixture is not None:
+            x = self.mixture(x)
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -179,7 +254,8 @@ class Net(nn.Module):
 def make_model(case: Case, seed: int = 0) -> Net:
     """The same weights everywhere."""
     torch.manual_seed(seed)
-    model = Net(case.dtype, case.frozen, 16 if case.precision == "fp8" else DIM)  # fp8 needs multiples of 16
+    width = 16 if case.precision == "fp8" else DIM  # fp8 needs multiples of 16
+    model = Net(case.dtype, case.frozen, width, case.experts or EXPERTS.get(case.strategy))
     if MESHES.get(case.strategy, {}).get("tp_size", 1) > 1 and dist.is_initialized():
         _divide(model)
     return model
@@ -253,7 +329,8 @@ def make_accelerator(case: Case, **arguments: Any) -> Any:
     if case.strategy == "pp":
         sizes = {"pp_size": 2, "dp_replicate_size": int(os.environ["WORLD_SIZE"]) // 2}
     if sizes is not None:
-        stages = PipelineParallelConfig(modules=["first", "blocks", "head"]) if "pp_size" in sizes else None
+        modules = [*(["mixture"] if case.experts else []), "first", "blocks", "head"]
+        stages = PipelineParallelConfig(modules=modules) if "pp_size" in sizes else None
         selected = {"parallelism_config": ParallelismConfig(**sizes, pp_handler=stages)}
     os.environ.update(ENVIRONMENTS.get(case.strategy, {}))
     # A scale at which no gradient overflows: a skipped step is a test of its own.

@@ -24,6 +24,7 @@ from accel_train.strategies.base import Strategy
 from accel_train.strategies.registry import STRATEGIES
 from testkit import worlds
 from testkit.conformance import (
+    EXPERTS,
     FLOAT32_ONLY,
     MESHES,
     VARIANTS,
@@ -435,9 +436,8 @@ def test_mobility(tmp_path, name, ranks):
     The weights after a next step, which has the same samples everywhere, are those of the run that was saved, so the
     optimizer's state is too.
     """
-    case = Case(
-        name, samples=48, epochs=1, single=any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED)
-    )
+    single = any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED)
+    case = Case(name, samples=48, epochs=1, single=single, experts=EXPERTS.get(name))
     folder = str(tmp_path / "state")
     before = worlds.run(train_and_save, ranks, case, folder, samples=16, follow=True)[0]
     saved, bound = before.weights[-1], bound_of(case)

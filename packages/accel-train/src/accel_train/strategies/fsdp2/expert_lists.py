@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,7 @@ class ListedExperts:
         self._calls: list[tuple[int, Tensor]] = []
         self._results: list[Tensor] | None = None
         self._running = False
+        self._used: set[int] = set()  # experts that this rank called in its last forward, some without tokens
         self._form: tuple[int, torch.dtype] | None = None  # of the rows that members are called with
         if experts.caller is None:
             self._forward: Callable[..., Any] = experts.module.forward
@@ -122,7 +123,9 @@ class ListedExperts:
         if not self._divided:
             return self._forward(hidden_states, indices, weights)
         with self._own_parameters():
-            return self._tokens.route(hidden_states, indices, weights, self._compute)
+            result = self._tokens.route(hidden_states, indices, weights, self._compute)
+            self._used = {number for number, count in enumerate(self._tokens.sent) if count}
+            return result
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module that calls the members.
@@ -154,6 +157,7 @@ class ListedExperts:
                 "once."
             )
         calls = self._calls
+        self._used = {number for number, _ in calls}
         results = self._computed(calls)
         drawn_since = self._random_states()
         self._set_random_states(drawn)
@@ -267,7 +271,7 @@ class ListedExperts:
                 table, name = self._slots[expert][place]
                 table[name] = values
             yield
-            use.sent, use.received = self._tokens.sent, self._tokens.received
+            use.experts = self._used
         finally:
             for expert, place in whole:
                 table, name = self._slots[expert][place]
@@ -372,7 +376,7 @@ class _Gather:
         dtypes: Sequence[torch.dtype],
         use: _Use,
     ) -> list[Tensor | None]:
-        """The gradients of this rank's parts of all experts; None for experts that got no token. Collective.
+        """The gradients of this rank's parts of all experts; None for experts that no rank called. Collective.
 
         Args:
             gradients: of the whole parameters of this rank's experts.
@@ -380,15 +384,16 @@ class _Gather:
             dtypes: of the parts of all experts.
             use: of the forward.
         """
-        here = len(self.own)
+        here, experts = len(self.own), self.experts
         dtype = self.policy.reduce_dtype or _widest(gradients)
-        used = torch.tensor([float(count > 0) for count in use.received], dtype=dtype).to(gradients[0].device)
+        used = torch.tensor([float(number in use.experts) for number in range(experts)], dtype=dtype)
+        used = used.to(gradients[0].device)
         rows = [
             [gradient[self.rows(gradient.shape, rank)] for gradient in gradients]
             for rank in range(self.ranks)
         ]
         sent = torch.cat([each.reshape(-1).to(dtype) for of_rank in rows for each in (*of_rank, used)])
-        going = [(sum(self.sizes(shapes, rank)) + 1) * here for rank in range(self.ranks)]
+        going = [sum(self.sizes(shapes, rank)) * here + experts for rank in range(self.ranks)]
         mine = going[self.index]
         received = sent.new_empty(mine * self.ranks)
         dist.all_to_all_single(received, sent, [mine] * self.ranks, going, group=self.group)
@@ -396,30 +401,25 @@ class _Gather:
         total = received.view(self.ranks // self.holders, self.holders, mine).sum(0)
         if self.replicas is not None:
             dist.all_reduce(total, group=self.replicas)
-        summed = (total[:, :-here] * self.factor).flatten()
-        found = torch.split(summed, self.sizes(shapes, self.index) * self.experts)
-        if not all(use.sent):  # else the host need not wait for the device
-            use = _Use(total[:, -here:].flatten().tolist())
+        summed = (total[:, :-experts] * self.factor).flatten()
+        found = torch.split(summed, self.sizes(shapes, self.index) * experts)
+        everywhere: Any = use.experts
+        if len(everywhere) < experts:  # else the host need not wait for the device
+            everywhere = set(total[:, -experts:].sum(0).nonzero().flatten().tolist())
         parts: list[Tensor | None] = []
         for place, own in enumerate(dtypes):
             expert, kind = divmod(place, len(shapes))
             size = self.rows(shapes[kind], self.index)
             values = found[place].view(size.stop - size.start, *shapes[kind][1:]).to(own)
-            parts.append(values if use.sent[expert] else None)
+            parts.append(values if expert in everywhere else None)
         return parts
 
 
 @dataclass
 class _Use:
-    """How many tokens experts have got.
+    """The numbers of the experts that this rank calls in a forward, some without tokens."""
 
-    Attributes:
-        sent: each expert from this rank.
-        received: each one of this rank's experts from all ranks of its group.
-    """
-
-    sent: Sequence[float] = ()
-    received: Sequence[int] = ()
+    experts: Collection[int] = ()
 
 
 class _Gathered(torch.autograd.Function):

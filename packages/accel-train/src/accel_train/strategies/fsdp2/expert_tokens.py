@@ -36,7 +36,6 @@ class Tokens:
         share: what a rank's gradient of an expert is to be multiplied by, so that the mean over the ranks which hold
             the same experts is the mean over all ranks that have other tokens.
         sent: how many tokens each expert last got from this rank.
-        received: how many tokens each expert of this rank last got.
     """
 
     def __init__(self, name: str, count: int, group: Any, alike: Ranks) -> None:
@@ -49,7 +48,6 @@ class Tokens:
         self.repeats = alike.size
         self.share = alike.size / self._ranks
         self.sent: list[int] = []
-        self.received: list[int] = []
         self._counts: Tensor | None = None
 
     def route(self, hidden_states: Tensor, indices: Tensor, weights: Tensor, compute: Compute) -> Tensor:
@@ -109,8 +107,8 @@ class Tokens:
         which = torch.arange(self.here, device=rows.device).repeat(self._ranks)
         which = which.repeat_interleave(received, output_size=sum(arriving))
         self.sent = [count for rank in going for count in rank]
-        self.received = [sum(of_expert) for of_expert in zip(*coming, strict=True)]
-        return _exchange(compute(rows, which, self.received), away, arriving, self._group)
+        counts = [sum(of_expert) for of_expert in zip(*coming, strict=True)]
+        return _exchange(compute(rows, which, counts), away, arriving, self._group)
 
     def _note(self, sent: Tensor) -> None:
         # What backward recomputes is not counted again.
