@@ -148,8 +148,13 @@ def on_one_process(steps=4, size=16, clip=0.5, **options):
     return seen, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def accelerator_of(ep, accumulation=1, plugin=None, **degrees):
-    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+def accelerator_of(ep, accumulation=1, plugin=None, compiled=False, **degrees):
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchDynamoPlugin,
+    )
 
     return Accelerator(
         cpu=True,
@@ -159,6 +164,7 @@ def accelerator_of(ep, accumulation=1, plugin=None, **degrees):
         ),
         parallelism_config=ParallelismConfig(ep_size=ep, **degrees),
         gradient_accumulation_steps=accumulation,
+        dynamo_plugin=TorchDynamoPlugin(backend="eager") if compiled else None,
     )
 
 
@@ -172,8 +178,10 @@ def in_tensor_parallel(accelerator, model):
     return model
 
 
-def on_ranks(ep, steps=4, size=16, clip=0.5, accumulation=1, degrees=None, plugin=None, **options):
-    accelerator = accelerator_of(ep, accumulation, plugin, **(degrees or {}))
+def on_ranks(
+    ep, steps=4, size=16, clip=0.5, accumulation=1, degrees=None, plugin=None, compiled=False, **options
+):
+    accelerator = accelerator_of(ep, accumulation, plugin, compiled, **(degrees or {}))
     model = in_tensor_parallel(accelerator, made(**options))
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.05))
@@ -240,6 +248,9 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
         pytest.param({"favoured": 2, "kind": "unskipped list"}, id="experts called without tokens"),
         pytest.param({"frozen": "some", "kind": "list"}, id="a list frozen in part"),
         pytest.param({"kind": "list", "plugin": {"activation_checkpointing": True}}, id="a list, recomputed"),
+        pytest.param({"compiled": True}, id="compiled"),
+        pytest.param({"compiled": True, "kind": "list"}, id="a list, compiled"),
+        pytest.param({"compiled": True, "kind": "routed list"}, id="a routed list, compiled"),
         pytest.param({"k": 1}, id="one expert a token"),
         pytest.param({"favoured": 2}, id="a rank without tokens"),
         pytest.param({"frozen": True}, id="frozen experts"),
@@ -248,7 +259,9 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
     ],
 )
 def test_training_equals_one_process_with(options):
-    wanted = on_one_process(**{name: value for name, value in options.items() if name != "plugin"})
+    wanted = on_one_process(
+        **{name: value for name, value in options.items() if name not in ("plugin", "compiled")}
+    )
     for rank in worlds.run(on_ranks, 2, 2, **options):
         same(rank, wanted)
         counts = rank[3]

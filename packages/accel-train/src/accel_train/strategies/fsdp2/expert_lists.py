@@ -118,6 +118,7 @@ class ListedExperts:
         table, name = self._slots[0][0]
         return is_sharded(table[name])
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # lazily: torch.compiler.disable imports for a second
     def _routed(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Any:
         """The forward of a list that takes routes."""
         if not self._divided:
@@ -127,6 +128,8 @@ class ListedExperts:
             self._used = {number for number, count in enumerate(self._tokens.sent) if count}
             return result
 
+    # Sizes of what is sent depend on data, and the two runs on what members note.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module that calls the members.
 

@@ -178,7 +178,7 @@ class FSDP2Strategy(Strategy):
         listed = next((each for each in experts if each.members), None)
         if (
             listed is not None
-            and self.plugin.offload_policy is not None
+            and isinstance(self.plugin.offload_policy, CPUOffloadPolicy)
             and self.options.device.type != "cpu"
         ):
             raise PrepareError(
