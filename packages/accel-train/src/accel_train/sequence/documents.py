@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.batches import ModelFacts, takes
 
-__all__ = ["PackedDocuments", "check_documents", "restarts"]
+__all__ = ["PackedDocuments", "check_documents", "is_of_transformers", "restarts"]
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "sequence_ids")
 """Names under which collators return the boundaries of documents."""
