@@ -248,9 +248,11 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
         pytest.param({"favoured": 2, "kind": "unskipped list"}, id="experts called without tokens"),
         pytest.param({"frozen": "some", "kind": "list"}, id="a list frozen in part"),
         pytest.param({"kind": "list", "plugin": {"activation_checkpointing": True}}, id="a list, recomputed"),
-        pytest.param({"compiled": True}, id="compiled"),
+        pytest.param({"compiled": True}, marks=pytest.mark.full, id="compiled"),
         pytest.param({"compiled": True, "kind": "list"}, id="a list, compiled"),
-        pytest.param({"compiled": True, "kind": "routed list"}, id="a routed list, compiled"),
+        pytest.param(
+            {"compiled": True, "kind": "routed list"}, marks=pytest.mark.full, id="a routed list, compiled"
+        ),
         pytest.param({"k": 1}, id="one expert a token"),
         pytest.param({"favoured": 2}, id="a rank without tokens"),
         pytest.param({"frozen": True}, id="frozen experts"),
