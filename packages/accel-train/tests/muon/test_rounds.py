@@ -89,11 +89,21 @@ def train(accelerator, model, optimizer, chosen):
 
 
 def prepared(kind, **options):
-    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        PipelineParallelConfig,
+    )
 
     model = build()
     arguments = {}
-    if "fsdp2" in kind or kind == "hsdp":
+    if "pp" in kind:
+        del model.unused  # stages call all modules that they hold
+        stages = PipelineParallelConfig(modules=["embed", "blocks", "lm_head"])
+        shards = {"dp_shard_size": 2} if "fsdp2" in kind else {}
+        arguments["parallelism_config"] = ParallelismConfig(pp_size=2, pp_handler=stages, **shards)
+    elif "fsdp2" in kind or kind == "hsdp":
         arguments["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             transformer_cls_names_to_wrap=["Block"], **({"dp_replicate_size": 2} if kind == "hsdp" else {})
         )
@@ -127,6 +137,8 @@ KINDS = [
     ("ddp", 2),
     ("fsdp2", 2),
     ("tp", 2),
+    ("pp", 2),
+    pytest.param("fsdp2 in pp", 4, marks=pytest.mark.full),
     pytest.param("hsdp", 4, marks=pytest.mark.full),
     pytest.param("fsdp2 x tp", 4, marks=pytest.mark.full),
     pytest.param("ddp x tp", 4, marks=pytest.mark.full),
@@ -138,9 +150,10 @@ def test_training_is_that_of_one_process(kind, ranks):
     [right] = worlds.run(trained, 1, "single")
     before = build().state_dict()
     for found in worlds.run(trained, ranks, kind):
-        for name, value in right.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
-            assert name.startswith("unused") or not found[name].equal(before[name])
+        assert {name for name in right if not name.startswith("unused")} <= found.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, right[name], rtol=0, atol=1e-7)
+            assert name.startswith("unused") or not value.equal(before[name])
 
 
 @contextlib.contextmanager
