@@ -87,6 +87,15 @@ class OwnNumpy(Custom):
         return iter(self.rng.permutation(SIZE).tolist())
 
 
+class LazyNumpy(OwnNumpy):
+    """Draws each index from its own generator when it is asked for it, and once more at the end."""
+
+    def __iter__(self):
+        for _ in range(SIZE):
+            yield int(self.rng.integers(SIZE))
+        self.rng.integers(SIZE)
+
+
 class Counting(Custom):
     """Says itself where it is: at which epoch."""
 
@@ -168,6 +177,10 @@ LOADERS = {
     "of python": lambda: DataLoader(DATA, batch_size=2, sampler=OfPython()),
     "lazy": lambda: DataLoader(DATA, batch_size=2, sampler=Lazy()),
     "own numpy": lambda: DataLoader(DATA, batch_size=2, sampler=OwnNumpy()),
+    "drawing at each index": lambda: DataLoader(DATA, batch_size=2, sampler=LazyNumpy()),
+    "custom batches, own generator": lambda: DataLoader(
+        range(24), batch_sampler=CustomBatches(RandomSampler(range(24), generator=_own()), 2, False)
+    ),
     "counting": lambda: DataLoader(DATA, batch_size=2, sampler=Counting()),
     "noisy rows": lambda: DataLoader(NoisyRows(), batch_size=2, shuffle=True),
     "augmenting stream": lambda: DataLoader(Augmenting(), batch_size=2),
@@ -206,13 +219,30 @@ KINDS = {kind: (kind, {}) for kind in LOADERS} | {
     ),
     "dispatched stream": ("stream", {"dispatch_batches": True, "put_on_device": True}),
     "split": ("shuffle", {"split_batches": True}),
+    "split, own generator": ("own generator, full batches", {"split_batches": True}),
+    "dispatched, own generator": (
+        "own generator, full batches",
+        {"dispatch_batches": True, "put_on_device": True},
+    ),
 }
 
 
-def make(kind, ranks=None, rank=None, stateful=True):
+def with_workers(loader, workers):
+    """The same loader with another number of worker processes."""
+    options = {name: getattr(loader, name) for name in ("collate_fn", "generator")}
+    if loader.batch_sampler is None:
+        options |= {"batch_size": None, "sampler": loader.sampler}
+    else:
+        options |= {"batch_sampler": loader.batch_sampler}
+    context = "fork" if workers else None
+    return DataLoader(loader.dataset, num_workers=workers, multiprocessing_context=context, **options)
+
+
+def make(kind, ranks=None, rank=None, stateful=True, workers=None):
     build, options = KINDS[kind]
+    loader = LOADERS[build]()
     return prepare_data_loader(
-        LOADERS[build](),
+        loader if workers is None else with_workers(loader, workers),
         device=torch.device("cpu"),
         num_processes=ranks,
         process_index=rank,
@@ -318,6 +348,66 @@ def test_t5_the_stream_goes_on_where_it_was_with_workers(kind, stateful):
         assert parts == whole, place
 
 
+STEADY = [
+    kind
+    for kind in KINDS
+    if not any(word in kind for word in ("worker", "lazy", "noisy", "stream", "python"))
+]
+"""Kinds whose samplers draw nothing from the generators of the training step after the first batch."""
+QUICK = ("own generator, full batches", "own generator, replacement", "custom batches", "dispatched")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(0, 2), (2, 4), pytest.param(0, 1, marks=pytest.mark.full), pytest.param(3, 0, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in STEADY]
+)
+def test_t5_another_number_of_workers_goes_on_where_it_was(kind, before, after):
+    """Workers are given indices ahead, so they reach the end of the order, and what is drawn there, earlier."""
+    for place, (whole, parts) in with_other_workers(kind, before, after, 1, 0).items():
+        assert parts == whole, place
+
+
+def with_other_workers(kind, before, after, ranks=None, rank=None):
+    """By place, the stream of a run that was not interrupted, and of one that went on with other workers."""
+    seed(21)
+    whole: list = []
+    run(make(kind, ranks, rank, workers=before), whole)
+    last = sum(item[0] == 1 for item in whole) - 1
+    places = [(0, 0), (1, 3), (1, last - 3), (1, last)]
+    if kind == "own generator, replacement":
+        places += [(1, place) for place in range(10, 16)]  # the sampler draws 32 samples at a time
+    found = {}
+    for place in places:
+        seed(21)
+        parts: list = []
+        state = run(make(kind, ranks, rank, workers=before), parts, until=place)
+        saved = pickle.loads(pickle.dumps(state))
+        seed(99)
+        fresh = make(kind, ranks, rank, workers=after)
+        fresh.load_state_dict(saved["loader"])
+        set_rng_state(saved["rng"])
+        run(fresh, parts)
+        found[place] = whole, parts
+    return found
+
+
+def with_other_workers_in_a_world():
+    PartialState(cpu=True)
+    kinds = [kind for kind in STEADY if "own" in kind or "draw" in kind or kind in ("shuffle", "split")]
+    return {(kind, *pair): with_other_workers(kind, *pair) for kind in kinds for pair in ((0, 2), (2, 0))}
+
+
+@pytest.mark.full
+def test_t5_two_ranks_go_on_with_another_number_of_workers():
+    for answers in worlds.run(with_other_workers_in_a_world, 2, timeout=240):
+        for case, places in answers.items():
+            for place, (whole, parts) in places.items():
+                assert parts == whole, (case, place)
+
+
 @pytest.mark.parametrize("kind", ["shuffle", "seedable", "subset", "own generator", "stream"])
 def test_a_loaded_state_can_be_saved_again(kind):
     whole, parts = interrupted(kind, 2, 3, ranks=1, rank=0, resave=True)
@@ -365,6 +455,7 @@ def test_t5_two_ranks_go_on_where_they_were():
 
 
 NOISY = ("lazy", "noisy rows", "augmenting stream", "dispatched, lazy", "dispatched, augmenting stream")
+NOISY += ("drawing at each index",)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind and kind not in NOISY])

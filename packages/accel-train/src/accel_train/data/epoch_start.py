@@ -156,6 +156,7 @@ def _open_indexes(
         in_flight=in_flight,
         skip=loader.skip_batches,
         draws_alike=loader.ranks.size == 1 and loader.ranks.repeats,
+        later=iteration.randomness.as_afterwards,
     )
     reading = iteration.reading
     with reading or _AS_IT_IS:
@@ -228,7 +229,7 @@ def open_with_workers(
             warnings.warn(
                 f"The state was saved with {saved['count']} workers, this loader has {count}: the random numbers that "
                 "the dataset draws in workers do not continue but start from new seeds.",
-                stacklevel=6,
+                stacklevel=7,
             )
         saved = None
     turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])

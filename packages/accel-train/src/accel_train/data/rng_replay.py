@@ -30,6 +30,7 @@ class Randomness:
     def __init__(self, own: list[Any], everything: bool) -> None:
         self.own = own
         self.everything = everything
+        self._afterwards: _Raw | None = None  # inside `as_of`
 
     def now(self) -> _Raw:
         """The present states, cheaply; `tree` makes them fit for a checkpoint."""
@@ -90,7 +91,8 @@ class Randomness:
         if tree is None:
             yield
             return
-        now = self.now()
+        now, outer = self.now(), self._afterwards
+        self._afterwards = now
         torch.set_rng_state(tree["torch"])
         self.set_own(tree["own"])
         if self.everything and "python" in tree:
@@ -99,7 +101,22 @@ class Randomness:
         try:
             yield
         finally:
-            self.put_back(now)
+            self.put_back(self._afterwards)
+            self._afterwards = outer
+
+    @contextlib.contextmanager
+    def as_afterwards(self) -> Iterator[None]:
+        """Inside of `as_of`, draw what was not drawn at that time: from the states that it puts back, and moves on."""
+        if self._afterwards is None:
+            yield
+            return
+        inside = self.now()
+        self.put_back(self._afterwards)
+        try:
+            yield
+        finally:
+            self._afterwards = self.now()
+            self.put_back(inside)
 
 
 def generators_of(first: Iterable[Any], holders: Iterable[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ def test_positions_in_batches_of_the_users_loader():
         next(stream)
     one = iteration(stream)
     one.per_batch, one.first_base, one.skipped, one.yielded = 3, 6, 2, 2
-    assert one.place() == (4, {"base_batches": 12, "pulled": 13, "ahead": [[12]]})
+    assert one.place() == (4, {"base_batches": 12, "pulled": 13, "ended": False, "ahead": [[12]]})
     by_samples = iteration(counted(40, 2))
     by_samples.per_batch, by_samples.yielded = 3, 2
     assert by_samples.place() == (2, {"base_batches": 6}), "rank 0 counts batches"

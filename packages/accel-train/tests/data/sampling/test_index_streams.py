@@ -1,5 +1,6 @@
 """Index batches of one rank, against a list cut by hand and against torch's own samplers."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -43,8 +44,8 @@ def batches_of(samples, size):
     return [samples[at : at + size] for at in range(0, len(samples), size)]
 
 
-def reader(items, *, position=0, ahead=(), pulled=None, keep=8):
-    return SamplerReader(iter(items), position=position, ahead=list(ahead), pulled=pulled, keep=keep)
+def reader(items, *, ahead=(), pulled=None, keep=8, **options):
+    return SamplerReader(iter(items), ahead=list(ahead), pulled=pulled, keep=keep, **options)
 
 
 def rounds(items, ranks=2, rank=0, *, split=False, size=2, drop_last=False, even=True, **options):
@@ -194,12 +195,46 @@ def test_a_reader_returns_what_was_read_ahead_before_the_interruption():
     before = reader([10, 11, 12, 13, 14])
     assert [next(before) for _ in range(4)] == [10, 11, 12, 13]
     saved = before.beyond(2)
-    assert saved == {"pulled": 4, "ahead": [12, 13]}
+    assert saved == {"pulled": 4, "ended": False, "ahead": [12, 13]}
     after = reader([90, 91, 92, 93, 94, 95], position=2, **saved)
     assert after.catch_up()
     assert after.pulled == 4
     assert [next(after) for _ in range(5)] == [90, 91, 12, 13, 94]
     assert (after.pulled, after.taken) == (5, 5)
+
+
+def test_what_a_reader_had_not_read_is_read_later():
+    """A sampler draws while it is read, and again at its end; what an interrupted run had drawn is drawn at once."""
+    drawn: list[str] = []
+
+    def sampler():
+        for number in range(3):
+            drawn.append(f"{number} {'later' if inside else 'at once'}")
+            yield number
+        drawn.append(f"end {'later' if inside else 'at once'}")
+
+    inside: list[int] = []
+
+    @contextlib.contextmanager
+    def later():
+        inside.append(1)
+        try:
+            yield
+        finally:
+            inside.clear()
+
+    list(reader(sampler(), pulled=2, later=later))
+    assert drawn == ["0 at once", "1 at once", "2 later", "end later"]
+    drawn.clear()
+    before = reader(sampler())
+    list(before)
+    assert drawn[-1] == "end at once"
+    drawn.clear()
+    saved = before.beyond(3)
+    after = reader(sampler(), position=3, later=later, **saved)
+    assert after.catch_up()
+    assert drawn == ["0 at once", "1 at once", "2 at once", "end at once"]
+    assert list(after) == [0, 1, 2]
 
 
 def test_a_reader_that_cannot_tell():
@@ -210,11 +245,11 @@ def test_a_reader_that_cannot_tell():
     forgetful = reader(range(9), keep=1)
     for _ in range(3):
         next(forgetful)
-    assert forgetful.beyond(1) == {"pulled": 3, "ahead": []}, "of 2 items 1 is remembered"
-    assert forgetful.beyond(3) == {"pulled": 3, "ahead": []}
+    assert forgetful.beyond(1) == {"pulled": 3, "ended": False, "ahead": []}, "of 2 items 1 is remembered"
+    assert forgetful.beyond(3) == {"pulled": 3, "ended": False, "ahead": []}
     odd = reader([object(), object()])
     next(odd)
-    assert odd.beyond(0) == {"pulled": 1, "ahead": []}, "no plain data"
+    assert odd.beyond(0) == {"pulled": 1, "ended": False, "ahead": []}, "no plain data"
     nested = reader([[1, (2, "a")], [3.5]])
     assert [next(nested), nested.beyond(0)["ahead"]] == [[1, (2, "a")], [[1, (2, "a")]]]
     next(nested)
@@ -229,8 +264,8 @@ def test_one_rank_reads_the_sampler_as_it_is():
     assert [stream.rows(n) for n in range(3)] == [1, None, 3]
     assert stream.valid_rows(0) is None
     assert stream.first_batch() == [0, 1], "of the epoch, not of what is left"
-    assert stream.consumed(1) == {"base_batches": 2, "pulled": 4, "ahead": [7, [3, 4, 5]]}
-    assert stream.consumed(3) == {"base_batches": 4, "pulled": 4, "ahead": []}
+    assert stream.consumed(1) == {"base_batches": 2, "pulled": 4, "ended": True, "ahead": [7, [3, 4, 5]]}
+    assert stream.consumed(3) == {"base_batches": 4, "pulled": 4, "ended": True, "ahead": []}
     assert SingleStream(reader(base)).count() is None
     assert SingleStream(reader([]), skip=2, length=lambda: 0).count() == 0
     assert list(SingleStream(reader([[1]]), skip=5)) == []
@@ -267,14 +302,14 @@ def test_asking_for_the_end_reads_one_batch_and_no_more():
 def test_begin_and_prime_keep_what_they_read():
     stream = SingleStream(reader([[0], [1], [2]]), skip=1)
     stream.begin()
-    assert stream.consumed(0) == {"base_batches": 1, "pulled": 2, "ahead": [[1]]}
+    assert stream.consumed(0) == {"base_batches": 1, "pulled": 2, "ended": False, "ahead": [[1]]}
     assert list(stream) == [[1], [2]]
     unknown = SingleStream(reader([[0], [1], [2]]), skip=1)
     unknown.prime()
     assert unknown.consumed(0)["pulled"] == 2, "a sampler may draw as late as its first batch"
     known = SingleStream(reader([[0], [1], [2]], position=1, pulled=1), skip=1)
     known.prime()
-    assert known.consumed(0) == {"base_batches": 1, "pulled": 1, "ahead": []}
+    assert known.consumed(0) == {"base_batches": 1, "pulled": 1, "ended": False, "ahead": []}
     assert list(known) == [[1], [2]]
 
 
@@ -309,8 +344,8 @@ def test_positions_count_base_batches():
     stream = rounds(base, rank=1, skip_base=2, length=lambda: 3)
     assert (stream.first, stream.count()) == (1, 2)
     next(stream)
-    assert stream.consumed(0) == {"base_batches": 2, "pulled": 4, "ahead": [[4, 5], [6, 7]]}
-    assert stream.consumed(1) == {"base_batches": 4, "pulled": 4, "ahead": []}
+    assert stream.consumed(0) == {"base_batches": 2, "pulled": 4, "ended": False, "ahead": [[4, 5], [6, 7]]}
+    assert stream.consumed(1) == {"base_batches": 4, "pulled": 4, "ended": False, "ahead": []}
     next(stream)
     assert stream.consumed(2)["base_batches"] == 5, "not beyond what there was"
     split = rounds(batches_of(list(range(10)), 4), split=True, size=4, skip_base=1)

@@ -304,6 +304,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 reached=None if restored is None else restored.position,
                 in_flight=self.num_workers * (self.prefetch_factor or 0) + self.sampler_batches_per_step,
                 skip=base,
+                later=iteration.randomness.as_afterwards,
             )
             iteration.stream = indexes.stream = plan.open(opening)
             there = restored is not None and restored.position.get("base_batches") == base

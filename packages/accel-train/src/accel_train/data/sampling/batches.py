@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from accel_train.data.sampling.index_streams import (
 )
 from accel_train.data.sampling.layout import BatchLayout
 from accel_train.data.sampling.permutations import (
+    Later,
     OrderSource,
     Record,
     is_torch_batch_sampler,
@@ -53,6 +55,7 @@ class Opening:
         in_flight: batches that workers may hold.
         skip: batches to skip.
         draws_alike: whether ranks that draw for themselves read the same samples.
+        later: for draws that an interrupted run had not made.
     """
 
     recorded: Record | None = None
@@ -62,6 +65,7 @@ class Opening:
     in_flight: int = 0
     skip: int = 0
     draws_alike: bool = False
+    later: Later = nullcontext
 
 
 class ShardedBatchSampler(BatchSampler):
@@ -141,7 +145,8 @@ class ShardedBatchSampler(BatchSampler):
             if skip or plan.skip_base:
                 start = max(start, skip * self.layout(0).stride + plan.skip_base * size)
             kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
-            return kind(self.layout(plan.samples, start), source, opening.sharing, opening.recorded)
+            layout = self.layout(plan.samples, start)
+            return kind(layout, source, opening.sharing, opening.recorded, opening.later)
         per_round = 1 if self.split_batches else self.num_processes
         record: Record = {}
         if (
@@ -263,7 +268,7 @@ class SamplerPlan:
                 drop_last=sampler.drop_last,
                 even=False,
             )
-            return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
+            return ArithmeticStream(layout, source, opening.sharing, opening.recorded, opening.later)
         first = max(_position(position, "base_batches"), skip)
         record: Record = {}
         seeded = opening.draws_alike or (opening.recorded is not None and "seed" in opening.recorded)
@@ -369,7 +374,9 @@ def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> Sa
         position=first,
         ahead=reached.get("ahead", []) if here else [],
         pulled=reached.get("pulled") if here else None,
+        ended=here and bool(reached.get("ended", False)),
         keep=keep * (opening.in_flight + 3),
+        later=opening.later,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel_train.data.sampling.layout import BatchLayout, clip_rows
-from accel_train.data.sampling.permutations import Order, OrderSource, Record
+from accel_train.data.sampling.permutations import Later, Order, OrderSource, Record
 from accel_train.data.sampling.shared_seed import Sharing
 from accel_train.errors import DataError
 
@@ -92,7 +92,8 @@ class IndexStream(ABC):
     def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches, in ``samples`` or in the sampler's ``base_batches``.
 
-        A sampler that was read beyond the position adds ``pulled``, how far, and ``ahead``, what was found there.
+        A sampler that is iterated adds ``pulled``, how far it was read, ``ended``, whether to its end, and ``ahead``,
+        what was found beyond the position.
         """
 
     def known_to_end(self, yielded: int) -> bool:
@@ -112,10 +113,16 @@ class ArithmeticStream(IndexStream):
         source: draws the order.
         sharing: makes the draw the same on all ranks.
         recorded: an earlier draw to be used again.
+        later: for draws that the interrupted run had not made.
     """
 
     def __init__(
-        self, layout: BatchLayout, source: OrderSource, sharing: Sharing, recorded: Record | None = None
+        self,
+        layout: BatchLayout,
+        source: OrderSource,
+        sharing: Sharing,
+        recorded: Record | None = None,
+        later: Later = contextlib.nullcontext,
     ) -> None:
         self.layout = layout
         self.record = {}
@@ -123,6 +130,7 @@ class ArithmeticStream(IndexStream):
         self._source = source
         self._sharing = sharing
         self._recorded = recorded
+        self._later = later
         self._order: Order | None = None
         self._ready: Iterator[list[int]] = iter(())
         self._rounds_cut = 0
@@ -157,7 +165,11 @@ class ArithmeticStream(IndexStream):
 
     def _begin(self) -> Order:
         if self._order is None:
-            self._order, self.record = self._source.draw(self._sharing, self._recorded)
+            recorded = self._recorded or {}
+            with contextlib.nullcontext() if recorded else self._later():
+                self._order, self.record = self._source.draw(self._sharing, self._recorded)
+            # A generator may have other users. Workers ask for indices further ahead than the interrupted run did.
+            self._order.catch_up(recorded.get("drawn", 0), recorded.get("exhausted", False), self._later)
         return self._order
 
     def begin(self) -> None:
@@ -167,7 +179,7 @@ class ArithmeticStream(IndexStream):
     def prime(self) -> None:
         """Make the draws again that an interrupted run made from a generator that may have other users."""
         if self._recorded and "generator" in self._recorded:
-            self._begin().catch_up(self._recorded.get("drawn", 0), self._recorded.get("exhausted", False))
+            self._begin()
 
     def drawn(self) -> Record:
         """The random draws so far."""
@@ -239,19 +251,32 @@ class SamplerReader(Iterator[Any]):
         ahead: the items that it had read beyond; they take the place of what the sampler yields now, since a sampler
             that draws while it is read cannot draw them again.
         pulled: how many items it had read in all; None when that is not known.
+        ended: whether it had found the end, where a sampler may draw once more.
         keep: how many items can be read and not yet returned.
+        later: for draws that the interrupted run had not made.
     """
 
     def __init__(
-        self, iterator: Iterator[Any], *, position: int = 0, ahead: list[Any], pulled: int | None, keep: int
+        self,
+        iterator: Iterator[Any],
+        *,
+        position: int = 0,
+        ahead: list[Any],
+        pulled: int | None,
+        ended: bool = False,
+        keep: int,
+        later: Later = contextlib.nullcontext,
     ) -> None:
         self._iterator = iterator
         self._known = {position + place: item for place, item in enumerate(ahead)}
         self._wanted = pulled
+        self._wants_end = ended
+        self._later = later
         self._queue: deque[Any] = deque()
         self._recent: deque[Any] = deque(maxlen=keep)
         self.pulled = 0  # from the sampler
         self.taken = 0  # from here
+        self.ended = False
 
     def __next__(self) -> Any:
         item = self._queue.popleft() if self._queue else self._pull()
@@ -260,7 +285,13 @@ class SamplerReader(Iterator[Any]):
         return item
 
     def _pull(self) -> Any:
-        item = next(self._iterator)
+        is_new = self._wanted is not None and self.pulled >= self._wanted and not self._wants_end
+        with self._later() if is_new else contextlib.nullcontext():
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self.ended = True
+                raise
         item = self._known.pop(self.pulled, item)
         self.pulled += 1
         return item
@@ -269,7 +300,7 @@ class SamplerReader(Iterator[Any]):
         """Read as far as the interrupted run had read; False when that is not known."""
         if self._wanted is None:
             return False
-        while self.pulled < self._wanted:
+        while not self.ended and (self.pulled < self._wanted or self._wants_end):
             try:
                 self._queue.append(self._pull())
             except StopIteration:
@@ -281,7 +312,11 @@ class SamplerReader(Iterator[Any]):
         unread = [*self._recent, *self._queue]
         count = max(self.pulled - position, 0)
         items = unread[len(unread) - count :]
-        return {"pulled": self.pulled, "ahead": items if len(items) == count and _plain(items) else []}
+        return {
+            "pulled": self.pulled,
+            "ended": self.ended,
+            "ahead": items if len(items) == count and _plain(items) else [],
+        }
 
 
 def _plain(item: Any) -> bool:

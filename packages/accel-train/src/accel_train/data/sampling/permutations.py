@@ -9,6 +9,7 @@ which is then iterated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,10 @@ from torch.utils.data import (
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing
 
-__all__ = ["Order", "OrderSource", "Record", "order_source"]
+__all__ = ["Later", "Order", "OrderSource", "Record", "order_source"]
+
+Later = Callable[[], AbstractContextManager[None]]
+"""Makes a context for draws that an interrupted run had not made; see `Randomness.as_afterwards`."""
 
 Record = dict[str, Any]
 """What was drawn for an epoch: ``{"seed": int}``, ``{"generator": uint8 tensor}`` or nothing; and how far, as
@@ -57,8 +61,8 @@ class Order(Protocol):
     def progress(self) -> Record:
         """How far was drawn, for `catch_up`."""
 
-    def catch_up(self, drawn: int, exhausted: bool) -> None:
-        """Draw as far as an interrupted run had drawn."""
+    def catch_up(self, drawn: int, exhausted: bool, later: Later) -> None:
+        """Draw as far as an interrupted run had drawn; all that follows is drawn in the context that `later` makes."""
 
 
 class OrderSource(Protocol):
@@ -94,7 +98,7 @@ class _Range:
     def progress(self) -> Record:
         return {}
 
-    def catch_up(self, drawn: int, exhausted: bool) -> None: ...
+    def catch_up(self, drawn: int, exhausted: bool, later: Later) -> None: ...
 
 
 class _Drawn:
@@ -127,11 +131,13 @@ class _Drawn:
         self._drawn = 0
         self._exhausted = False
         self._samples: Tensor | None = None
+        self._later: Later = nullcontext
         self.block = block
 
     def _until(self, stop: int) -> Tensor:
         while self._drawn < stop:
-            chunk = self._chunk(self._drawn, stop)[: self._length - self._drawn]
+            with self._later():
+                chunk = self._chunk(self._drawn, stop)[: self._length - self._drawn]
             if chunk.numel() == self._length:
                 self._samples = chunk
             else:
@@ -161,16 +167,19 @@ class _Drawn:
         self._until(self._length)
         self._exhausted = True
         if self._trailing is not None:
-            self._trailing()
+            with self._later():
+                self._trailing()
             self._trailing = None
 
     def progress(self) -> Record:
         return {"drawn": self._drawn, "exhausted": self._exhausted}
 
-    def catch_up(self, drawn: int, exhausted: bool) -> None:
-        self._until(drawn)
+    def catch_up(self, drawn: int, exhausted: bool, later: Later) -> None:
+        if drawn:
+            self._until(drawn)
         if exhausted:
             self.exhaust()
+        self._later = later
 
     def finished(self) -> None:
         if self._on_finish is not None:
