@@ -194,7 +194,7 @@ def test_sparse_gradients_come_back_sparse(coalesced):
     if coalesced:
         model.weight.grad = model.weight.grad.coalesce()
     other, restored = begin()
-    load(other._accumulator, trained_here(other), dumped(accelerator))
+    load(other._accumulator, trained_here(other), dumped(accelerator), other.strategy)
     gradient = restored.weight.grad
     assert gradient.is_sparse
     assert gradient.is_coalesced() is coalesced
