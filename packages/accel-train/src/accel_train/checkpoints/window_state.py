@@ -215,6 +215,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
         "manual": _dump_window(accumulator.manual, trained),
         "cut_batches": _dump_cuts(accumulator, trained),
         "gradients": gradients,
+        "engine_waits": states.gradients_wait,
         "held_back": {
             name: {"values": _pack(value.values), "placements": list(value.placements)}
             for name, value in kept.items()
@@ -232,7 +233,8 @@ def _owns_gradients(
         parameters: those that can have a gradient; of divided ones each rank keeps a part, if it is not held back.
         held: of the parameters, those whose gradients are held back.
     """
-    if strategy.loss.repeats or (strategy.capabilities.hides_gradients and not held):
+    hidden = strategy.capabilities.hides_gradients and not (held or strategy.states.keeps_own_gradients)
+    if strategy.loss.repeats or hidden:
         return False
     if any(each.mesh_dimensions for each in held.values()):
         return False
@@ -393,7 +395,7 @@ def _held_back(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_open(tree: Mapping[str, Any]) -> bool:
     """Whether a tree holds gradients that wait for a step."""
-    return bool(tree["gradients"] or _held_back(tree)) or any(
+    return bool(tree["gradients"] or _held_back(tree) or tree.get("engine_waits")) or any(
         window["backwards"] for window in [*tree["windows"], tree["manual"]]
     )
 
@@ -403,7 +405,7 @@ def holds_gradients(tree: Mapping[str, Any]) -> bool:
     counting = any(window["backwards"] for window in [*tree["windows"], tree["manual"]])
     return (
         counting
-        or bool(_held_back(tree))
+        or bool(_held_back(tree) or tree.get("engine_waits"))
         or any(not isinstance(packed, str) for packed in tree["gradients"].values())
     )
 
@@ -425,6 +427,7 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     check_form(tree, FORM, where)
     check_form(tree.get("cut_batches", ()), [_CUT], f"{where}['cut_batches']")  # states of before have none
     check_form(_held_back(tree), {OTHERS: _HELD_BACK}, f"{where}['held_back']")
+    check_form(tree.get("engine_waits", False), bool, f"{where}['engine_waits']")
     saved, parameters = tree.get("engine"), trained.parameters()
     held = strategy.states.held_back(parameters)
     same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size

@@ -293,6 +293,14 @@ class StateAdapter:
         """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
         return False
 
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Whether an engine that hides gradients has them all in `parameter.grad` in the form of plain PyTorch.
+
+        That is: whole, and from this rank's samples alone, so that any number of ranks can continue with them.
+        """
+        return False
+
     def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
         """Where an open window's gradients of these parameters are, if not in `parameter.grad`; by the same names.
 
