@@ -119,10 +119,36 @@ def batch(accelerator, number, dtype):
     return x.chunk(ranks.size)[ranks.index].to(accelerator.device)
 
 
-def train(options=None, *, first=0, save=None, load=None, items=False, inside=False, end=MICRO_BATCHES):
-    """The weights of both models after every step, from micro-batch number `first` on."""
+def train(
+    options=None,
+    *,
+    first=0,
+    save=None,
+    load=None,
+    items=False,
+    inside=False,
+    asynchronous=False,
+    used=False,
+    end=MICRO_BATCHES,
+):
+    """The weights of both models after every step, from micro-batch number `first` on.
+
+    Args:
+        options: see `begin`.
+        first: the first micro-batch.
+        save: where a state is saved after micro-batch `SAVED_AFTER`.
+        load: from where a state is loaded first.
+        items: weigh by items.
+        inside: save inside of `accumulate()`.
+        asynchronous: save in the background.
+        used: load where other micro-batches have left gradients.
+        end: the micro-batch before which it ends.
+    """
     accelerator, dtype, one, two, *optimizers = begin(options)
     if load is not None:
+        if used:
+            with accelerator.accumulate(one, two):
+                accelerator.backward(one(batch(accelerator, 99, dtype), STEPS - 1).square().mean())
         accelerator.load_state(load)
     weights = []
     for number in range(first, end):
@@ -140,17 +166,19 @@ def train(options=None, *, first=0, save=None, load=None, items=False, inside=Fa
             if inside and number == SAVED_AFTER and save is not None:
                 accelerator.save_state(save)
         if not inside and number == SAVED_AFTER and save is not None:
-            accelerator.save_state(save)
+            handle = accelerator.save_state(save, asynchronous=asynchronous)
         if accelerator.sync_gradients:
             weights += [
                 {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
                 for model in (one, two)
             ]
+    if asynchronous and save is not None:
+        handle.result()
     return weights
 
 
 def interrupted(options, folder, **how):
-    """Whether a run that saves, and one that goes on from there, have the weights of one that does neither."""
+    """See whether a run that saves, and one that goes on from there, have the weights of one that does neither."""
     whole = train(options, **how)
     saving = train(options, save=folder, **how)
     resumed = train(options, first=SAVED_AFTER + 1, load=folder, **how)
@@ -172,6 +200,8 @@ CASES = {
     "items": (2, {}, {"items": True, "inside": True}),
     "bf16": (2, BF16, {}),
     "bf16 throughout": (2, {**BF16, **policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}, {}),
+    "fp16": (2, {"precision": "fp16"}, {}),
+    "background": (2, {}, {"asynchronous": True, "used": True}),
     "each batch": (2, {"sync_each_batch": True}, {}),
     "not divided after forward": (2, {"plugin": {"reshard_after_forward": False}}, {}),
     "offloaded": (2, {"plugin": {"cpu_offload": True}}, {}),
