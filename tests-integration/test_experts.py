@@ -403,6 +403,48 @@ def test_a_state_is_continued_by(tmp_path, before, after, kind):
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
+def in_windows(kind, degrees, save=None, load=None):
+    """The weights after two windows of four micro-batches; a state is saved or loaded in the second."""
+    accelerator = accelerator_of(2, 4, **degrees)
+    model = in_tensor_parallel(accelerator, made(kind=kind, dense=True))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    if load is not None:
+        accelerator.load_state(load)
+    ranks = accelerator.strategy.batch
+    for number, (x, y) in enumerate(samples(8, 8)):
+        if load is not None and number < 6:
+            continue
+        x, y = x.chunk(ranks.size)[ranks.index], y.chunk(ranks.size)[ranks.index]
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 5 and save is not None:
+            accelerator.save_state(save)
+    return accelerator.get_state_dict(model)
+
+
+def interrupted_in_a_window(kind, degrees, folder):
+    wanted = in_windows(kind, degrees)
+    torch.testing.assert_close(in_windows(kind, degrees, save=folder), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(in_windows(kind, degrees, load=folder), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "degrees"),
+    [
+        ("stacked", 2, {}),
+        pytest.param("list", 2, {}, marks=pytest.mark.full),
+        pytest.param("routed list", 2, {}, marks=pytest.mark.full),
+        pytest.param("stacked", 4, WITH_TP, marks=pytest.mark.full),
+        pytest.param("list", 4, {}, marks=pytest.mark.full),
+        pytest.param("stacked", 4, {}, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_ranks_go_on_inside_a_window(tmp_path, kind, ranks, degrees):
+    worlds.run(interrupted_in_a_window, ranks, kind, degrees, tmp_path / "state")
+
+
 def evaluated_alone(kind):
     """What rank 0 alone computes with whole parameters, and what all compute together afterwards."""
     accelerator, model, _ = started(2, kind)

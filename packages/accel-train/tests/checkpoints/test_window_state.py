@@ -1,5 +1,7 @@
 """Accumulation windows that are not finished when a state is saved."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from accel_ckpt import CorruptCheckpointError, StateMismatchError
 from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, is_open, load
 from accel_train.strategies.base import Capabilities, Strategy
+from accel_train.strategies.state_adapter import StateAdapter
 from testkit.small_run import build
 
 
@@ -194,7 +197,7 @@ def test_sparse_gradients_come_back_sparse(coalesced):
     if coalesced:
         model.weight.grad = model.weight.grad.coalesce()
     other, restored = begin()
-    load(other._accumulator, trained_here(other), dumped(accelerator))
+    load(other._accumulator, trained_here(other), dumped(accelerator), other.strategy)
     gradient = restored.weight.grad
     assert gradient.is_sparse
     assert gradient.is_coalesced() is coalesced
@@ -367,6 +370,39 @@ def pointing(indices, values=None, size=(10, 4), coalesced=False):
     return {"indices": indices, "values": values, "size": list(size), "coalesced": coalesced}
 
 
+class Holding(Hiding):
+    """Holds back gradients of shape (10, 4), which the script divides over a mesh of two dimensions."""
+
+    class adapter(StateAdapter):
+        def held_back(self, parameters):
+            place = SimpleNamespace(shape=(10, 4), mesh_dimensions=2, value=None)
+            return dict.fromkeys(parameters, place)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "placements", "message"),
+    [
+        ("weight", torch.ones(10, 4), ["sum", "1"], None),
+        ("weight", "zeros", ["whole", "avg"], None),
+        ("bias", "zeros", ["whole", "whole"], r"window for model_0\.bias, which no prepared model has"),
+        ("weight", torch.ones(4, 10), ["sum", "1"], r"shape \[4, 10\] for model_0\.weight, whose shape is \[10, 4\]"),
+        ("weight", torch.ones(10, 4), ["sum"], r"divided as \['sum'\] over a mesh; here the mesh has 2 dimensions"),
+        ("weight", torch.ones(10, 4), ["sum", "2"], r"divided as \['sum', '2'\]"),
+    ],
+)  # fmt: skip
+def test_gradients_that_are_held_back_are_checked(register, name, values, placements, message):
+    register(Holding)
+    saved = {f"model_0.{name}": {"values": values, "placements": placements}}
+    tree = told({}, engine="hiding", held_back=saved)
+    assert is_open(told({}, held_back=saved, windows=[]))
+    strategy = Accelerator(strategy="hiding").strategy
+    if message is None:
+        check(embedding(), tree, strategy, same_ranks=True)
+    else:
+        with pytest.raises(StateMismatchError, match=message):
+            check(embedding(), tree, strategy, same_ranks=True)
+
+
 def embedding():
     return trained_of([nn.Embedding(10, 4, sparse=True)])
 
@@ -419,6 +455,10 @@ def test_gradients_that_fit_are_accepted(gradient):
         ({"cut_batches": 0}, r"\['cut_batches'\] is 0, where a list"),
         ({"cut_batches": [{"models": [], "parts": 0, "rows": None}]}, r"\['parts'\] is 0"),
         ({"cut_batches": [{"models": ["model_7"], "parts": 2, "rows": None}]}, "model_7"),
+        ({"engine_waits": 1}, r"\['engine_waits'\] is 1, where true or false"),
+        ({"held_back": []}, r"\['held_back'\] is one list, where a dictionary"),
+        ({"held_back": {"model_0.weight": {"values": "zeros"}}}, "lacks 'placements'"),
+        ({"held_back": {"model_0.weight": {"values": "zeros", "placements": ["max"]}}}, r"\[0\] is 'max'"),
     ],
 )
 def test_counts_and_owners_of_a_window_are_checked(changed, message):

@@ -155,6 +155,10 @@ def test_a_window_keeps_nothing_of_its_own():
     before = copy.deepcopy(gradients(model))
     assert strategy.states.window_state(model) == {}
     strategy.states.load_window_state(model, {})
+    named = dict(model.named_parameters())
+    assert strategy.states.held_back(named) == {}
+    strategy.states.hold_back(named, {})
+    assert not strategy.states.keeps_own_gradients
     assert same(gradients(model), before)
 
 

@@ -140,7 +140,7 @@ class _Export:
         if rng is not None:
             self._save(f"random_states_{rank}.pkl", {"step": step, **self._random_states(rng)})
         windows = trees.pop("windows", {})
-        if windows.get("windows") or windows.get("gradients"):
+        if any(windows.get(name) for name in ("windows", "gradients", "held_back")):
             self._note(
                 "the gradients of an unfinished accumulation window have no place in Accelerate's layout"
             )

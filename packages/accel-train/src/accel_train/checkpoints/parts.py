@@ -35,7 +35,7 @@ def parts_of(prepared: Prepared, named: Sequence[NamedModel], trusted: bool = Fa
         prepared.optimizers,
         prepared.loaders,
         named,
-        engine_optimizers=strategy.capabilities.hides_gradients,
+        engine_optimizers=strategy.capabilities.prepares_together,
     )
     return [
         ReplicaStates(strategy.states, prepared.prepared_models, named, several),

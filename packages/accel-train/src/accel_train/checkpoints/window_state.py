@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.state_part import SavedTrees, StatePart, Trees
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import any_divided, local_part
+from accel_train.strategies.state_adapter import HeldBack, OwnGradient
 
 __all__ = [
     "FORM",
@@ -148,7 +149,7 @@ class WindowStates(StatePart):
         if "windows" not in saved.known:
             return None
         windows: Mapping[str, Any] = saved.known["windows"]
-        if saved.own is None and (windows["windows"] or windows["gradients"]):
+        if saved.own is None and (windows["windows"] or is_open(windows)):
             raise accel_ckpt.StateMismatchError(
                 f"{saved.directory} was saved inside an accumulation window and holds no state of rank {saved.rank}, "
                 "whose gradients it would need. Load a checkpoint that is complete, or one that was saved between two "
@@ -169,7 +170,7 @@ class WindowStates(StatePart):
     def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
         """Open them again."""
         if taken is not None:
-            load(self._accumulator, self._trained, taken)
+            load(self._accumulator, self._trained, taken, self._strategy)
 
 
 # Saving
@@ -186,37 +187,62 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
     """
     windows = accumulator.unfinished()
     counting = any(window.backwards for window in [*windows, accumulator.manual])
-    gradients = _gradients(trained, counting)
-    if (counting or gradients or strategy.states.gradients_wait) and not strategy.capabilities.saves_windows:
+    parameters, states = trained.parameters(), strategy.states
+    waiting = _gradients(trained, parameters, counting)
+    held = states.held_back(parameters)
+    kept = {name: value for name, each in held.items() if (value := each.value) is not None}
+    if (counting or waiting or kept or states.gradients_wait) and not strategy.capabilities.saves_windows:
         raise AccumulationError(
             f"The state cannot be saved here: gradients wait for a step, and the strategy {strategy.name!r} cannot "
             "save them. Save after optimizer.step(), outside of an unfinished accumulation window."
         )
+    gradients = {name: _pack(gradient) for name, gradient in waiting.items()}
+    own = _owns_gradients(strategy, parameters, held) and all(
+        # Zeros in parts, as zero_grad(set_to_none=False) leaves them, add nothing to what is held back.
+        isinstance(packed, str)
+        for name, packed in gradients.items()
+        if name in held
+    )
+    if own:
+        gradients |= {name: _pack(value.values) for name, value in kept.items()}
+        kept = {}
     return {
-        "engine": _engine(strategy, (gradient for _, gradient in gradients)),
+        "engine": None if own else strategy.name,
         "averaged_over": accumulator.averaged_over,
         "sync_gradients": accumulator.sync_gradients,
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],
         "manual": _dump_window(accumulator.manual, trained),
         "cut_batches": _dump_cuts(accumulator, trained),
-        "gradients": {name: _pack(tensor) for name, tensor in gradients},
+        "gradients": gradients,
+        "engine_waits": states.gradients_wait,
+        "held_back": {
+            name: {"values": _pack(value.values), "placements": list(value.placements)}
+            for name, value in kept.items()
+        },
     }
 
 
-def _engine(strategy: Strategy, tensors: Iterable[Tensor]) -> str | None:
-    """Whose form the gradients have; None: that of plain PyTorch, which any number of ranks can take over.
+def _owns_gradients(
+    strategy: Strategy, parameters: Mapping[str, Tensor], held: Mapping[str, HeldBack]
+) -> bool:
+    """Whether each rank has whole gradients, as plain PyTorch has, which any number of ranks can take over.
 
     Args:
-        strategy: the one that made them.
-        tensors: gradients or parameters; of divided ones each rank keeps its part.
+        strategy: the one that makes them.
+        parameters: those that can have a gradient; of divided ones each rank keeps a part, if it is not held back.
+        held: of the parameters, those whose gradients are held back.
     """
-    own = strategy.capabilities.hides_gradients or strategy.loss.repeats or any_divided(tensors)
-    return strategy.name if own else None
+    hidden = strategy.capabilities.hides_gradients and not (held or strategy.states.keeps_own_gradients)
+    if strategy.loss.repeats or hidden:
+        return False
+    if any(each.mesh_dimensions for each in held.values()):
+        return False
+    return not any_divided(parameter for name, parameter in parameters.items() if name not in held)
 
 
-def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
-    """Gradients still to be used; excludes those that `optimizer.step()` has used and `zero_grad()` will drop."""
+def _gradients(trained: Trained, parameters: Mapping[str, nn.Parameter], counting: bool) -> dict[str, Tensor]:
+    """Gradients in `parameter.grad` still to be used, without those that `zero_grad()` will drop after a step."""
     spent = {
         id(parameter)
         for optimizer in trained.optimizers
@@ -224,11 +250,11 @@ def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return [
-        (name, parameter.grad)
-        for name, parameter in trained.parameters().items()
+    return {
+        name: parameter.grad
+        for name, parameter in parameters.items()
         if parameter.grad is not None and id(parameter) not in spent
-    ]
+    }
 
 
 def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
@@ -299,6 +325,14 @@ def _gradient(value: Any) -> bool:
     return isinstance(value, Tensor) or value == "zeros"
 
 
+def _placement(value: Any) -> bool:
+    """How a dimension of a mesh divides a tensor; see `OwnGradient`."""
+    return isinstance(value, str) and _PLACEMENT.fullmatch(value) is not None
+
+
+_PLACEMENT = re.compile(r"whole|sum|avg|\d{1,2}")
+_HELD_BACK = {"values": _gradient, "placements": [_placement]}
+
 _WINDOW = {
     "models": [str],
     "micro_batches": natural,
@@ -323,13 +357,20 @@ FORM = {
 """Of a tree that `dump` returns."""
 
 
-def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) -> None:
-    """Restore the windows and gradients of a tree that `dump` made for this number of ranks."""
+def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], strategy: Strategy) -> None:
+    """Restore the windows and gradients of a tree that `dump` made for this number of ranks. Collective."""
     accumulator.forget()
-    parameters = trained.parameters()
-    gradients = tree["gradients"]
+    parameters, states = trained.parameters(), strategy.states
+    held = states.held_back(parameters)
+    gradients = dict(tree["gradients"])
+    kept = {
+        name: _own_gradient(saved["values"], saved["placements"]) for name, saved in _held_back(tree).items()
+    }
+    if tree.get("engine") is None:
+        kept |= {name: _own_gradient(gradients.pop(name)) for name in [*gradients] if name in held}
     for name, parameter in parameters.items():
         parameter.grad = _unpack(gradients[name], parameter) if name in gradients else None
+    states.hold_back(parameters, kept)
     for saved in tree["windows"]:
         models = tuple(trained.model_called(name) for name in saved["models"])
         _load_window(accumulator.window_of(models), saved, trained)
@@ -341,9 +382,20 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) ->
     accumulator.sync_gradients = tree["sync_gradients"]
 
 
+def _own_gradient(packed: Any, placements: Sequence[str] = ()) -> OwnGradient | None:
+    """A gradient to be held back; None: zeros."""
+    return None if isinstance(packed, str) else OwnGradient(_dense(packed), placements)
+
+
+def _held_back(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Gradients beside those of `parameter.grad`; states of before have none."""
+    found: Mapping[str, Any] = tree.get("held_back", {})
+    return found
+
+
 def is_open(tree: Mapping[str, Any]) -> bool:
     """Whether a tree holds gradients that wait for a step."""
-    return bool(tree["gradients"]) or any(
+    return bool(tree["gradients"] or _held_back(tree) or tree.get("engine_waits")) or any(
         window["backwards"] for window in [*tree["windows"], tree["manual"]]
     )
 
@@ -351,7 +403,11 @@ def is_open(tree: Mapping[str, Any]) -> bool:
 def holds_gradients(tree: Mapping[str, Any]) -> bool:
     """Whether a tree holds gradients with a value: not only those that were filled with zeros."""
     counting = any(window["backwards"] for window in [*tree["windows"], tree["manual"]])
-    return counting or any(not isinstance(packed, str) for packed in tree["gradients"].values())
+    return (
+        counting
+        or bool(_held_back(tree) or tree.get("engine_waits"))
+        or any(not isinstance(packed, str) for packed in tree["gradients"].values())
+    )
 
 
 def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same_ranks: bool) -> None:
@@ -370,33 +426,54 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     where = "the unfinished accumulation windows in the checkpoint: windows"
     check_form(tree, FORM, where)
     check_form(tree.get("cut_batches", ()), [_CUT], f"{where}['cut_batches']")  # states of before have none
-    saved, here = tree.get("engine"), _engine(strategy, trained.parameters().values())
+    check_form(_held_back(tree), {OTHERS: _HELD_BACK}, f"{where}['held_back']")
+    check_form(tree.get("engine_waits", False), bool, f"{where}['engine_waits']")
+    saved, parameters = tree.get("engine"), trained.parameters()
+    held = strategy.states.held_back(parameters)
     same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
-    if is_open(tree) and (saved != here or (here is not None and not same_ranks)):
+    fits = (
+        _owns_gradients(strategy, parameters, held)
+        if saved is None
+        else saved == strategy.name and same_ranks
+    )
+    if is_open(tree) and not fits:
         raise accel_ckpt.StateMismatchError(
             "the checkpoint was saved inside an accumulation window, whose gradients have the form of "
             + (f"the strategy {saved!r}" if saved is not None else "plain tensors")
             + f"; the strategy {strategy.name!r} cannot continue with them"
-            + ("" if same_ranks else " on another number of ranks")
+            + ("" if same_ranks or saved is None else " on another number of ranks")
             + ". Continue with the same strategy and number of ranks, or from a checkpoint saved after a step"
         )
-    parameters = trained.parameters()
-    unknown = sorted(set(tree["gradients"]) - set(parameters))
+    unknown = sorted((set(tree["gradients"]) - set(parameters)) | (set(_held_back(tree)) - set(held)))
     if unknown:
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
             "no prepared model has. Prepare the same models and optimizers as the script that saved it."
         )
     for name, packed in tree["gradients"].items():
-        _check_gradient(name, packed, parameters[name])
+        whole = saved is None and name in held
+        shape = held[name].shape if whole else local_part(parameters[name].detach()).shape
+        _check_gradient(name, packed, parameters[name], list(shape))
+    for name, entry in _held_back(tree).items():
+        _check_gradient(name, entry["values"], parameters[name], list(held[name].shape))
+        _check_placements(name, entry["placements"], held[name])
     _check_owners(trained, tree)
 
 
-def _check_gradient(name: str, packed: Any, parameter: Tensor) -> None:
+def _check_placements(name: str, placements: Sequence[str], held: HeldBack) -> None:
+    divided = [int(word) for word in placements if word.isdecimal()]
+    if len(placements) != held.mesh_dimensions or any(dim >= len(held.shape) for dim in divided):
+        raise accel_ckpt.StateMismatchError(
+            f"the checkpoint holds a gradient for {name} that is divided as {placements} over a mesh; here the mesh "
+            f"has {held.mesh_dimensions} dimensions, and the gradient the shape {list(held.shape)}. Divide the model "
+            "as it was when the state was saved"
+        )
+
+
+def _check_gradient(name: str, packed: Any, parameter: Tensor, here: list[int]) -> None:
     """Check that no index of a gradient points outside of it: an optimizer would write there unchecked."""
     if isinstance(packed, str):
         return
-    here = list(local_part(parameter.detach()).shape)
     there = packed["size"] if isinstance(packed, Mapping) else list(packed.shape)
     if list(there) != here:
         raise accel_ckpt.StateMismatchError(
@@ -501,19 +578,20 @@ def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -
 
 def _sum(parts: Sequence[Any], factor: float) -> Any:
     """The sum of packed gradients, times a factor; in float64, and dense."""
-    dense = [
-        part
-        if isinstance(part, Tensor)
-        else _unpack(part, torch.zeros(part["size"], dtype=part["values"].dtype))
-        for part in parts
-        if not isinstance(part, str)
-    ]
+    dense = [_dense(part) for part in parts if not isinstance(part, str)]
     if not dense:
         return "zeros"
     total = torch.zeros(dense[0].shape, dtype=torch.float64)
     for part in dense:
         total += part
     return total * factor
+
+
+def _dense(packed: Any) -> Tensor:
+    """The values of a packed gradient that are not all zero."""
+    if isinstance(packed, Tensor):
+        return packed
+    return _unpack(packed, torch.zeros(packed["size"], dtype=packed["values"].dtype)).to_dense()
 
 
 def _weighted_models(windows: Sequence[Mapping[str, Any]]) -> set[str | None]:

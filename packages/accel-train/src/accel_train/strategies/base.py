@@ -62,7 +62,7 @@ class Capabilities:
         window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if
             gradients can still be scaled when it ends.
         hides_gradients: gradients of an unfinished window are not in `parameter.grad`, so that they can neither be
-            rescaled nor saved unless `window_state` holds them.
+            rescaled nor saved unless `StateAdapter.held_back` or `window_state` gives them, or it keeps own gradients.
         saves_windows: a state can be saved while a window is unfinished.
         max_models: how many models it can train at a time, or None for any number.
         prepares_together: a model and its optimizer must be passed to the same `prepare()` call; a model passed alone

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -24,7 +25,15 @@ from accel_train.errors import PrepareError
 from accel_train.state_part import StatePart
 from accel_train.strategies.whole import whole_parameters
 
-__all__ = ["Adapted", "SavedModel", "StateAdapter", "full_state_dict", "leaf_misfits"]
+__all__ = [
+    "Adapted",
+    "HeldBack",
+    "OwnGradient",
+    "SavedModel",
+    "StateAdapter",
+    "full_state_dict",
+    "leaf_misfits",
+]
 
 
 class SavedModel(Protocol):
@@ -45,6 +54,39 @@ class SavedModel(Protocol):
 
     def fill(self, targets: Mapping[str, Any]) -> None:
         """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with this rank's part of the saved values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGradient:
+    """A gradient that this rank has computed from its own samples, before ranks reduce it.
+
+    Attributes:
+        values: of the whole gradient, or of what a division by the script leaves on this rank.
+        placements: over each dimension of the mesh of that division, the tensor's dimension that is divided, as a
+            number; "whole"; or "sum" or "avg", if ranks have summands.
+    """
+
+    values: Tensor
+    placements: Sequence[str] = ()
+
+
+class HeldBack(Protocol):
+    """The place, outside of `parameter.grad`, where an engine keeps a parameter's gradient until ranks reduce it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's values."""
+        ...
+
+    @property
+    def mesh_dimensions(self) -> int:
+        """How many dimensions of a mesh the script has divided the parameter over; 0: none."""
+        ...
+
+    @property
+    def value(self) -> OwnGradient | None:
+        """The gradient; None: there is none."""
         ...
 
 
@@ -250,6 +292,31 @@ class StateAdapter:
     def gradients_wait(self) -> bool:
         """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
         return False
+
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Whether an engine that hides gradients has them all in `parameter.grad` in the form of plain PyTorch.
+
+        That is: whole, and from this rank's samples alone, so that any number of ranks can continue with them.
+        """
+        return False
+
+    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
+        """Where an open window's gradients of these parameters are, if not in `parameter.grad`; by the same names.
+
+        Unlike those in `window_state` they are plain PyTorch's, so any number of ranks can continue with them.
+        """
+        return {}
+
+    def hold_back(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Replace all gradients for which `held_back` has a place. Collective.
+
+        Args:
+            parameters: as for `held_back`.
+            gradients: by name; None: zeros. Parameters without an entry have no gradient.
+        """
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """The state with which this rank's model continues between two micro-batches: plain data and tensors."""

@@ -139,6 +139,24 @@ def test_a_factor_is_applied_in_the_step(stage, factor):
 
 
 @STAGES
+@pytest.mark.parametrize(
+    "change",
+    [lambda g: g.scale(0.5), lambda g: g.limit(0.1), lambda g: g.clip(0.3, 2.0), lambda g: g.complete()],
+    ids=["scale", "limit", "clip", "complete"],
+)
+def test_what_is_noted_is_known_until_the_step_or_a_restart(stage, change):
+    for end in (lambda g: g.step(), lambda g: g.restart(True)):
+        _, _, gradients = begun(stage)
+        assert not gradients.noted
+        change(gradients)
+        # In float32 without ZeRO gradients are scaled at once.
+        assert gradients.noted or (stage == 0 and not gradients._complete)
+        end(gradients)
+        assert not gradients.noted
+    assert gradients.waiting
+
+
+@STAGES
 def test_a_backward_after_a_factor_joins_what_is_scaled(stage):
     _, _, gradients = begun(stage)
     gradients.scale(0.5)

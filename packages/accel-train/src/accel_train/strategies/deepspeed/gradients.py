@@ -58,6 +58,17 @@ class EngineGradients:
         self._clipped = False
         self._applied = False
 
+    @property
+    def noted(self) -> bool:
+        """Whether the gradients are complete, or changes of them are recorded for the step."""
+        changed = self._coefficient is not None or self._limit is not None or not _is_one(self.factor)
+        return changed or self._complete
+
+    def restart(self, waiting: bool) -> None:
+        """Forget what is recorded; gradients were replaced, and wait or not."""
+        self.waiting = waiting
+        self._reset()
+
     # Noted until the step
 
     def scale(self, factor: float | Tensor) -> None:

@@ -31,8 +31,9 @@ from accel_train.strategies.deepspeed.placeholders import (
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
+from accel_train.strategies.deepspeed.window import EngineWindow
 from accel_train.strategies.engines import EngineStates, EngineStrategy
-from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
+from accel_train.strategies.state_adapter import OwnGradient, SavedModel, StateAdapter, leaf_misfits
 
 __all__ = ["DeepSpeedStates", "DeepSpeedStrategy"]
 
@@ -46,6 +47,7 @@ class _Trained:
     given: torch.optim.Optimizer  # what the script prepared
     optimizer: torch.optim.Optimizer  # what the engine steps
     gradients: EngineGradients
+    window: EngineWindow
     state: EngineState
     plugin: DeepSpeedPlugin
     groups: list[list[Tensor]]  # parameters, as the script grouped them
@@ -183,6 +185,39 @@ class DeepSpeedStates(EngineStates):
         else:
             item.state.load_optimizer_state(tree, models)
 
+    @property
+    def keeps_own_gradients(self) -> bool:
+        """Up to stage 1 gradients are in `parameter.grad` until the step, unless the engine adds them up elsewhere."""
+        return all(item.window.in_parameters for item in self.strategy.made)
+
+    def hold_back(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Tell engines that find gradients in `parameter.grad` that these were restored."""
+        for item in self.strategy.made:
+            if item.window.in_parameters:
+                item.window.take_up()
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """The gradients that wait elsewhere than in `parameter.grad`.
+
+        Raises:
+            AccumulationError: the engine cannot give them.
+        """
+        item = self.strategy.of_model(model)
+        return {} if item is None else item.window.state()
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """The same ZeRO stage must keep the same parameters' gradients."""
+        item = self.strategy.of_model(model)
+        return None if item is None else item.window.misfit(state)
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Take the gradients of an open window up again."""
+        item = self.strategy.of_model(model)
+        if item is not None:
+            item.window.load(state)
+
 
 class DeepSpeedStrategy(EngineStrategy[_Trained]):
     """One engine for each model that is prepared with its optimizer; ZeRO stages 0 to 3, with offload.
@@ -194,7 +229,6 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     name: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[Capabilities] = Capabilities(
         hides_gradients=True,
-        saves_windows=False,
         prepares_together=True,
         computes_precision=True,
         skips_steps=False,
@@ -307,12 +341,14 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         )
         cast_inputs(plain, self.precision.dtypes.compute)
         steps.compile_in_place(plain)
+        gradients = EngineGradients(engine, plain)
         made = _Trained(
             engine,
             plain,
             optimizer,
             engine.basic_optimizer,
-            EngineGradients(engine, plain),
+            gradients,
+            EngineWindow(engine, plain, gradients),
             EngineState(engine, plain, groups),
             self.plugin,
             groups,

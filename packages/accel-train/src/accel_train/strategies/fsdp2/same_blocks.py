@@ -172,16 +172,22 @@ class SameBlocks:
 
     def _fill(self, group: Any) -> None:
         """Give zeros to what has no gradient; negative ones, which remain negative only if all ranks give them."""
+        accumulated = any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
         for parameter in group.fsdp_params:
             whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
             if whole is None or not parameter.sharded_param.requires_grad:
                 continue
-            if whole.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            if parameter.unsharded_accumulated_grad is not None:
                 self._reduced.add(id(parameter))
                 continue
-            had = parameter.sharded_param.grad is not None
-            whole.grad = torch.full_like(whole, -0.0)
-            self._filled.setdefault(id(parameter), (parameter, had))
+            if whole.grad is not None:
+                self._reduced.add(id(parameter))
+            else:
+                had = parameter.sharded_param.grad is not None
+                whole.grad = torch.full_like(whole, -0.0)
+                self._filled.setdefault(id(parameter), (parameter, had))
+            if accumulated:  # FSDP reduces gradients of one dtype only
+                parameter.to_accumulated_grad_if_needed()
 
     def _forget_gradients(self) -> None:
         self._filled.clear()

@@ -34,24 +34,39 @@ from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
 from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
 from accel_train.strategies.fsdp2.experts import StackedExperts, check_experts, divide
+from accel_train.strategies.fsdp2.held_back import held_back_in, hold_back
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import Start, place_whole, read_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import link_parts, step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
-from accel_train.strategies.state_adapter import SavedModel, StateAdapter
+from accel_train.strategies.state_adapter import HeldBack, OwnGradient, SavedModel, StateAdapter
 from accel_train.strategies.wrappers import is_sharded_by_script
 
 __all__ = ["FSDP2States", "FSDP2Strategy"]
 
 
 class FSDP2States(StateAdapter):
-    """Saves and loads parameters and optimizer states as `DTensor`s."""
+    """Saves and loads parameters and optimizer states as `DTensor`s, and whole gradients of open windows."""
+
+    strategy: FSDP2Strategy
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights for which `misfits` found nothing; drop values that the precision derived from old ones."""
         super().load_model_state(model, weights, strict)
         self.strategy.precision.values_changed(self.strategy.plain(model))
+
+    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
+        """The whole gradients that FSDP keeps until it reduces them."""
+        held = {id(each.parameter): each for model in self.strategy.divided for each in held_back_in(model)}
+        return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
+
+    def hold_back(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Let FSDP keep other gradients; those of parameters that have no name here are dropped."""
+        by_id = {id(parameters[name]): gradient for name, gradient in gradients.items()}
+        hold_back(self.strategy.divided, by_id)
 
 
 class FSDP2Strategy(Strategy):
@@ -62,7 +77,6 @@ class FSDP2Strategy(Strategy):
         in_stages=True,
         needs_process_group=True,
         hides_gradients=True,
-        saves_windows=False,
         dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp", "ep"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
@@ -114,6 +128,11 @@ class FSDP2Strategy(Strategy):
                 "dp_shard_size, or leave FSDP out, which trains replicas."
             )
         _check_groups(plugin, holders)
+
+    @property
+    def divided(self) -> list[nn.Module]:
+        """The prepared models, without wrappers."""
+        return [watch.model for watch in self._watches]
 
     # Preparing
 

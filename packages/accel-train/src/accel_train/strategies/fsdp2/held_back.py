@@ -1,0 +1,175 @@
+"""Gradients that FSDP keeps on a rank until an accumulation window ends: whole ones, of this rank's samples alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt.parts import fsdp_groups, fsdp_modules, reshard
+from accel_state.operations.collectives import gather_object
+from accel_train.errors import AccumulationError
+from accel_train.strategies.gradients import local_part
+from accel_train.strategies.state_adapter import OwnGradient
+
+__all__ = ["HeldBackGradient", "held_back_in", "hold_back"]
+
+_NONE, _ZEROS, _VALUES = range(3)
+
+
+class HeldBackGradient:
+    """What FSDP holds back of the gradient of one parameter.
+
+    Args:
+        managed: FSDP's object for the parameter.
+        unit: the module that gathers it.
+    """
+
+    def __init__(self, managed: Any, unit: Any) -> None:
+        self._managed, self._unit = managed, unit
+
+    @property
+    def parameter(self) -> Any:
+        """This rank's part of the parameter, which the optimizer steps."""
+        return self._managed.sharded_param
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's values."""
+        return tuple(self._managed._orig_size)
+
+    @property
+    def mesh_dimensions(self) -> int:
+        """How many dimensions of a mesh the script has divided the parameter over; 0: none."""
+        return int(getattr(self._division, "ndim", 0))
+
+    @property
+    def value(self) -> OwnGradient | None:
+        """The gradient; None: there is none.
+
+        Raises:
+            AccumulationError: it is divided in a way that a saved state has no word for.
+        """
+        found = self._managed.unsharded_accumulated_grad
+        if found is None:
+            found = getattr(self._whole, "grad", None)
+        if found is None:
+            return None
+        return OwnGradient(local_part(found.detach()), [*map(_word, getattr(found, "placements", ()))])
+
+    def replace(self, gradient: OwnGradient | None) -> None:
+        """Hold back another gradient; None: none."""
+        managed, whole = self._managed, self._whole
+        if whole is not None:
+            whole.grad = None
+        # FSDP adds what the next backward computes, in either of its places in the same order.
+        managed.unsharded_accumulated_grad = None if gradient is None else self._made(gradient)
+
+    def zeros(self) -> OwnGradient:
+        """A gradient for a rank that has none: negative zeros, which change nothing that is added to them."""
+        whole = self._whole
+        assert whole is not None, "it was gathered"
+        values = torch.full(self.shape, -0.0, dtype=self._dtype, device=self._managed.device)
+        return OwnGradient(values, [*map(_word, getattr(whole, "placements", ()))])
+
+    def gather_once(self) -> None:
+        """Let FSDP make the tensor that gradients belong to, if no forward has needed it yet. Collective."""
+        if self._whole is None:
+            self._unit.unshard()
+            self._unit.reshard()
+
+    @property
+    def _whole(self) -> Any:
+        return getattr(self._managed, "_unsharded_param", None)
+
+    @property
+    def _division(self) -> Any:
+        specs = (getattr(self._managed, name, None) for name in ("_unsharded_dtensor_spec", "_tp_spec"))
+        return next((spec.mesh for spec in specs if spec is not None), None)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which FSDP accumulates."""
+        policy = self._managed.mp_policy
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.parameter.dtype
+        return dtype
+
+    def _made(self, gradient: OwnGradient) -> Tensor:
+        values = gradient.values.to(self._managed.device, self._dtype, copy=True)
+        if not gradient.placements:
+            return values
+        from torch.distributed.tensor import DTensor
+
+        whole = self._whole
+        placements = [*map(_placement, gradient.placements)]
+        return DTensor.from_local(
+            values, self._division, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def _word(placement: Any) -> str:
+    """What a saved state calls a placement."""
+    if placement.is_replicate():
+        return "whole"
+    if placement.is_partial() and placement.reduce_op in ("sum", "avg"):
+        return str(placement.reduce_op)
+    if placement.is_shard() and type(placement).__name__ == "Shard":
+        return str(placement.dim)
+    raise AccumulationError(
+        f"The state cannot be saved inside this accumulation window: a gradient has the placement {placement!r}, which "
+        "a saved state cannot describe. Save after optimizer.step()."
+    )
+
+
+def _placement(word: str) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if word == "whole":
+        return Replicate()
+    return Shard(int(word)) if word.isdecimal() else Partial(word)
+
+
+def held_back_in(model: nn.Module) -> Iterator[HeldBackGradient]:
+    """Every parameter of a model that FSDP gathers, each once, in the same order on all ranks."""
+    seen: set[int] = set()
+    for unit in fsdp_modules(model):
+        for group in fsdp_groups(unit):
+            for managed in group.fsdp_params:
+                if id(managed) not in seen:
+                    seen.add(id(managed))
+                    yield HeldBackGradient(managed, unit)
+
+
+def hold_back(models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient | None]) -> None:
+    """Replace all gradients that FSDP holds back. Collective.
+
+    FSDP reduces a unit with the parameters that have a gradient, so these must be the same on all ranks. Where another
+    rank has one, this rank gets zeros. What is zero on all ranks needs no whole tensor: parts of zeros take its place.
+
+    Args:
+        models: the divided models.
+        gradients: by the `id` of the parameters; None: zeros. Others have none.
+    """
+    held = [each for model in models for each in held_back_in(model)]
+    mine = [
+        _NONE
+        if id(each.parameter) not in gradients
+        else _ZEROS
+        if gradients[id(each.parameter)] is None
+        else _VALUES
+        for each in held
+    ]
+    found = [max(levels) for levels in zip(*gather_object([mine]), strict=True)]
+    with torch.inference_mode(False), torch.no_grad():
+        for model in models:
+            reshard(model)
+        for each, level in zip(held, found, strict=True):
+            if level != _VALUES:
+                each.replace(None)
+                if level == _ZEROS and each.parameter.grad is None:
+                    each.parameter.grad = torch.zeros_like(each.parameter)
+                continue
+            each.gather_once()
+            each.replace(gradients.get(id(each.parameter)) or each.zeros())
