@@ -18,6 +18,7 @@ from accel_train.plugins.parallelism import PipelineParallelConfig
 from accel_train.strategies.computed_loss import computed_loss
 from accel_train.strategies.outputs import EngineOutput
 from accel_train.strategies.pipeline.exchange import Exchange, Form
+from accel_train.strategies.pipeline.foresight import Foreseen, Foresight, made_up
 from accel_train.strategies.pipeline.schedules import (
     SCHEDULES,
     Forwarded,
@@ -77,8 +78,8 @@ class PipelineModel(nn.Module):
         self._chain = stages[0].chain
         self._signature = inspect.signature(given.forward)
         self._most_rows = 0
-        self._forms: dict[Any, dict[int, list[Form]]] = {}
-        self._fused: dict[Any, Fused] = {}
+        self._forms: dict[Any, tuple[dict[int, list[Form]], Foreseen | None]] = {}
+        self._fused: dict[Any, tuple[Fused, Foreseen | None]] = {}
         self._passes: list[_Pass] = []
         self.loss_factor = 1.0
         self.reduces = True
@@ -87,6 +88,8 @@ class PipelineModel(nn.Module):
         #: Gradients of earlier calls of the window wait.
         self.accumulated = False
         self.scale: Callable[[float], None] = lambda factor: None
+        #: In a rehearsal, what other ranks would send; None: they exist.
+        self.foresight: Foresight | None = None
         #: The loss scale of the precision.
         self.loss_scale: Callable[[], float] = lambda: 1.0
 
@@ -244,7 +247,11 @@ class PipelineModel(nn.Module):
         trains: bool,
         only_loss: bool,
     ) -> Any:
-        forms = self._known((torch.is_grad_enabled(), self.training, key), self._forms, dict)
+        def begin() -> tuple[dict[int, list[Form]], Foreseen | None]:
+            foreseen = self._foresee(micro_batches)
+            return ({} if foreseen is None else foreseen.forms), foreseen
+
+        forms, foreseen = self._known((torch.is_grad_enabled(), self.training, key), self._forms, begin)
         stages = self._stages
         for stage in stages if trains else ():
             _reduce(stage, False)
@@ -254,6 +261,10 @@ class PipelineModel(nn.Module):
             )
         outputs = [_Output.of(output, only_loss) for output in found.outputs]
         merged = _Output.merged(outputs, weights) if outputs else None
+        if merged is None and foreseen is not None:
+            output = _Output.of(foreseen.output, only_loss)
+            output = _Output.merged([output] * len(micro_batches), weights)
+            merged = _Output(output.codes, made_up(output.tensors))
         codes, *tensors = self._exchange.share(
             None if merged is None else [torch.tensor(merged.codes, device=self._device), *merged.tensors],
             self._layout.owner(self._layout.stages - 1),
@@ -317,8 +328,9 @@ class PipelineModel(nn.Module):
     def _run_fused(
         self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weights: list[float]
     ) -> EngineOutput:
-        def make() -> Fused:
-            forms: dict[int, list[Form]] = {}
+        def make() -> tuple[Fused, Foreseen | None]:
+            foreseen = self._foresee(micro_batches)
+            forms: dict[int, list[Form]] = {} if foreseen is None else foreseen.forms
             with _evaluated(self.stages), torch.no_grad():
                 run_forward(
                     self._stages,
@@ -329,7 +341,7 @@ class PipelineModel(nn.Module):
                     forms,
                     trains=False,
                 )
-            return Fused(
+            fused = Fused(
                 schedule,
                 self._stages,
                 self._layout,
@@ -338,12 +350,15 @@ class PipelineModel(nn.Module):
                 self._device,
                 self._group,
             )
+            return fused, foreseen
 
-        fused = self._known(key, self._fused, make)
+        fused, foreseen = self._known(key, self._fused, make)
         factor = self.loss_factor * self.loss_scale()
         losses = fused.run(micro_batches, [factor * weight for weight in weights], reduces=self.reduces)
         weighted = [loss * weight for loss, weight in zip(losses, weights if losses else (), strict=True)]
         total = torch.stack(weighted).sum() if weighted else None
+        if total is None and foreseen is not None:
+            [total] = made_up([foreseen.output["loss"]])
         [value] = self._exchange.share(
             None if total is None else [total], self._layout.owner(self._layout.stages - 1)
         )
@@ -359,6 +374,9 @@ class PipelineModel(nn.Module):
                 "factor into the loss function, or choose PipelineParallelConfig(schedule='gpipe')."
             )
         self.scale(ratio)
+
+    def _foresee(self, micro_batches: Sequence[MicroBatch]) -> Foreseen | None:
+        return None if self.foresight is None else self.foresight.of(micro_batches[0])
 
     def _known(self, key: Any, cache: dict[Any, Any], make: Callable[[], Any]) -> Any:
         """What was made for batches of this form; only the newest few are kept."""
