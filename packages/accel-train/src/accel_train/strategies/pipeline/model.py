@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,8 @@ class PipelineModel(nn.Module):
         self._exchange = Exchange(group, device)
         self._chain = stages[0].chain
         self._signature = inspect.signature(given.forward)
-        self._most_rows = 0
+        #: Rows of the longest batch in training; shorter ones may be cut into fewer micro-batches.
+        self.most_rows = 0
         self._forms: dict[Any, tuple[dict[int, list[Form]], Foreseen | None]] = {}
         self._fused: dict[Any, tuple[Fused, Foreseen | None]] = {}
         self._passes: list[_Pass] = []
@@ -102,6 +103,33 @@ class PipelineModel(nn.Module):
     def config(self) -> Any:
         """The configuration of the script's model."""
         return self.given.config
+
+    def train(self, mode: bool = True) -> PipelineModel:
+        """Let all modules of this rank train or evaluate, and those around them in the script's model."""
+        super().train(mode)
+        self.given.train(mode)
+        return self
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Tensors of this rank's stages, under the names of the whole model."""
+        found: dict[str, Any] = self.given.state_dict(*arguments, **options)
+        return found
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Load what `state_dict` of this rank returned."""
+        return self.given.load_state_dict(*arguments, **options)
+
+    def generate(self, *inputs: Any, **named: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ArgumentTypeError: always.
+        """
+        raise ArgumentTypeError(
+            f"generate() of {type(self.given).__name__} would run one token after the other through all stages of the "
+            "pipeline, which is not supported. Call accelerator.save_model() on all ranks, and load what it writes "
+            "without a pipeline."
+        )
 
     # A call
 
@@ -220,8 +248,10 @@ class PipelineModel(nn.Module):
         """Into how many micro-batches a batch is cut."""
         given = self._config.num_micro_batches
         wanted = given or 2 * self._layout.stages
-        short = rows < self._most_rows
-        self._most_rows = max(self._most_rows, rows)
+        training = self.training and torch.is_grad_enabled()
+        short = not training or rows < self.most_rows
+        if training:
+            self.most_rows = max(self.most_rows, rows)
         if given is not None and rows % given and not short:
             raise DataError(
                 f"A batch has {rows} rows, which num_micro_batches={given} does not divide. Change one of them: each "
@@ -312,6 +342,11 @@ class PipelineModel(nn.Module):
             )
         self._passes = [item for item in self._passes if not item.has_gradients]
         self.accumulated = False
+
+    def forget_calls(self) -> None:
+        """Forget calls whose backward has not run: a state is loaded."""
+        self._passes.clear()
+        self.unaccounted = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of this rank's parameters, as that of an optimizer.

@@ -29,6 +29,7 @@ from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin, m
 from accel_train.strategies.fsdp2.start import Start, read_parts
 from accel_train.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_train.strategies.gradients import combine_norms, scale_down
+from accel_train.strategies.pickling import refuse_pickles_of_stages
 from accel_train.strategies.pipeline.cut import Cut, cut_model
 from accel_train.strategies.pipeline.foresight import Foresight
 from accel_train.strategies.pipeline.model import PipelineModel
@@ -54,7 +55,6 @@ class PipelineStrategy(Strategy):
         precisions=frozenset({"no", "bf16", "fp16"}),
         needs_process_group=True,
         hides_gradients=True,
-        saves_windows=False,
         dimensions=frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
     )
     adapter: ClassVar[type[StateAdapter]] = PipelineStates
@@ -93,7 +93,8 @@ class PipelineStrategy(Strategy):
             TensorParallelStrategy.check_degrees(config, degrees)
 
     @property
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
+        """Whether FSDP divides the parameters of stages."""
         return self.options.mesh.degrees["dp_shard"] > 1
 
     # Preparing
@@ -117,7 +118,7 @@ class PipelineStrategy(Strategy):
         self.check_plan(plain)
         start = self._start(plain)  # the models are alike, so all ranks get the same errors
         cut = cut_model(plain, self.pipeline, self._layout.stages)
-        units = Units.of(plain, self._sharding) if self._shards else None
+        units = Units.of(plain, self._sharding) if self.shards else None
         foresight = self._foresight(plain, cut, units, steps)
         state = accel_ckpt.NamedModel(plain).state_dict()
         forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
@@ -125,6 +126,7 @@ class PipelineStrategy(Strategy):
         fill = None if start is None else start.fill
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
         self._note_gone(before, plain)
+        refuse_pickles_of_stages(plain, self._layout.ranks)
         del before, state
         if start is not None:
             steps.place(plain)
@@ -136,7 +138,7 @@ class PipelineStrategy(Strategy):
                 steps.compile_in_place(layer)
         checkpoint = self._origin.checkpoint
         if start is None and checkpoint is not None:
-            offloads = self._shards and isinstance(self._sharding.offload_policy, CPUOffloadPolicy)
+            offloads = self.shards and isinstance(self._sharding.offload_policy, CPUOffloadPolicy)
             home = torch.device("cpu") if offloads else self.options.device
             read_parts(nn.ModuleList(stages), checkpoint, self.options.device, home, named=plain)
         engine = PipelineModel(
