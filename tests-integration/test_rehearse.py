@@ -325,6 +325,144 @@ def test_data_that_another_rank_reads(script, tmp_path):
     assert "rehearse rank 0" in second.found["error"]["message"]
 
 
+# Pipelines
+
+STAGES = """
+import contextlib, json, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PipelineParallelConfig
+
+options = json.loads(sys.argv[1])
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+def size(tensors):
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+schedule = options.get("schedule")
+loss_function = None if schedule in (None, "gpipe") else nn.functional.mse_loss
+
+def fill(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.02)
+
+stages = PipelineParallelConfig(
+    schedule=schedule, loss_function=loss_function, param_init_fn=fill if options.get("meta") else None
+)
+accelerator = Accelerator(
+    mixed_precision=options.get("precision", "no"),
+    parallelism_config=ParallelismConfig(**options["degrees"], pp_handler=stages),
+    fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if "dp_shard_size" in options["degrees"] else None,
+)
+mistake = options.get("mistake")
+if options.get("model") == "language":
+    from accel_bigmodel import init_empty_weights
+    from testkit.language_models import config_of, ids
+    from transformers import AutoModelForCausalLM
+    with init_empty_weights(include_buffers=False) if options.get("meta") else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_config(config_of("llama", 4))
+    rows = ids()
+    mask = torch.ones_like(rows)
+    mask[3, 5:] = 0
+    data = [{"input_ids": i, "attention_mask": m, "labels": i} for i, m in zip(rows, mask)]
+else:
+    last = 5 if mistake == "shape" else 7
+    model = nn.Sequential(*(nn.Linear(6 + n % 2, 6 + (n + 1) % 2) for n in range(7)), nn.Linear(last, 6))
+    data = [{"x": x, "y": y} for x, y in zip(torch.randn(64, 6), torch.randn(64, 6))]
+if "tp_size" in options["degrees"]:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    for layer in model:
+        parallelize_module(layer, accelerator.torch_device_mesh["tp"], ColwiseParallel(output_layouts=Replicate()))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8))
+for batch in loader:
+    if mistake == "batches" and accelerator.process_index >= accelerator.num_processes // 2:
+        batch = {name: tensor[:4] for name, tensor in batch.items()}
+    if "x" not in batch:
+        loss = model(**batch).loss
+    elif loss_function is None:
+        loss = nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    else:
+        loss = model(batch["x"], target=batch["y"]).loss
+    accelerator.backward(loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    break
+facts = {
+    "shapes": [list(local(parameter).shape) for parameter in model.parameters()],
+    "parameters": size(model.parameters()),
+    "gradients": size(parameter.grad for parameter in model.parameters()),
+    "optimizer": size(value for state in optimizer.state.values() for value in state.values()),
+    "drawn": torch.rand(()).item(),
+}
+model.eval()
+with torch.no_grad():
+    output = model(batch["x"]) if "x" in batch else model(**batch).logits
+facts["output"] = [list(output.shape), str(output.dtype), str(loss.dtype)]
+facts["finite"] = bool(torch.isfinite(loss) and torch.isfinite(local(norm)).all() and torch.isfinite(output).all())
+with open(f"{options['folder']}/{options['name']}-{accelerator.process_index}.json", "w") as file:
+    json.dump(facts, file)
+"""
+
+PIPELINES = {
+    "gpipe": (2, {"degrees": {"pp_size": 2}}),
+    "1f1b": (2, {"degrees": {"pp_size": 2}, "schedule": "1f1b"}),
+    "turns": (2, {"degrees": {"pp_size": 2}, "schedule": "zbv_zero_bubble"}),
+    "interleaved": (2, {"degrees": {"pp_size": 2}, "schedule": "interleaved_1f1b"}),
+    "language": (2, {"degrees": {"pp_size": 2}, "model": "language"}),
+    "language on meta, bf16": (
+        2,
+        {"degrees": {"pp_size": 2}, "model": "language", "meta": True, "precision": "bf16"},
+    ),
+    "replicas": (4, {"degrees": {"pp_size": 2, "dp_replicate_size": 2}, "schedule": "1f1b"}),
+    "fsdp2, bf16": (
+        4,
+        {"degrees": {"pp_size": 2, "dp_shard_size": 2}, "model": "language", "precision": "bf16"},
+    ),
+    "tp": (4, {"degrees": {"pp_size": 2, "tp_size": 2}, "schedule": "1f1b"}),
+    "four stages": (4, {"degrees": {"pp_size": 4}, "model": "language", "schedule": "gpipe"}),
+}
+FEW = {"gpipe", "1f1b", "language"}
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in PIPELINES]
+)
+def test_every_stage_holds_and_passes_on_what_it_does_in_a_real_world(case, script, tmp_path):
+    path = script(STAGES)
+    size, options = PIPELINES[case]
+    worlds.run(real_rank, size, path, options_of("real", tmp_path, **options), timeout=120)
+    ranks = rehearse(path, options_of("rehearsed", tmp_path, **options), range(size), size, tmp_path)
+    assert errors(ranks, size) == []
+    for rank in ranks:
+        real, made_up = facts_of("real", rank.rank, tmp_path), facts_of("rehearsed", rank.rank, tmp_path)
+        assert real == made_up
+        assert made_up["finite"]
+        assert rank.found["messages"]
+        memory = section(rank)["memory"]
+        for name in ("parameters", "gradients", "optimizer"):
+            assert memory[name] == real[name]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        # In a real world rank 0 waits for rank 1, which has failed.
+        ("shape", "rank 0 of 2 would fail here: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("batches", "message 1 from rank 0 to rank 1 would not arrive: rank 0 sends float32[2, 6] at "),
+    ],
+)
+def test_stages_that_do_not_fit(mistake, message, script, tmp_path):
+    path = script(STAGES)
+    options = {"degrees": {"pp_size": 2}, "schedule": "1f1b", "mistake": mistake}
+    found = errors(rehearse(path, options_of("rehearsed", tmp_path, **options), [0, 1], 2, tmp_path), 2)
+    assert any(message in finding.text for finding in found), found
+
+
 # The command
 
 

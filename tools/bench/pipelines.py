@@ -2,7 +2,8 @@
 
 Steps: a toy transformer in stages trains on CPU ranks of one thread each, ours and torch's schedule in turn, round
 after round; losses are checked to be equal. Bubble: layers that sleep instead of computing, for a fixed time in forward
-and twice that in backward, so that the time of a step is the schedule's alone.
+and twice that in backward, so that the time of a step is the schedule's alone; ours and torch's by hand in turn. What
+counts as busy is how long the layers slept, which is longer than they asked for.
 
     hatch run bench:pipelines
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from turns import seconds_of_steps
 from testkit import worlds
 
 WIDTH, LAYERS, TOKENS, ROWS, STEPS = 128, 8, 32, 16, 4
-SLEEP = 0.03  # seconds of a layer's forward
 
 
 class Block(nn.Module):
@@ -58,17 +59,35 @@ def batch() -> tuple[Tensor, Tensor]:
     )
 
 
-def by_hand(schedule: str, micro_batches: int) -> Callable[[], float]:
-    """As torch's documentation shows it, with one stage on each rank."""
+TORCH_S = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+}
+
+
+def stages_on_a_rank(schedule: str) -> int:
+    return 2 if schedule in ("interleaved_1f1b", "looped_bfs") else 1
+
+
+def by_hand(schedule: str, micro_batches: int, kind: Callable[[], nn.Module] = Block) -> Callable[[], float]:
+    """As torch's documentation shows it."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers = LAYERS // size
-    module = model_of(Block)[rank * layers : (rank + 1) * layers]
-    stage = PipelineStage(module, rank, size, torch.device("cpu"))
-    kind = get_schedule_class(schedule)
-    run = kind(stage, micro_batches, loss_fn=nn.functional.mse_loss)
+    each = stages_on_a_rank(schedule)
+    layers = LAYERS // (size * each)
+    model = model_of(kind)
+    held = range(rank, size * each, size)
+    module = nn.ModuleList(model[index * layers : (index + 1) * layers] for index in held)
+    stages: Any = [
+        PipelineStage(part, index, size * each, torch.device("cpu"))
+        for part, index in zip(module, held, strict=True)
+    ]
+    schedule_class: Any = get_schedule_class(TORCH_S[schedule])
+    run = schedule_class(stages[0] if each == 1 else stages, micro_batches, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
     x, y = batch()
 
@@ -115,63 +134,88 @@ def measure_steps(micro_batches: int, rounds: int) -> dict[str, list[float]]:
     from accel_state import PartialState
 
     PartialState(cpu=True)
-    runs = {"torch": by_hand("1F1B", micro_batches), "ours": by_ours("1f1b", micro_batches)}
+    runs = {"torch": by_hand("1f1b", micro_batches), "ours": by_ours("1f1b", micro_batches)}
     return seconds_of_steps(runs, rounds=rounds, steps=STEPS, rtol=1e-5, atol=1e-6)
+
+
+slept: list[float] = []
+"""Seconds of each sleep of this rank, as the clock has them."""
+
+
+def _sleep(seconds: float) -> None:
+    begin = time.perf_counter()
+    time.sleep(seconds)
+    slept.append(time.perf_counter() - begin)
 
 
 class _Slept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        time.sleep(SLEEP)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        _sleep(seconds)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(2 * SLEEP)
-        return gradients[0], gradients[0].sum()
+        _sleep(2 * ctx.seconds)
+        return gradients[0], gradients[0].sum(), None
 
 
 class Sleeping(nn.Module):
-    """A layer that takes a fixed time."""
+    """A layer that takes a fixed time: so many seconds in forward, and twice that in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
+        self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Slept.apply(x, self.weight)
+        out: Tensor = _Slept.apply(x, self.weight, self.seconds)
         return out
 
 
-def measure_bubble(schedule: str, micro_batches: int, steps: int) -> float:
-    """The share of a step in which a rank waits."""
-    step = by_ours(schedule, micro_batches, Sleeping)
-    step()  # sees the shapes
-    seconds = []
+def measure_bubble(schedule: str, micro_batches: int, steps: int, seconds: float) -> dict[str, float]:
+    """The share of a step in which this rank waits, ours and by hand in turn."""
+    from accel_state import PartialState
+
+    PartialState(cpu=True)
+    layer = partial(Sleeping, seconds)
+    runs = {
+        "ours": by_ours(schedule, micro_batches, layer),
+        "torch": by_hand(schedule, micro_batches, layer),
+    }
+    for step in runs.values():
+        step()  # sees the shapes
+    shares: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(steps):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - begin)
-    busy = 3 * SLEEP * LAYERS / dist.get_world_size() * micro_batches
-    return 1 - busy / statistics.median(seconds)
+        for name, step in runs.items():
+            dist.barrier()
+            slept.clear()
+            begin = time.perf_counter()
+            step()
+            dist.barrier()  # a rank whose stages are done waits for those of the others
+            shares[name].append(1 - sum(slept) / (time.perf_counter() - begin))
+    return {name: statistics.median(values) for name, values in shares.items()}
 
 
 def formula(schedule: str, ranks: int, micro_batches: int) -> float:
     """The bubble's share: of GPipe and 1F1B (p - 1) / (m + p - 1); with v stages on a rank (p - 1) / (v m + p - 1)."""
-    stages = 2 if schedule in ("interleaved_1f1b", "looped_bfs") else 1
-    return (ranks - 1) / (stages * micro_batches + ranks - 1)
+    return (ranks - 1) / (stages_on_a_rank(schedule) * micro_batches + ranks - 1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="of the part steps")
+    parser.add_argument("--steps", type=int, default=5, help="of the part bubble")
     parser.add_argument("--parts", nargs="+", choices=("steps", "bubble"), default=["steps", "bubble"])
+    parser.add_argument("--seconds", type=float, default=0.03, help="of a layer's forward in the part bubble")
+    parser.add_argument("--schedules", nargs="+", choices=TORCH_S, default=list(TORCH_S))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     arguments = parser.parse_args()
     if "steps" in arguments.parts:
-        for ranks in (2, 4):
+        for ranks in arguments.ranks:
             found = worlds.run(measure_steps, ranks, 8, arguments.rounds, timeout=600)[0]
             ratio = statistics.median(o / t for o, t in zip(found["ours"], found["torch"], strict=True))
             print(
@@ -179,14 +223,18 @@ def main() -> int:
                 f"{statistics.median(found['ours']) * 1e3:.1f} ms, {ratio:.3f}x"
             )
     if "bubble" in arguments.parts:
-        for ranks in (2, 4):
-            for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"):
+        for ranks in arguments.ranks:
+            for schedule in arguments.schedules:
                 if ranks == 4 and schedule in ("gpipe", "looped_bfs"):
                     continue
-                found = worlds.run(measure_bubble, ranks, schedule, 8, 5, timeout=600)
+                found = worlds.run(
+                    measure_bubble, ranks, schedule, 8, arguments.steps, arguments.seconds, timeout=600
+                )
+                shares = {name: statistics.mean(each[name] for each in found) for name in found[0]}
                 print(
-                    f"bubble of {schedule}, {ranks} ranks, 8 micro-batches: {statistics.mean(found):.3f}, by its "
-                    f"formula {formula(schedule, ranks, 8):.3f}"
+                    f"bubble of {schedule}, {ranks} ranks, 8 micro-batches: ours {shares['ours']:.3f}, torch's by hand "
+                    f"{shares['torch']:.3f}, by its formula {formula(schedule, ranks, 8):.3f}",
+                    flush=True,
                 )
     return 0
 

@@ -41,6 +41,7 @@ from testkit.conformance import (
     offer_weights,
     oracle,
     prepare_apart,
+    resumes_inside_a_window,
     save_whole_model,
     strategies_installed,
     train,
@@ -396,7 +397,7 @@ def test_resume(tmp_path, name, ranks, accumulation):
 @smallest
 def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
     case = Case(name, accumulation=3)
-    if not MEMBERS[name].capabilities.saves_windows:
+    if not resumes_inside_a_window(name, MEMBERS[name]):
         record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=rf"{strategy_of(name)}.*cannot save them\. Save after optimizer\.step"
@@ -413,12 +414,13 @@ def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
 
 
 def saves_hidden_gradients(name: str) -> bool:
-    capabilities, adapter = MEMBERS[name].capabilities, MEMBERS[name].adapter
+    adapter = MEMBERS[name].adapter
     plain = (  # gradients may be plain PyTorch's, with which other strategies continue
         adapter.held_back is not StateAdapter.held_back
         or adapter.keeps_own_gradients is not StateAdapter.keeps_own_gradients
     )
-    return capabilities.hides_gradients and capabilities.saves_windows and not plain
+    hides = MEMBERS[name].capabilities.hides_gradients
+    return hides and resumes_inside_a_window(name, MEMBERS[name]) and not plain
 
 
 @pytest.mark.parametrize(
@@ -426,7 +428,9 @@ def saves_hidden_gradients(name: str) -> bool:
 )
 def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
     worlds.run(train_and_save, ranks, Case(name, accumulation=3), str(tmp_path / "state"), 2)
-    with pytest.raises(worlds.RankError, match=rf"gradients have the form of the strategy '{name}'"):
+    with pytest.raises(
+        worlds.RankError, match=rf"gradients have the form of the strategy '{strategy_of(name)}'"
+    ):
         worlds.run(load_and_train, ranks, Case("ddp", accumulation=3), str(tmp_path / "state"))
 
 

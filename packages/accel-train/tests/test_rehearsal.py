@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 def here(*optimizers, models=(), loaders=(), accumulation=1, degrees=None):
     strategy = SimpleNamespace(name="ddp", batch=SimpleNamespace(size=4))
-    mesh = SimpleNamespace(degrees=degrees or {"dp_replicate": 4, "tp": 1})
+    mesh = SimpleNamespace(degrees=degrees or {"dp_replicate": 4, "tp": 1}, device_mesh=None)
     plan = SimpleNamespace(strategy=strategy, precision=SimpleNamespace(name="bf16"), mesh=mesh)
     return SimpleNamespace(
         plan=plan,

@@ -10,10 +10,6 @@ from accel_cli.app import main
     [
         (["--use_megatron_lm"], "Megatron-LM cannot be rehearsed: the rank runs on the CPU"),
         (["--no_python"], "--no_python cannot be rehearsed"),
-        (
-            ["--use_parallelism_config", "--parallelism_config_pp_size", "2"],
-            "--parallelism_config_pp_size 2 cannot be rehearsed",
-        ),
     ],
 )
 def test_what_runs_on_no_cpu_is_refused(capsys, flags, message):

@@ -1,6 +1,6 @@
 """What the reports of ranks say: differences between their collectives, failures, and notes."""
 
-from accel_cli.rehearsal.findings import find, first_difference
+from accel_cli.rehearsal.findings import find, first_difference, lost_message
 from accel_cli.rehearsal.run import Rehearsed
 
 WORLD, PAIR = [0, 1, 2], [1, 2]
@@ -12,6 +12,7 @@ def rank(number, calls, *, error=None, groups=(WORLD, PAIR), **more):
     ]
     found = {
         "ended": "steps", "error": error, "sections": {}, "notes": [], "groups": list(groups), "entered": entered,
+        "messages": [],
     }  # fmt: skip
     return Rehearsed(number, found | more, "")
 
@@ -67,3 +68,37 @@ def test_a_script_without_an_accelerator():
     [finding] = find([rank(0, [], sections=None)], 64)
     assert finding.kind == "error"
     assert "64 independent processes" in finding.text
+
+
+def sent(peer, shown, line=1):
+    return [peer, True, shown, f"train.py:{line}"]
+
+
+def received(peer, shown, line=1):
+    return [peer, False, shown, f"train.py:{line}"]
+
+
+def test_messages_that_arrive_as_they_are_sent():
+    one = rank(0, [], messages=[sent(1, "a"), received(1, "c"), sent(2, "x"), sent(1, "b")])
+    other = rank(1, [], messages=[received(0, "a"), received(0, "b"), sent(0, "c")])
+    assert find([one, other], 3) == []
+
+
+def test_a_message_that_is_received_in_another_form_is_named_with_both_lines():
+    one = rank(0, [], messages=[sent(1, "a"), sent(1, "float32[2]", 7)])
+    other = rank(1, [], messages=[received(0, "a"), received(0, "float32[4]", 9)])
+    text = (
+        "message 2 from rank 0 to rank 1 would not arrive: rank 0 sends float32[2] at train.py:7, and rank 1 expects "
+        "float32[4] at train.py:9"
+    )
+    assert lost_message(one, other) == text
+    assert [item.text for item in find([one, other], 3)] == [text]
+
+
+def test_a_message_that_nobody_sends_or_receives_unless_a_rank_has_failed():
+    one, other = rank(0, [], messages=[sent(1, "a")]), rank(1, [], messages=[])
+    assert "and rank 1 receives no more" in lost_message(one, other)
+    assert "rank 0 sends no more, and rank 1 expects a" in lost_message(
+        rank(0, [], messages=[]), rank(1, [], messages=[received(0, "a")])
+    )
+    assert lost_message(one, rank(1, [], messages=[], error=failed())) is None

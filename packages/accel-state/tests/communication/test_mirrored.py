@@ -73,5 +73,5 @@ def test_results_are_those_of_ranks_that_give_the_same():
         torch.testing.assert_close(found[:4], wanted[rank][:4])
         assert found[4] == wanted[rank][4]
         torch.testing.assert_close(found[5:], wanted[rank][5:])
-        assert calls[0] == ((0, 1, 2), ("all_reduce", "float32[6]", 24))
+        assert calls[0] == ((0, 1, 2), ("all_reduce", "float32[6]", 24, None))
         assert ((0, 1) in [ranks for ranks, _ in calls]) == (rank < 2)

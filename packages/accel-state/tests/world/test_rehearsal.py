@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from accel_state.communication.mirrored import Call
-from accel_state.world.rehearsal import Entered, Rehearsal
+from accel_state.world.rehearsal import Entered, Message, Rehearsal
 
 
 def here():
@@ -76,3 +76,27 @@ def test_sections_describe_what_is_there_when_the_report_is_made():
     rehearsal.sections["losses"] = lambda: list(losses)
     losses.append(0.5)
     assert rehearsal.report() == {"losses": [0.5]}
+
+
+def test_messages_are_between_ranks_of_the_world():
+    rehearsal = Rehearsal(1)
+    rehearsal.record((4, 6), Call("send", "float32[2]", 8, 1))
+    rehearsal.record((4, 6), Call("recv", "float32[3]", 12, 0))
+    rehearsal.record((4, 6), Call("recv", "float32[3]", 12))  # from any rank
+    sites = [message.site for message in rehearsal.messages]
+    assert rehearsal.messages == [
+        Message(6, True, "float32[2]", sites[0]),
+        Message(4, False, "float32[3]", sites[1]),
+    ]
+    assert rehearsal.entered == []
+
+
+def test_what_is_done_aside_is_not_recorded():
+    rehearsal = Rehearsal(1)
+    with rehearsal.aside():
+        rehearsal.record((0, 1), Call("all_reduce", "float32[1]", 4))
+        rehearsal.record((0, 1), Call("send", "float32[1]", 4, 1))
+        rehearsal.compared((0, 1), "gather", 255, "float32[3]")
+    assert (rehearsal.entered, rehearsal.messages, rehearsal.bytes_given) == ([], [], {})
+    rehearsal.record((0, 1), Call("all_reduce", "float32[1]", 4))
+    assert len(rehearsal.entered) == 1

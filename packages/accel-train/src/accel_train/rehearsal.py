@@ -21,6 +21,8 @@ from accel_train.data.sampling.batches import ShardedBatchSampler, length_of, pl
 from accel_train.loop.observers import StepObserver
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_train.setup.prepared import Prepared
 
 __all__ = ["NotSaved", "RehearsalEnd", "TrainingRehearsal", "leaves_out"]
@@ -93,6 +95,7 @@ class TrainingRehearsal(StepObserver):
             "strategy": strategy.name,
             "precision": here.plan.precision.name,
             "mesh": {name: size for name, size in here.plan.mesh.degrees.items() if size > 1},
+            "place in the mesh": _place(here.plan.mesh.device_mesh),
             "ranks that read different samples": strategy.batch.size,
             "gradient accumulation steps": accumulation,
             "optimizer steps taken": max(self._steps.values(), default=0),
@@ -181,6 +184,14 @@ def _memory(models: Sequence[nn.Module], optimizers: Iterable[torch.optim.Optimi
             ),
             "buffers": _bytes(buffer for model in models for buffer in model.buffers()),
         }
+
+
+def _place(mesh: DeviceMesh | None) -> dict[str, int]:
+    """The index of this rank in each dimension, such as which rank of a pipeline it is."""
+    place = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or place is None:
+        return {}
+    return dict(zip(mesh.mesh_dim_names or (), place, strict=True))
 
 
 def _in(state: dict[str, Any]) -> list[Tensor]:

@@ -124,11 +124,6 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{strategy.title} cannot be rehearsed: {strategy.no_rehearsal}; start one step on the GPUs instead"
         )
-    if (config.parallelism.pp_size or 1) > 1:
-        raise ConfigError(
-            f"--parallelism_config_pp_size {config.parallelism.pp_size} cannot be rehearsed: what a stage receives "
-            "depends on the stages of other ranks; start one step with small batches instead"
-        )
     if config.num_processes is None:
         raise ConfigError(
             "the size of the world is not known: pass --num_processes, such as --num_processes 1024, or a "

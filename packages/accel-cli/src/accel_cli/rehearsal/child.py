@@ -100,7 +100,7 @@ def _observed() -> dict[str, Any]:
     state = current_state()
     rehearsal = None if state is None else state.rehearsal
     if rehearsal is None:
-        return {"sections": None, "notes": [], "groups": [], "entered": [], "given": {}}
+        return {"sections": None, "notes": [], "groups": [], "entered": [], "messages": [], "given": {}}
     groups: dict[tuple[int, ...], int] = {}
     entered = [
         [groups.setdefault(item.ranks, len(groups)), item.call, item.shown, item.site]
@@ -111,6 +111,7 @@ def _observed() -> dict[str, Any]:
         "notes": rehearsal.notes,
         "groups": [list(ranks) for ranks in groups],
         "entered": entered,
+        "messages": [[item.peer, item.sent, item.shown, item.site] for item in rehearsal.messages],
         "given": rehearsal.bytes_given,
     }
 

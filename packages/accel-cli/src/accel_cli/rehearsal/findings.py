@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from accel_cli.rehearsal.run import Rehearsed
 
-__all__ = ["Finding", "find", "first_difference"]
+__all__ = ["Finding", "find", "first_difference", "lost_message"]
 
 
 class Finding(NamedTuple):
@@ -39,6 +39,10 @@ def find(ranks: Sequence[Rehearsed], size: int) -> list[Finding]:
         difference = first_difference(one, other)
         if difference is not None:
             found.append(Finding("error", difference))
+    for sender, receiver in itertools.permutations(ranks, 2):
+        lost = lost_message(sender, receiver)
+        if lost is not None:
+            found.append(Finding("error", lost))
     order = ("error", "warning", "note")
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.kind))
 
@@ -97,6 +101,37 @@ def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:
                 f"{_named(ranks)}: rank {one.rank} {_shown(here)}, rank {other.rank} {_shown(there)}"
             )
     return None
+
+
+def lost_message(sender: Rehearsed, receiver: Rehearsed) -> str | None:
+    """The first message from one rank to another that is not received as it is sent; None if there is none.
+
+    Where one of them failed, only the messages before that count.
+    """
+    failed = sender.found["error"] is not None or receiver.found["error"] is not None
+    sent = _messages(sender, receiver.rank, sent=True)
+    received = _messages(receiver, sender.rank, sent=False)
+    for number, (here, there) in enumerate(itertools.zip_longest(sent, received), start=1):
+        if here is not None and there is not None:
+            if here[2] == there[2]:
+                continue
+        elif failed:
+            break
+        gives = "sends no more" if here is None else f"sends {here[2]}{_place(here)}"
+        takes = "receives no more" if there is None else f"expects {there[2]}{_place(there)}"
+        return (
+            f"message {number} from rank {sender.rank} to rank {receiver.rank} would not arrive: rank {sender.rank} "
+            f"{gives}, and rank {receiver.rank} {takes}"
+        )
+    return None
+
+
+def _messages(rank: Rehearsed, peer: int, *, sent: bool) -> list[list[Any]]:
+    return [item for item in rank.found["messages"] if item[0] == peer and item[1] == sent]
+
+
+def _place(message: Sequence[Any]) -> str:
+    return f" at {message[3]}" if message[3] else ""
 
 
 def _calls(rank: Rehearsed, ranks: list[int]) -> list[list[Any]]:

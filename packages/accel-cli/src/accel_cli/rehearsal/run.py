@@ -112,4 +112,4 @@ def _died(code: int) -> dict[str, Any]:
     hint = ", as a system without free memory does" if code == -9 else ""
     error = {"type": "", "message": f"the process {how}{hint} before it could report", "traceback": ""}
     return {"ended": "failure", "error": error, "seconds": 0.0, "memory": {}, "sections": None, "notes": [],
-            "groups": [], "entered": [], "given": {}}  # fmt: skip
+            "groups": [], "entered": [], "messages": [], "given": {}}  # fmt: skip

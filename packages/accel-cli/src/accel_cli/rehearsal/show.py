@@ -55,12 +55,13 @@ def differing(shown: Facts, first: Facts) -> Facts:
 
 def _world(section: Mapping[str, Any]) -> dict[str, str]:
     mesh = " x ".join(f"{name} {size}" for name, size in section["mesh"].items())
+    place = ", ".join(f"{name} {index}" for name, index in section["place in the mesh"].items())
     models = ", ".join(
         f"{model['class']} with {model['parameters']:,} parameters" for model in section["models"]
     )
     return {
         "strategy": f"{section['strategy']}, precision {section['precision']}",
-        "mesh": mesh or "one rank",
+        "mesh": (f"{mesh}; this rank is {place}" if "," in place else mesh) or "one rank",
         "model": models or "none prepared",
         "optimizer steps": f"{section['optimizer steps taken']} taken, {section['gradient accumulation steps']} "
         "micro-batches in each",

@@ -31,11 +31,13 @@ class Call(NamedTuple):
         operation: name, as torch has it.
         shapes: shapes and dtypes of the tensors that this rank passes.
         bytes: size of those tensors.
+        peer: of a message, the other rank's index in the group; None: it is no message, or comes from any rank.
     """
 
     operation: str
     shapes: str
     bytes: int
+    peer: int | None = None
 
 
 Record = Callable[[Sequence[int], Call], None]
@@ -106,12 +108,11 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Nothing runs, so there is nothing to end."""
 
-    def _enter(self, operation: str, given: Sequence[Tensor]) -> None:
+    def _enter(self, operation: str, given: Sequence[Tensor], peer: int | None = None) -> None:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given[:4])
         more = f" and {len(given) - 4} more" if len(given) > 4 else ""
-        self._record(
-            self._ranks, Call(operation, shapes + more, sum(t.numel() * t.element_size() for t in given))
-        )
+        size = sum(t.numel() * t.element_size() for t in given)
+        self._record(self._ranks, Call(operation, shapes + more, size, peer))
 
     # What all ranks get
 
@@ -236,19 +237,19 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> dist.Work:
         """Nobody receives it."""
-        self._enter("send", tensors)
+        self._enter("send", tensors, destination)
         return _Done(tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Fill the tensors with made-up values, because the real ones are unknown; see ``_make_up``."""
-        self._enter("recv", tensors)
-        for tensor in tensors:
-            _make_up(tensor)
-        return _Done(tensors)
+        """Fill the tensors with made-up values, because the real ones are unknown; see ``_make_up``.
+
+        Integers are ones: ranks that multiply their votes, as torch's pipelines do, agree then.
+        """
+        return self._receive(tensors, source)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
         """As ``recv``."""
-        return self.recv(tensors, 0, tag)
+        return self._receive(tensors, None)
 
     # The same under the names that torch had before 2.13
 
@@ -257,6 +258,12 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+    def _receive(self, tensors: list[Tensor], source: int | None) -> dist.Work:
+        self._enter("recv", tensors, source)
+        for tensor in tensors:
+            _make_up(tensor, integers=1)
+        return _Done(tensors)
 
     def _take_part(self, output: Tensor, given: Tensor, opts: Any) -> None:
         part = given.detach().reshape(self._count, -1)[self._place]
@@ -293,8 +300,8 @@ def _fill(places: list[Tensor], tensor: Tensor) -> None:
         _cycle(place, tensor)
 
 
-def _make_up(tensor: Tensor) -> None:
-    """Fill a tensor with small random values, like weights, so that results stay finite; integers with zeros.
+def _make_up(tensor: Tensor, integers: int = 0) -> None:
+    """Fill a tensor with small random values, like weights, so that results stay finite; or with equal integers.
 
     They come from a separate generator, so that the script draws the same random numbers as a real rank.
     """
@@ -302,7 +309,7 @@ def _make_up(tensor: Tensor) -> None:
     if values.is_floating_point():
         values.normal_(std=0.02, generator=torch.Generator(values.device).manual_seed(0))
     else:
-        values.zero_()
+        values.fill_(integers)
 
 
 def _repeat(output: Tensor, given: Tensor, times: int) -> None:

@@ -113,7 +113,8 @@ def hold_outside_python(*tensors: Tensor) -> Any:
 
     Gloo's thread releases its tensors some time after a work completes. If Python is then the only other owner, the
     thread takes the GIL; if the interpreter is shutting down at that moment, the process aborts (one in ten exits
-    shortly after a collective, with torch 2.13).
+    shortly after a collective, with torch 2.13). The price is that the tensors of a rank's last collective stay in host
+    memory until its next one.
     """
     return torch._C.ScriptList(list(tensors))
 

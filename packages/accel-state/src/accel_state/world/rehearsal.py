@@ -8,7 +8,8 @@ waits for another rank: there is no rendezvous, no watchdog and no consensus abo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from accel_state.world.process_group import Membership
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Entered", "Rehearsal", "rehearse"]
+__all__ = ["Entered", "Message", "Rehearsal", "rehearse"]
 
 _OURS = "accel_state.communication."
 _TORCH = ("torch", "typing_extensions", "contextlib", "functools")
@@ -47,6 +48,23 @@ class Entered:
     site: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor that the rehearsed rank sent to another rank, or received from it.
+
+    Attributes:
+        peer: global rank of the other one.
+        sent: False: it was received.
+        shown: its shape and dtype.
+        site: ``file:line`` of the call in the script.
+    """
+
+    peer: int
+    sent: bool
+    shown: str
+    site: str | None
+
+
 class Rehearsal:
     """Observations of the rehearsed rank.
 
@@ -55,6 +73,7 @@ class Rehearsal:
 
     Attributes:
         entered: the collectives, in order.
+        messages: between this rank and another one, in order.
         bytes_given: bytes that this rank passed to collectives, by operation.
         notes: parts that the rehearsal leaves out or cannot know, each once.
         sections: by title, functions that return a part of the report as plain data; packages above this one add
@@ -64,9 +83,20 @@ class Rehearsal:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.entered: list[Entered] = []
+        self.messages: list[Message] = []
         self.bytes_given: dict[str, int] = {}
         self.notes: list[str] = []
         self.sections: dict[str, Callable[[], Any]] = {}
+        self._aside = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which collectives are not recorded: the real rank would not enter them."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
 
     def note(self, text: str) -> None:
         """Record a note for the report, once."""
@@ -74,20 +104,27 @@ class Rehearsal:
             self.notes.append(text)
 
     def record(self, ranks: Sequence[int], call: mirrored.Call) -> None:
-        """Record a collective that torch runs."""
+        """Record a collective or a message that torch runs."""
+        if self._aside:
+            return
         self.bytes_given[call.operation] = self.bytes_given.get(call.operation, 0) + call.bytes
         frame = _beyond_torch(sys._getframe(1))
         if frame is not None and frame.f_globals["__name__"].startswith(_OURS):
             return  # part of an operation that `compared` has; its messages may have other sizes on other ranks
-        shown = f"{call.operation}({call.shapes})"
         if call.operation in ("send", "recv"):
-            return  # between two ranks, each of which does something else
+            if call.peer is not None:
+                sent = call.operation == "send"
+                self.messages.append(Message(ranks[call.peer], sent, call.shapes, call_site(frame)))
+            return
+        shown = f"{call.operation}({call.shapes})"
         # Sizes of pickled objects and of what ranks exchange in pairs may differ.
         same = call.operation if call.operation == "all_to_all" or "uint8" in call.shapes else shown
         self.entered.append(Entered(tuple(ranks), same, shown, call_site(frame)))
 
     def compared(self, ranks: Sequence[int], operation: str, fingerprint: int, description: str) -> None:
         """Record a collective of this project, which ranks compare by its fingerprint."""
+        if self._aside:
+            return
         call = f"{operation}#{fingerprint:x}"
         site = call_site(sys._getframe(1))
         self.entered.append(Entered(tuple(ranks), call, f"{operation}({description})", site))

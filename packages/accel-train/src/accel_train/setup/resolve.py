@@ -107,7 +107,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     device = process.device
     if degrees is not None and degrees["pp"] > 1:
         _check_precision(strategy_class, precision_class, device)  # inside of a stage
-        strategy_class = _of_stages(strategy_class, degrees["pp"], rehearsed=process.rehearsal is not None)
+        strategy_class = _of_stages(strategy_class, degrees["pp"])
     _check(strategy_class, precision_class, device, process.num_processes)
     _check_hook(strategy_class, given.handlers.get("ddp"), process.num_processes)
     recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
@@ -139,6 +139,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             by_degrees=degrees is not None,
             ddp=ddp,
             pipeline=given.parallelism.pp_handler if given.parallelism is not None else None,
+            rehearsal=process.rehearsal,
         )
     )
     parallelism = given.parallelism
@@ -174,17 +175,12 @@ def strategy_name(
     return given if isinstance(given, str) else given.strategy
 
 
-def _of_stages(strategy: type[Strategy], degree: int, rehearsed: bool) -> type[Strategy]:
+def _of_stages(strategy: type[Strategy], degree: int) -> type[Strategy]:
     """The strategy that divides a model into stages, which are trained as by another one.
 
     Raises:
-        IncompatibleOptionsError: that one cannot train stages, or other ranks do not exist.
+        IncompatibleOptionsError: that one cannot train stages.
     """
-    if rehearsed:
-        raise IncompatibleOptionsError(
-            f"pp_size={degree} cannot be rehearsed: what a stage receives depends on the stages of other ranks. Start "
-            "one step with small batches instead."
-        )
     if not strategy.capabilities.in_stages:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} cannot train with pp_size={degree}. Leave it out; stages of a pipeline hold "

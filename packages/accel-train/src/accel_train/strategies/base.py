@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
+from accel_state.world.rehearsal import Rehearsal
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
@@ -201,6 +202,7 @@ class StrategyOptions:
         pipeline: the script's `PipelineParallelConfig`; None: there are no stages.
         sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
         by_degrees: a script or a launcher set the degrees of the mesh.
+        rehearsal: this process is one rank of a simulated world, and observes itself; None: other ranks exist.
     """
 
     device: torch.device
@@ -211,6 +213,7 @@ class StrategyOptions:
     by_degrees: bool = False
     ddp: Any = None
     pipeline: Any = None
+    rehearsal: Rehearsal | None = None
 
 
 class ModelSteps(Protocol):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_ckpt.parts import is_sharded
 from accel_train.errors import DividedTensorError
 
-__all__ = ["refuse_pickles"]
+__all__ = ["refuse_pickles", "refuse_pickles_of_stages"]
 
 
 def refuse_pickles(tensors: Iterable[Tensor]) -> None:
@@ -25,6 +27,35 @@ def refuse_pickles(tensors: Iterable[Tensor]) -> None:
     """
     for mesh in {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}.values():  # type: ignore[attr-defined]
         _refuse(mesh)
+
+
+def refuse_pickles_of_stages(module: nn.Module, ranks: int) -> None:
+    """Refuse to pickle state dicts of a module that has lost the modules of other ranks of a pipeline.
+
+    Its tensors are whole, so only the dict can tell that it is a part. Deep copies of it refuse as well.
+    """
+
+    def mark(_: nn.Module, state: Any, *others: Any) -> None:
+        _mark(state, type(module).__name__, ranks)
+
+    module.register_state_dict_post_hook(mark)  # type: ignore[no-untyped-call]
+
+
+def _mark(state: Any, kind: str, ranks: int) -> None:
+    def refuse(protocol: int) -> NoReturn:
+        raise DividedTensorError(
+            f"The state dict of {kind} cannot be pickled, as torch.save does: it holds the stages of one of {ranks} "
+            "ranks of a pipeline, and the file would look like that of the whole model. On all ranks call `state = "
+            "accelerator.get_state_dict(model)`, which gathers, and save that on the main process; or call "
+            "accelerator.save_model(model, folder) or accelerator.save_state(folder) on all ranks."
+        )
+
+    def copied(memo: dict[int, Any]) -> Any:
+        found = OrderedDict(copy.deepcopy(list(state.items()), memo))
+        _mark(found, kind, ranks)
+        return found
+
+    state.__reduce_ex__, state.__deepcopy__ = refuse, copied
 
 
 def _refuse(mesh: Any) -> None:

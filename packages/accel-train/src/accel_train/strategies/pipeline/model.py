@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from accel_train.plugins.parallelism import PipelineParallelConfig
 from accel_train.strategies.computed_loss import computed_loss
 from accel_train.strategies.outputs import EngineOutput
 from accel_train.strategies.pipeline.exchange import Exchange, Form
+from accel_train.strategies.pipeline.foresight import Foreseen, Foresight, made_up
 from accel_train.strategies.pipeline.schedules import (
     SCHEDULES,
     Forwarded,
@@ -76,9 +77,10 @@ class PipelineModel(nn.Module):
         self._exchange = Exchange(group, device)
         self._chain = stages[0].chain
         self._signature = inspect.signature(given.forward)
-        self._most_rows = 0
-        self._forms: dict[Any, dict[int, list[Form]]] = {}
-        self._fused: dict[Any, Fused] = {}
+        #: Rows of the longest batch in training; shorter ones may be cut into fewer micro-batches.
+        self.most_rows = 0
+        self._forms: dict[Any, tuple[dict[int, list[Form]], Foreseen | None]] = {}
+        self._fused: dict[Any, tuple[Fused, Foreseen | None]] = {}
         self._passes: list[_Pass] = []
         self.loss_factor = 1.0
         self.reduces = True
@@ -87,6 +89,8 @@ class PipelineModel(nn.Module):
         #: Gradients of earlier calls of the window wait.
         self.accumulated = False
         self.scale: Callable[[float], None] = lambda factor: None
+        #: In a rehearsal, what other ranks would send; None: they exist.
+        self.foresight: Foresight | None = None
         #: The loss scale of the precision.
         self.loss_scale: Callable[[], float] = lambda: 1.0
 
@@ -99,6 +103,33 @@ class PipelineModel(nn.Module):
     def config(self) -> Any:
         """The configuration of the script's model."""
         return self.given.config
+
+    def train(self, mode: bool = True) -> PipelineModel:
+        """Let all modules of this rank train or evaluate, and those around them in the script's model."""
+        super().train(mode)
+        self.given.train(mode)
+        return self
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Tensors of this rank's stages, under the names of the whole model."""
+        found: dict[str, Any] = self.given.state_dict(*arguments, **options)
+        return found
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Load what `state_dict` of this rank returned."""
+        return self.given.load_state_dict(*arguments, **options)
+
+    def generate(self, *inputs: Any, **named: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ArgumentTypeError: always.
+        """
+        raise ArgumentTypeError(
+            f"generate() of {type(self.given).__name__} would run one token after the other through all stages of the "
+            "pipeline, which is not supported. Call accelerator.save_model() on all ranks, and load what it writes "
+            "without a pipeline."
+        )
 
     # A call
 
@@ -217,8 +248,10 @@ class PipelineModel(nn.Module):
         """Into how many micro-batches a batch is cut."""
         given = self._config.num_micro_batches
         wanted = given or 2 * self._layout.stages
-        short = rows < self._most_rows
-        self._most_rows = max(self._most_rows, rows)
+        training = self.training and torch.is_grad_enabled()
+        short = not training or rows < self.most_rows
+        if training:
+            self.most_rows = max(self.most_rows, rows)
         if given is not None and rows % given and not short:
             raise DataError(
                 f"A batch has {rows} rows, which num_micro_batches={given} does not divide. Change one of them: each "
@@ -244,7 +277,11 @@ class PipelineModel(nn.Module):
         trains: bool,
         only_loss: bool,
     ) -> Any:
-        forms = self._known((torch.is_grad_enabled(), self.training, key), self._forms, dict)
+        def begin() -> tuple[dict[int, list[Form]], Foreseen | None]:
+            foreseen = self._foresee(micro_batches)
+            return ({} if foreseen is None else foreseen.forms), foreseen
+
+        forms, foreseen = self._known((torch.is_grad_enabled(), self.training, key), self._forms, begin)
         stages = self._stages
         for stage in stages if trains else ():
             _reduce(stage, False)
@@ -254,6 +291,10 @@ class PipelineModel(nn.Module):
             )
         outputs = [_Output.of(output, only_loss) for output in found.outputs]
         merged = _Output.merged(outputs, weights) if outputs else None
+        if merged is None and foreseen is not None:
+            output = _Output.of(foreseen.output, only_loss)
+            output = _Output.merged([output] * len(micro_batches), weights)
+            merged = _Output(output.codes, made_up(output.tensors))
         codes, *tensors = self._exchange.share(
             None if merged is None else [torch.tensor(merged.codes, device=self._device), *merged.tensors],
             self._layout.owner(self._layout.stages - 1),
@@ -302,6 +343,11 @@ class PipelineModel(nn.Module):
         self._passes = [item for item in self._passes if not item.has_gradients]
         self.accumulated = False
 
+    def forget_calls(self) -> None:
+        """Forget calls whose backward has not run: a state is loaded."""
+        self._passes.clear()
+        self.unaccounted = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of this rank's parameters, as that of an optimizer.
 
@@ -317,8 +363,9 @@ class PipelineModel(nn.Module):
     def _run_fused(
         self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weights: list[float]
     ) -> EngineOutput:
-        def make() -> Fused:
-            forms: dict[int, list[Form]] = {}
+        def make() -> tuple[Fused, Foreseen | None]:
+            foreseen = self._foresee(micro_batches)
+            forms: dict[int, list[Form]] = {} if foreseen is None else foreseen.forms
             with _evaluated(self.stages), torch.no_grad():
                 run_forward(
                     self._stages,
@@ -329,7 +376,7 @@ class PipelineModel(nn.Module):
                     forms,
                     trains=False,
                 )
-            return Fused(
+            fused = Fused(
                 schedule,
                 self._stages,
                 self._layout,
@@ -338,12 +385,15 @@ class PipelineModel(nn.Module):
                 self._device,
                 self._group,
             )
+            return fused, foreseen
 
-        fused = self._known(key, self._fused, make)
+        fused, foreseen = self._known(key, self._fused, make)
         factor = self.loss_factor * self.loss_scale()
         losses = fused.run(micro_batches, [factor * weight for weight in weights], reduces=self.reduces)
         weighted = [loss * weight for loss, weight in zip(losses, weights if losses else (), strict=True)]
         total = torch.stack(weighted).sum() if weighted else None
+        if total is None and foreseen is not None:
+            [total] = made_up([foreseen.output["loss"]])
         [value] = self._exchange.share(
             None if total is None else [total], self._layout.owner(self._layout.stages - 1)
         )
@@ -359,6 +409,9 @@ class PipelineModel(nn.Module):
                 "factor into the loss function, or choose PipelineParallelConfig(schedule='gpipe')."
             )
         self.scale(ratio)
+
+    def _foresee(self, micro_batches: Sequence[MicroBatch]) -> Foreseen | None:
+        return None if self.foresight is None else self.foresight.of(micro_batches[0])
 
     def _known(self, key: Any, cache: dict[Any, Any], make: Callable[[], Any]) -> Any:
         """What was made for batches of this form; only the newest few are kept."""

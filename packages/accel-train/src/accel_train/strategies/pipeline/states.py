@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel, Part
 from accel_ckpt.parts import is_leaf, parts_of, shape_of
 from accel_state.operations.collectives import gather_object
+from accel_train.errors import AccumulationError
 from accel_train.strategies.engines import check_groups
+from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.state_adapter import StateAdapter
 
 __all__ = ["PipelineStates", "Whole"]
@@ -84,6 +86,28 @@ class PipelineStates(StateAdapter):
     ) -> None:
         """Load the states of this rank's parameters."""
         super().load_optimizer_state(optimizer, self._own(self._names(optimizer, models), tree), models)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """How far a window has come, and how long batches are, of which the last one may be shorter.
+
+        Raises:
+            AccumulationError: gradients wait for a step, and FSDP holds them whole.
+        """
+        if not isinstance(model, PipelineModel):
+            return {}
+        if model.accumulated and self.strategy.shards:
+            raise AccumulationError(
+                "The state cannot be saved here: gradients wait for a step, and the strategy 'pp' with FSDP inside of "
+                "stages cannot save them. Save after optimizer.step(), outside of an unfinished accumulation window."
+            )
+        return {"accumulated": model.accumulated, "most_rows": model.most_rows}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Continue there."""
+        if isinstance(model, PipelineModel):
+            model.forget_calls()
+            model.accumulated = bool(state.get("accumulated", False))
+            model.most_rows = int(state.get("most_rows", 0))
 
     def _names(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
         return [group["params"] for group in super().optimizer_state(optimizer, models)["param_groups"]]

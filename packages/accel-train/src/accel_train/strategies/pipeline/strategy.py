@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,11 +25,13 @@ from accel_train.plugins import (
 )
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
+from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin, mixed_precision_policy
 from accel_train.strategies.fsdp2.start import Start, read_parts
 from accel_train.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_train.strategies.gradients import combine_norms, scale_down
-from accel_train.strategies.pipeline.cut import cut_model
+from accel_train.strategies.pickling import refuse_pickles_of_stages
+from accel_train.strategies.pipeline.cut import Cut, cut_model
+from accel_train.strategies.pipeline.foresight import Foresight
 from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
 from accel_train.strategies.pipeline.stages import make_stages
@@ -52,7 +55,6 @@ class PipelineStrategy(Strategy):
         precisions=frozenset({"no", "bf16", "fp16"}),
         needs_process_group=True,
         hides_gradients=True,
-        saves_windows=False,
         dimensions=frozenset({"pp", "dp_replicate", "dp_shard", "tp"}),
     )
     adapter: ClassVar[type[StateAdapter]] = PipelineStates
@@ -91,7 +93,8 @@ class PipelineStrategy(Strategy):
             TensorParallelStrategy.check_degrees(config, degrees)
 
     @property
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
+        """Whether FSDP divides the parameters of stages."""
         return self.options.mesh.degrees["dp_shard"] > 1
 
     # Preparing
@@ -115,13 +118,15 @@ class PipelineStrategy(Strategy):
         self.check_plan(plain)
         start = self._start(plain)  # the models are alike, so all ranks get the same errors
         cut = cut_model(plain, self.pipeline, self._layout.stages)
-        units = Units.of(plain, self._sharding) if self._shards else None
+        units = Units.of(plain, self._sharding) if self.shards else None
+        foresight = self._foresight(plain, cut, units, steps)
         state = accel_ckpt.NamedModel(plain).state_dict()
         forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
         before = dict(plain.named_parameters(remove_duplicate=False))
         fill = None if start is None else start.fill
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
         self._note_gone(before, plain)
+        refuse_pickles_of_stages(plain, self._layout.ranks)
         del before, state
         if start is not None:
             steps.place(plain)
@@ -133,7 +138,7 @@ class PipelineStrategy(Strategy):
                 steps.compile_in_place(layer)
         checkpoint = self._origin.checkpoint
         if start is None and checkpoint is not None:
-            offloads = self._shards and isinstance(self._sharding.offload_policy, CPUOffloadPolicy)
+            offloads = self.shards and isinstance(self._sharding.offload_policy, CPUOffloadPolicy)
             home = torch.device("cpu") if offloads else self.options.device
             read_parts(nn.ModuleList(stages), checkpoint, self.options.device, home, named=plain)
         engine = PipelineModel(
@@ -143,6 +148,7 @@ class PipelineStrategy(Strategy):
             first = dist.get_process_group_ranks(self.loss.group)[0]
             send = partial(broadcast, from_process=first, group=self.loss.group)
             share_in_evaluation(engine, engine, saved_buffers, send=send)
+        engine.foresight = foresight
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
         engine.loss_scale = self._settle_scale
         self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
@@ -150,6 +156,20 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             self.precision.after_sharding(stage, stage)
         return engine
+
+    def _foresight(
+        self, model: nn.Module, cut: Cut, units: Units | None, steps: ModelSteps
+    ) -> Foresight | None:
+        """What tells a rehearsal about the stages of other ranks; None: these ranks exist."""
+        rehearsal = self.options.rehearsal
+        if rehearsal is None:
+            return None
+        loss = self.pipeline.loss_function
+        if units is None:
+            return Foresight(model, cut, loss, steps.convert, rehearsal, None)
+        policy = mixed_precision_policy(self._sharding, self.precision)
+        policies = policy, replace(policy, output_dtype=None)
+        return Foresight(model, cut, loss, steps.convert, rehearsal, policies, units.gathered, units.whole)
 
     @property
     def _origin(self) -> FullyShardedDataParallelPlugin | PipelineParallelConfig:

@@ -1,0 +1,344 @@
+"""What training loops do beside the usual steps, with a model that is divided into stages of a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from testkit import worlds
+
+FEATURES, ROWS = 6, 8
+INSIDE = {"loss_function": nn.functional.mse_loss}
+SCRIPT, FUSED = {"schedule": "gpipe"}, {"schedule": "1f1b", **INSIDE}
+BOTH = pytest.mark.parametrize("handler", [SCRIPT, FUSED], ids=["gpipe", "1f1b"])
+
+
+def chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.0), nn.Tanh()) for _ in range(6))
+    ).double()
+
+
+def rows_of(count: int = ROWS) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(count, FEATURES, dtype=torch.float64, generator=draws) for _ in range(2))
+
+
+def accelerator_of(handler: dict[str, Any], degrees: dict[str, int] | None = None, **arguments: Any) -> Any:
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
+
+    parallelism = ParallelismConfig(
+        pp_size=2, **(degrees or {}), pp_handler=PipelineParallelConfig(**handler)
+    )
+    return Accelerator(cpu=True, parallelism_config=parallelism, **arguments)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, inside: bool = False) -> Tensor:
+    return model(x, target=y).loss if inside else nn.functional.mse_loss(model(x), y)
+
+
+# Gradients
+
+
+def dropped(handler: dict[str, Any], filled: str) -> tuple[bool, list[float]]:
+    """Whether zeros are left, and the norms of a batch before and after gradients of another were dropped."""
+    accelerator, model = accelerator_of(handler), chain()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (x, y), norms = rows_of(), []
+    for rows in (slice(None), slice(2), slice(None)):
+        if rows.stop is not None:
+            accelerator.backward(loss_of(model, x[rows], y[rows], "loss_function" in handler))
+        else:
+            accelerator.backward(loss_of(model, x, y, "loss_function" in handler))
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
+        (model if filled == "model" else optimizer).zero_grad(set_to_none=False)
+    return all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters()), norms
+
+
+@BOTH
+@pytest.mark.parametrize("filled", ["model", "optimizer"])
+def test_gradients_are_filled_with_zeros(handler: dict[str, Any], filled: str) -> None:
+    model, (x, y) = chain(), rows_of()
+    loss_of(model, x, y).backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    for zeros, norms in worlds.run(dropped, 2, handler, filled):
+        assert zeros
+        assert norms == pytest.approx([expected, expected], rel=1e-12)
+
+
+def frozen_parts(kind: str, handler: dict[str, Any]) -> nn.Sequential:
+    """A chain of which one of the two stages trains nothing."""
+    model = chain()
+    if kind.startswith("no parameters"):
+        bare = [nn.Tanh(), nn.Identity()]
+        model = nn.Sequential(
+            *(bare if "first" in kind else []), *model[:2], *([] if "first" in kind else bare)
+        )
+        handler["cuts"] = ["2"]
+    stopped = {"first": model[:3], "last": model[3:]}
+    for parameter in stopped[kind].parameters() if kind in stopped else ():
+        parameter.requires_grad_(False)
+    return model
+
+
+def train_partly(kind: str, handler: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+    options = dict(handler or {})
+    model = frozen_parts(kind, options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    accelerator = None
+    if handler is not None:
+        accelerator = accelerator_of(options)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    (x, y), losses = rows_of(), []
+    for _ in range(3):
+        loss = loss_of(model, x, y, "loss_function" in options)
+        accelerator.backward(loss) if accelerator else loss.backward()
+        clip = accelerator.clip_grad_norm_ if accelerator else nn.utils.clip_grad_norm_
+        clip(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, dict(accelerator.get_state_dict(model) if accelerator else model.state_dict())
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["first", "last", "no parameters", "no parameters first"])
+def test_stages_that_train_nothing(kind: str, handler: dict[str, Any]) -> None:
+    losses, weights = train_partly(kind, None)
+    for found, theirs in worlds.run(train_partly, 2, kind, handler):
+        assert found == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
+
+
+# The model
+
+
+def modes() -> list[set[bool]]:
+    accelerator = accelerator_of(SCRIPT)
+    model = accelerator.prepare(chain())
+    found = []
+    for call in (model.eval, model.train):
+        call()
+        modules = [*model.modules(), *accelerator.unwrap_model(model).modules()]
+        found.append({module.training for module in modules})
+    return found
+
+
+def test_all_modules_train_or_evaluate() -> None:
+    assert worlds.run(modes, 2) == [[{False}, {True}]] * 2
+
+
+def own_state() -> tuple[list[str], list[str], bool]:
+    """Names of this rank's state, what pickling it says, and whether it can be kept in memory and put back."""
+    from accel_train import DividedTensorError
+
+    accelerator = accelerator_of(SCRIPT)
+    model = accelerator.prepare(chain())
+    said = []
+    for module in (model, accelerator.unwrap_model(model)):
+        for state in (module.state_dict(), copy.deepcopy(module.state_dict())):
+            try:
+                torch.save(state, io.BytesIO())
+            except DividedTensorError as error:
+                said.append(str(error))
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(kept)
+    restored = all(
+        torch.equal(value, chain().state_dict()[name]) for name, value in model.state_dict().items()
+    )
+    whole = accelerator.get_state_dict(model)
+    torch.save(whole, io.BytesIO())
+    return list(kept), said, restored and list(whole) == list(chain().state_dict())
+
+
+def test_half_a_model_is_not_pickled() -> None:
+    ranks = worlds.run(own_state, 2)
+    assert ranks[0][0] + ranks[1][0] == list(chain().state_dict())
+    for _, said, restored in ranks:
+        assert len(said) == 4
+        assert all("of one of 2 ranks of a pipeline" in text and "get_state_dict" in text for text in said)
+        assert restored
+
+
+def generated() -> str:
+    from accel_train import ArgumentTypeError
+
+    model = accelerator_of(SCRIPT).prepare(chain())
+    with pytest.raises(ArgumentTypeError) as caught:
+        model.generate(rows_of()[0])
+    return str(caught.value)
+
+
+def test_a_pipeline_generates_nothing() -> None:
+    assert all("Call accelerator.save_model() on all ranks" in text for text in worlds.run(generated, 2))
+
+
+def stepped_afterwards() -> dict[str, Tensor]:
+    accelerator = accelerator_of(SCRIPT)
+    model = accelerator.prepare(chain())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(loss_of(model, *rows_of()))
+    optimizer.step()
+    return dict(accelerator.get_state_dict(model))
+
+
+def test_an_optimizer_that_is_built_afterwards() -> None:
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, *rows_of()).backward()
+    optimizer.step()
+    for weights in worlds.run(stepped_afterwards, 2):
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+# Batches of other sizes
+
+
+def sizes(handler: dict[str, Any], evaluated: bool) -> tuple[list[Tensor], list[float]]:
+    """Outputs of evaluation with batches of any size, first before any training, and losses of a short last batch."""
+    accelerator, model = accelerator_of({**handler, "num_micro_batches": 4}), chain()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = rows_of(20)
+    if evaluated:
+        model.eval()
+    with torch.no_grad():
+        outputs = [model(x[:count]) for count in (5, 1, 20)]
+    model.train()
+    losses = []
+    for count in (8, 8, 6):
+        loss = loss_of(model, x[:count], y[:count], "loss_function" in handler)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return outputs, losses
+
+
+@BOTH
+@pytest.mark.parametrize("evaluated", [True, False], ids=["eval", "no_grad alone"])
+def test_batches_of_other_sizes(handler: dict[str, Any], evaluated: bool) -> None:
+    model, (x, y) = chain(), rows_of(20)
+    expected = [model(x[:count]).detach() for count in (5, 1, 20)]
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for count in (8, 8, 6):
+        loss = loss_of(model, x[:count], y[:count])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    for outputs, losses in worlds.run(sizes, 2, handler, evaluated):
+        torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+        assert losses == pytest.approx(seen, rel=1e-9)
+
+
+def odd_after_evaluation() -> str:
+    from accel_train import DataError
+
+    accelerator = accelerator_of({**SCRIPT, "num_micro_batches": 4})
+    model = accelerator.prepare(chain())
+    x, y = rows_of(20)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(DataError) as caught:
+        loss_of(model, x[:6], y[:6])
+    return str(caught.value)
+
+
+def test_a_longer_batch_of_evaluation_makes_no_training_batch_the_short_one() -> None:
+    assert all("num_micro_batches=4 does not divide" in text for text in worlds.run(odd_after_evaluation, 2))
+
+
+# Windows
+
+
+def windows_data(replicas: int) -> tuple[Tensor, Tensor]:
+    """Seven batches; of one replica the last one is short, as loaders fill those of several."""
+    return rows_of(6 * ROWS + 4 if replicas == 1 else replicas * 7 * ROWS)
+
+
+def window_run(
+    folder: Path, handler: dict[str, Any], degrees: dict[str, int], stop: int | None, resume: bool
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Seven batches in windows of three; a state is saved at the batch `stop`."""
+    options = {**handler, "num_micro_batches": 4}
+    accelerator = accelerator_of(options, degrees, gradient_accumulation_steps=3)
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    replicas = accelerator.strategy.batch.size
+    data = torch.utils.data.TensorDataset(*windows_data(replicas))
+    loader = torch.utils.data.DataLoader(data, batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resume:
+        accelerator.load_state(folder / "state")
+        assert stop is not None
+        loader, stop = accelerator.skip_first_batches(loader, stop + 1), None
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, x, y, "loss_function" in handler)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if number == stop:
+            accelerator.save_state(folder / "state")
+            break
+    return dict(accelerator.get_state_dict(model)), losses
+
+
+def windows_of_one_process(replicas: int) -> tuple[dict[str, Tensor], list[float]]:
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    inputs, targets = windows_data(replicas)
+    losses = []
+    for first, last in ((0, 3), (3, 6), (6, 7)):
+        for number in range(first, last):
+            rows = slice(number * replicas * ROWS, (number + 1) * replicas * ROWS)
+            loss = loss_of(model, inputs[rows], targets[rows])
+            (loss / (last - first)).backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), losses
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "stop"),
+    [
+        (2, {}, 4),
+        pytest.param(2, {}, 5, id="before a short batch", marks=pytest.mark.full),
+        pytest.param(4, {"dp_replicate_size": 2}, 3, marks=pytest.mark.full),
+    ],
+)
+def test_a_state_is_saved_inside_a_window(
+    tmp_path: Path, handler: dict[str, Any], ranks: int, degrees: dict[str, int], stop: int
+) -> None:
+    weights, losses = windows_of_one_process(ranks // 2)
+    first = worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, False)
+    second = worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, True)
+    for (_, before), (theirs, after) in zip(first, second, strict=True):
+        assert before + after == pytest.approx(losses, rel=1e-9)
+        torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.full
+@BOTH
+def test_a_window_of_sharded_stages_is_not_saved(tmp_path: Path, handler: dict[str, Any]) -> None:
+    with pytest.raises(worlds.RankError, match="FSDP inside of stages cannot save them"):
+        worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 4, False)
+    assert not (tmp_path / "state").exists()
+    worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 2, False)
