@@ -35,7 +35,13 @@ def parts(workers=0):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(
-        data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers, pin_memory=workers > 0
+        data,
+        batch_size=4,
+        shuffle=True,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=workers > 0,
+        multiprocessing_context="fork" if workers else None,
     )
     return model, optimizer, scheduler, loader
 

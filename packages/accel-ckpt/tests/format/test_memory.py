@@ -94,6 +94,28 @@ def test_a_mapped_file_is_read_and_never_written(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of other systems differ")
+@pytest.mark.parametrize("what", ["map_file(path, size)", "new_bytes(size)"])
+def test_a_limit_of_addresses_is_explained(tmp_path, what):
+    """The usual first try to run a model that does not fit: `ulimit -v`."""
+    path = tmp_path / "weights"
+    with open(path, "wb") as file:
+        file.truncate(1 << 33)
+    script = f"""
+import resource, torch
+from pathlib import Path
+from accel_ckpt.format.memory import map_file, new_bytes
+path, size = Path({str(path)!r}), 1 << 33
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+{what}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "Cannot allocate memory for 8,589,934,592 bytes of" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert (str(path) in done.stderr.splitlines()[-1]) == what.startswith("map")
+
+
 def test_what_cannot_be_read_ahead_is_said(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(bytes(10 * 4096))

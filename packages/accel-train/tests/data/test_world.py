@@ -260,6 +260,8 @@ def noise_of_ranks(stateful):
         else:
             set_seed(1, device_specific=seed == "device")
         options = {} if workers == 0 else {"num_workers": 2, "persistent_workers": workers == "stay"}
+        if workers:
+            options["multiprocessing_context"] = "fork"
         if generator:
             options["generator"] = torch.Generator().manual_seed(5)
         loader = prepare_data_loader(

@@ -130,6 +130,55 @@ def test_a_closure_without_gradients_of_its_own_waits_for_the_end_of_the_window(
     assert torch.equal(model.weight, reference.weight - 0.1 * reference.weight.grad)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_prepare_returned_was_dropped(steps):
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = make()
+    optimizer = sgd(model)
+    accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            stepped(accelerator, model, optimizer)
+    [message] = [str(item.message) for item in seen]
+    assert message.startswith("Parameters of SGD change")
+    assert "`model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`" in message
+    assert seen[0].filename == __file__
+
+
+def stepped(accelerator, model, optimizer):
+    accelerator.backward(model(X).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held_back(accelerator, model, optimizer):
+    for _ in range(3):
+        with accelerator.no_sync(model):
+            accelerator.backward(model(X).sum())
+    stepped(accelerator, model, optimizer)
+
+
+def in_a_window(accelerator, model, optimizer):
+    with accelerator.accumulate(model):
+        stepped(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("steps", "body", "count"), [(4, stepped, 1), (4, held_back, 0), (4, in_a_window, 0), (1, stepped, 0)]
+)
+def test_accumulation_without_a_window_is_named_once(steps, body, count):
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            body(accelerator, model, optimizer)
+    assert [str(item.message)[:40] for item in seen] == ["The optimizer steps after each backward("] * count
+    assert all(item.filename == __file__ for item in seen)
+
+
 def test_an_optimizer_of_a_copy_is_named_at_its_first_step():
     accelerator = Accelerator()
     model = make()

@@ -261,7 +261,11 @@ def test_data_workers_live_on(tmp_path):
     data = TensorDataset(torch.arange(16.0).unsqueeze(1))
     loader = accelerator.prepare(
         DataLoader(
-            data, batch_size=2, num_workers=2, worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()
+            data,
+            batch_size=2,
+            num_workers=2,
+            multiprocessing_context="fork",
+            worker_init_fn=lambda worker: (tmp_path / str(worker)).touch(),
         )
     )
     rows = []
@@ -292,7 +296,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_train import Accelerator
 accelerator = Accelerator(preemption=True)
 data = TensorDataset(torch.zeros(64, 1))
-loader = accelerator.prepare(DataLoader(data, num_workers=2, persistent_workers=True))
+loader = accelerator.prepare(DataLoader(data, num_workers=2, persistent_workers=True, multiprocessing_context="fork"))
 for x in loader:
     break
 {end}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import math
 import mmap
@@ -66,7 +67,26 @@ def _new_area(nbytes: int) -> mmap.mmap:
     Huge pages take a third of the time to touch first on some machines, and five times as much on virtual ones, whose
     host brings such memory page by page.
     """
-    return mmap.mmap(-1, nbytes) if sys.platform == "win32" else mmap.mmap(-1, nbytes, flags=_PRIVATE)
+    with _explained(nbytes):
+        return mmap.mmap(-1, nbytes) if sys.platform == "win32" else mmap.mmap(-1, nbytes, flags=_PRIVATE)
+
+
+@contextmanager
+def _explained(nbytes: int, path: Path | None = None) -> Iterator[None]:
+    """Say what a system means that refuses to map so many bytes, of a file or of new memory."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        what = "new memory" if path is None else "a file"
+        raise OSError(
+            errno.ENOMEM,
+            f"{os.strerror(errno.ENOMEM)} for {nbytes:,} bytes of {what}. A limit of the process or of the system "
+            "(ulimit -v, ulimit -d, vm.overcommit_memory=2) counts mapped files as if they were in memory. Raise it, "
+            "or limit memory with a control group, which counts what is in memory",
+            None if path is None else str(path),
+        ) from error
 
 
 class Arena:
@@ -111,7 +131,8 @@ class MappedFile(mmap.mmap):
         """Map the first ``size`` bytes."""
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
-            self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
+            with _explained(size, path):
+                self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
         except BaseException:
             os.close(descriptor)
             raise

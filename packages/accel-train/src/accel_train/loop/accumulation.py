@@ -380,7 +380,11 @@ class Accumulator:
         first = self._first
         if first is None or first.over:
             self._first = None
-        elif last and not self._rehearsed and self.steps_together:
+            return
+        first.before_backward()
+        if self._current is None:
+            first.saw_backward_outside()
+        if last and not self._rehearsed and self.steps_together:
             first.saw_loss(loss)
 
     def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -445,6 +449,8 @@ class Accumulator:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ranks are about to take the same step, with gradients that are there."""
+        if self._first is not None and self._current is None:
+            self._first.saw_step(self.num_steps)
         if self._strategy.loss.size > 1 and not self._rehearsed:
             if self._first is not None:
                 self._first.about_to_step(optimizer)

@@ -19,6 +19,8 @@ __all__ = ["FirstWindows", "check_trains", "explain_no_gradient"]
 
 _MICRO_BATCHES = 16
 _EQUAL_LOSSES = 2
+_SINGLE_STEPS = 3  # in a row; a window may be cut short by the end of an epoch
+_OWN_STEPS = 2
 
 
 class FirstWindows:
@@ -48,6 +50,10 @@ class FirstWindows:
         self._equal = 0
         self._loss: Tensor | None = None
         self._compares = strategy.batch.size > 1
+        self._own_steps = 0  # of optimizers whose prepared ones do not step
+        self._versions: dict[int, int] = {}
+        self._outside = 0  # backward passes outside of accumulate() since the last step
+        self._single = 0  # steps in a row after one of them
 
     @property
     def over(self) -> bool:
@@ -83,6 +89,48 @@ class FirstWindows:
                 f"{len(changed)} parameters changed inside an accumulation window, before its gradients were complete, "
                 "and no prepared optimizer has them: an optimizer that was not prepared steps in every micro-batch. "
                 "Pass it to prepare() and use the returned one: `optimizer = accelerator.prepare(optimizer)`."
+            )
+
+    def before_backward(self) -> None:
+        """Warn of prepared optimizers that step by themselves: the script has dropped what `prepare()` returned."""
+        if self._own_steps >= _OWN_STEPS or self._strategy.capabilities.prepares_together:
+            return
+        for optimizer in self._optimizers:
+            if not getattr(optimizer, "may_be_unused", False):
+                continue
+            version = sum(parameter._version for parameter in parameters_of(optimizer))
+            before = self._versions.setdefault(id(optimizer), version)
+            self._versions[id(optimizer)] = version
+            if version == before:
+                continue
+            self._own_steps += 1
+            if self._own_steps == _OWN_STEPS and self._strategy.loss.rank == 0:
+                warnings.warn(
+                    f"Parameters of {type(optimizer.optimizer).__name__} change, and step() of the optimizer that "  # type: ignore[attr-defined]
+                    "prepare() returned is never called: the script steps the optimizer that it passed, and perhaps "
+                    "reads a loader that is not divided among ranks. Use what prepare() returns: `model, optimizer, "
+                    "loader = accelerator.prepare(model, optimizer, loader)`.",
+                    stacklevel=5,
+                )
+                return
+
+    def saw_backward_outside(self) -> None:
+        """A backward outside of `accumulate()` begins."""
+        self._outside += 1
+
+    def saw_step(self, num_steps: int) -> None:
+        """Warn if losses are divided by the length of a window, and each is stepped alone."""
+        passes, self._outside = self._outside, 0
+        if num_steps == 1 or not passes:
+            return
+        self._single = self._single + 1 if passes == 1 else 0
+        if self._single == _SINGLE_STEPS:
+            warnings.warn(
+                "The optimizer steps after each backward() outside of accumulate(), and gradient_accumulation_steps="
+                f"{num_steps} divides each loss by {num_steps}: every update has 1/{num_steps} of its gradient. Put "
+                "the body of the loop into `with accelerator.accumulate(model):`, or use "
+                "gradient_accumulation_steps=1.",
+                stacklevel=5,
             )
 
     def saw_backward(self, models: tuple[nn.Module, ...]) -> None:

@@ -212,6 +212,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accumulator.check_waiting(gradients=unused, closure=closure)
 
     @property
+    def may_be_unused(self) -> bool:
+        """Whether it has never stepped, and nothing else steps it."""
+        return not self._stepped_before and not self.steps_in_backward
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether this is an optimizer of lomo-optim, which updates in backward, so that `step()` does nothing."""
         return lomo.is_lomo(self.optimizer)

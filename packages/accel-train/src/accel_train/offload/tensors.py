@@ -62,7 +62,8 @@ def tensors_of_model(model: nn.Module) -> Iterator[Kinded]:
         # Whole gradients of an open window, of which only FSDP knows: in the dtype of computation or of reduction.
         whole = getattr(parameter, "_unsharded_param", None)
         kept = [parameter.unsharded_accumulated_grad, None if whole is None else whole.grad]
-        yield from of_kind("gradients", tensors_in(kept))
+        # Since PyTorch 2.15 both are one tensor.
+        yield from of_kind("gradients", tensors_in(kept[:1] if kept[0] is kept[1] else kept))
 
 
 def _free_gathered(model: nn.Module) -> None:

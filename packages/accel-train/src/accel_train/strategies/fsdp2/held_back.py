@@ -62,10 +62,12 @@ class HeldBackGradient:
     def replace(self, gradient: OwnGradient | None) -> None:
         """Hold back another gradient; None: none."""
         managed, whole = self._managed, self._whole
+        made = None if gradient is None else self._made(gradient)
         if whole is not None:
-            whole.grad = None
-        # FSDP adds what the next backward computes, in either of its places in the same order.
-        managed.unsharded_accumulated_grad = None if gradient is None else self._made(gradient)
+            whole.grad = made if self._is_of_leaf else None
+        if not self._is_of_leaf:
+            # FSDP adds what the next backward computes, in either of its places in the same order.
+            managed.unsharded_accumulated_grad = made
 
     def zeros(self) -> OwnGradient:
         """A gradient for a rank that has none: negative zeros, which change nothing that is added to them."""
@@ -81,6 +83,11 @@ class HeldBackGradient:
             self._unit.reshard()
 
     @property
+    def _is_of_leaf(self) -> bool:
+        """Whether autograd alone accumulates, in the whole parameter, as since PyTorch 2.15."""
+        return isinstance(getattr(type(self._managed), "unsharded_accumulated_grad", None), property)
+
+    @property
     def _whole(self) -> Any:
         return getattr(self._managed, "_unsharded_param", None)
 
@@ -93,7 +100,8 @@ class HeldBackGradient:
     def _dtype(self) -> torch.dtype:
         """The dtype in which FSDP accumulates."""
         policy = self._managed.mp_policy
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.parameter.dtype
+        told: torch.dtype | None = getattr(self._managed, "unsharded_grad_dtype", None)  # since PyTorch 2.15
+        dtype: torch.dtype = told or policy.reduce_dtype or policy.param_dtype or self.parameter.dtype
         return dtype
 
     def _made(self, gradient: OwnGradient) -> Tensor:

@@ -186,8 +186,8 @@ class SameBlocks:
                 had = parameter.sharded_param.grad is not None
                 whole.grad = torch.full_like(whole, -0.0)
                 self._filled.setdefault(id(parameter), (parameter, had))
-            if accumulated:  # FSDP reduces gradients of one dtype only
-                parameter.to_accumulated_grad_if_needed()
+            if accumulated and hasattr(parameter, "to_accumulated_grad_if_needed"):  # until PyTorch 2.14
+                parameter.to_accumulated_grad_if_needed()  # FSDP reduces gradients of one dtype only
 
     def _forget_gradients(self) -> None:
         self._filled.clear()
