@@ -335,10 +335,64 @@ def test_a_state_is_saved_inside_a_window(
         torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.full
-@BOTH
-def test_a_window_of_sharded_stages_is_not_saved(tmp_path: Path, handler: dict[str, Any]) -> None:
-    with pytest.raises(worlds.RankError, match="FSDP inside of stages cannot save them"):
-        worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 4, False)
-    assert not (tmp_path / "state").exists()
-    worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 2, False)
+INTERLEAVED = {"schedule": "interleaved_1f1b", **INSIDE}
+SHARDED = {"dp_shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "handler", "stop"),
+    [
+        (4, SHARDED, SCRIPT, 4),
+        pytest.param(4, SHARDED, FUSED, 4, marks=pytest.mark.full),
+        pytest.param(4, SHARDED, FUSED, 3, id="first of a window", marks=pytest.mark.full),
+        pytest.param(4, SHARDED, INTERLEAVED, 4, marks=pytest.mark.full),
+        pytest.param(8, {**SHARDED, "dp_replicate_size": 2}, FUSED, 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_window_of_sharded_stages_goes_on_bit_for_bit(
+    tmp_path: Path, ranks: int, degrees: dict[str, int], handler: dict[str, Any], stop: int
+) -> None:
+    weights, losses = windows_of_one_process(ranks // 2)
+    whole = worlds.run(window_run, ranks, tmp_path, handler, degrees, None, False)
+    worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, False)
+    resumed = worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, True)
+    for (theirs, every), (after, rest) in zip(whole, resumed, strict=True):
+        assert every == pytest.approx(losses, rel=1e-9)
+        assert rest == every[stop + 1 :]
+        torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(after, theirs, rtol=0, atol=0)
+
+
+def saved_after(folder: Path, handler: dict[str, Any], what: str) -> tuple[list[str], list[str]]:
+    """Names of the states in a saved optimizer, and of what this rank's have no part of."""
+    accelerator, model = accelerator_of(handler, SHARDED), chain()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    x, y = rows_of()
+    inside = "loss_function" in handler
+    accelerator.backward(loss_of(model, x, y, inside))
+    optimizer.step()
+    optimizer.zero_grad()
+    if what == "evaluation":
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    else:
+        model(x)  # no backward follows
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    tree = accelerator.strategy.states.optimizer_state(optimizer.optimizer, [accelerator.unwrap_model(model)])
+    return sorted(tree["state"]), sorted(chain().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("handler", "what"),
+    [
+        (SCRIPT, "evaluation"),
+        pytest.param(FUSED, "evaluation", marks=pytest.mark.full),
+        pytest.param(SCRIPT, "a forward alone", marks=pytest.mark.full),
+    ],
+)
+def test_sharded_stages_are_saved_after(tmp_path: Path, handler: dict[str, Any], what: str) -> None:
+    """The outermost unit of a stage stays gathered after a forward, and is no module of the script's model."""
+    for names, expected in worlds.run(saved_after, 4, tmp_path, handler, what):
+        assert [name.partition(".")[2] for name in names] == expected

@@ -97,6 +97,11 @@ class PipelineStrategy(Strategy):
         """Whether FSDP divides the parameters of stages."""
         return self.options.mesh.degrees["dp_shard"] > 1
 
+    @property
+    def sharded(self) -> list[nn.Module]:
+        """The stages of this rank that FSDP divides."""
+        return [stage for engine, _ in self._made for stage in engine.stages] if self.shards else []
+
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
