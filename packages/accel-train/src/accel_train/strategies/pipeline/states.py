@@ -27,10 +27,24 @@ class Whole:
     Attributes:
         module: the script's model, which has this rank's modules now.
         forms: shape and dtype of all tensors of its state dict, by name.
+        parameters: of these, the names of the parameters; a tied one has its first.
     """
 
     module: nn.Module
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Whole:
+        """Describe a model before it is divided."""
+        named = NamedModel(module)
+        tensors = {name: tensor for name, tensor in named.state_dict().items() if isinstance(tensor, Tensor)}
+        first = {id(parameter): name for name, parameter in reversed(named.parameters().items())}
+        return cls(
+            module,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+            frozenset(first.values()),
+        )
 
 
 class PipelineStates(StateAdapter):
@@ -50,6 +64,14 @@ class PipelineStates(StateAdapter):
             for name, form in whole.forms.items()
         }
         return {**found, **held}
+
+    def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
+        """The parameters of other stages."""
+        whole: Whole | None = self.strategy.whole_of(model)
+        if whole is None:
+            return super().parameters_elsewhere(model)
+        own = NamedModel(whole.module).parameters()
+        return {name: Part.nothing(*whole.forms[name]) for name in whole.parameters - own.keys()}
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]

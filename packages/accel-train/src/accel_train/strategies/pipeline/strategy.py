@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import accel_ckpt
 from accel_state.operations.collectives import broadcast, reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, tensors_of_model
@@ -125,14 +124,13 @@ class PipelineStrategy(Strategy):
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         units = Units.of(plain, self._sharding) if self.shards else None
         foresight = self._foresight(plain, cut, units, steps)
-        state = accel_ckpt.NamedModel(plain).state_dict()
-        forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
+        whole = Whole.of(plain)
         before = dict(plain.named_parameters(remove_duplicate=False))
         fill = None if start is None else start.fill
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
         self._note_gone(before, plain)
         refuse_pickles_of_stages(plain, self._layout.ranks)
-        del before, state
+        del before
         if start is not None:
             steps.place(plain)
         for stage in stages:
@@ -156,8 +154,8 @@ class PipelineStrategy(Strategy):
         engine.foresight = foresight
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
         engine.loss_scale = self._settle_scale
-        self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
-        self._made.append((engine, Whole(plain, forms)))
+        self._made = [made for made in self._made if made[1].module is not plain]
+        self._made.append((engine, whole))
         for stage in stages:
             self.precision.after_sharding(stage, stage)
         return engine
