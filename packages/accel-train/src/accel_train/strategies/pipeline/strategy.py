@@ -105,6 +105,8 @@ class PipelineStrategy(Strategy):
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Divide models into stages; optimizers keep the parameters of this rank's."""
+        for model in parts.models:
+            self._check_cut(self.plain(model), alone=len(parts.models) + len(self._made) == 1)
         prepared = super().prepare(parts, steps)
         for optimizer in parts.optimizers:
             self._keep_own(optimizer)
@@ -159,6 +161,28 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             self.precision.after_sharding(stage, stage)
         return engine
+
+    def _check_cut(self, model: nn.Module, *, alone: bool) -> None:
+        """See that a model can be cut, before any is.
+
+        Args:
+            model: the script's model.
+            alone: it is the only one.
+
+        Raises:
+            PrepareError: it cannot, and perhaps it need not be: it is frozen, or not the only one.
+        """
+        try:
+            cut_model(model, self.pipeline, self._layout.stages)
+        except PrepareError as error:
+            if alone and any(parameter.requires_grad for parameter in model.parameters()):
+                raise
+            raise PrepareError(
+                f"{error} Or leave {type(model).__name__} whole on each rank: with prepare_model(model, "
+                "evaluation_mode=True) if it is only evaluated. If it is trained beside another model, prepare it, "
+                "and its optimizer, with an Accelerator of its own, without pp_size; or with a pp_handler that is made "
+                "for it, because one PipelineParallelConfig cuts all models of an Accelerator."
+            ) from error
 
     def _foresight(
         self, model: nn.Module, cut: Cut, units: Units | None, steps: ModelSteps
