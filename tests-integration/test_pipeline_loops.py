@@ -335,10 +335,144 @@ def test_a_state_is_saved_inside_a_window(
         torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.full
-@BOTH
-def test_a_window_of_sharded_stages_is_not_saved(tmp_path: Path, handler: dict[str, Any]) -> None:
-    with pytest.raises(worlds.RankError, match="FSDP inside of stages cannot save them"):
-        worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 4, False)
-    assert not (tmp_path / "state").exists()
-    worlds.run(window_run, 4, tmp_path, handler, {"dp_shard_size": 2}, 2, False)
+INTERLEAVED = {"schedule": "interleaved_1f1b", **INSIDE}
+SHARDED = {"dp_shard_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "handler", "stop"),
+    [
+        (4, SHARDED, SCRIPT, 4),
+        pytest.param(4, SHARDED, FUSED, 4, marks=pytest.mark.full),
+        pytest.param(4, SHARDED, FUSED, 3, id="first of a window", marks=pytest.mark.full),
+        pytest.param(4, SHARDED, INTERLEAVED, 4, marks=pytest.mark.full),
+        pytest.param(8, {**SHARDED, "dp_replicate_size": 2}, FUSED, 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_window_of_sharded_stages_goes_on_bit_for_bit(
+    tmp_path: Path, ranks: int, degrees: dict[str, int], handler: dict[str, Any], stop: int
+) -> None:
+    weights, losses = windows_of_one_process(ranks // 2)
+    whole = worlds.run(window_run, ranks, tmp_path, handler, degrees, None, False)
+    worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, False)
+    resumed = worlds.run(window_run, ranks, tmp_path, handler, degrees, stop, True)
+    for (theirs, every), (after, rest) in zip(whole, resumed, strict=True):
+        assert every == pytest.approx(losses, rel=1e-9)
+        assert rest == every[stop + 1 :]
+        torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(after, theirs, rtol=0, atol=0)
+
+
+def saved_after(folder: Path, handler: dict[str, Any], what: str) -> tuple[list[str], list[str]]:
+    """Names of the states in a saved optimizer, and of what this rank's have no part of."""
+    accelerator, model = accelerator_of(handler, SHARDED), chain()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    x, y = rows_of()
+    inside = "loss_function" in handler
+    accelerator.backward(loss_of(model, x, y, inside))
+    optimizer.step()
+    optimizer.zero_grad()
+    if what == "evaluation":
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    else:
+        model(x)  # no backward follows
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    tree = accelerator.strategy.states.optimizer_state(optimizer.optimizer, [accelerator.unwrap_model(model)])
+    return sorted(tree["state"]), sorted(chain().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("handler", "what"),
+    [
+        (SCRIPT, "evaluation"),
+        pytest.param(FUSED, "evaluation", marks=pytest.mark.full),
+        pytest.param(SCRIPT, "a forward alone", marks=pytest.mark.full),
+    ],
+)
+def test_sharded_stages_are_saved_after(tmp_path: Path, handler: dict[str, Any], what: str) -> None:
+    """The outermost unit of a stage stays gathered after a forward, and is no module of the script's model."""
+    for names, expected in worlds.run(saved_after, 4, tmp_path, handler, what):
+        assert [name.partition(".")[2] for name in names] == expected
+
+
+# Several models
+
+
+class Critic(nn.Module):
+    """No chain of modules, so it cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(2)
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES, generator=draws, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def beside(folder: Path, degrees: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model in stages learns from a teacher, and a critic is trained beside it."""
+    from accel_train import Accelerator
+
+    accelerator, model, teacher, critic = accelerator_of(FUSED, degrees), chain(), Critic(), Critic()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    assert type(teacher) is Critic
+    other = Accelerator(cpu=True)
+    critic, second = other.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    accelerator.save_state(folder / "state")
+    accelerator.load_state(folder / "state")
+    ranks = accelerator.strategy.batch
+    for step in range(3):
+        x = rows_of(6 * ROWS)[0].chunk(3)[step].chunk(ranks.size)[ranks.index]
+        with torch.no_grad():
+            wanted = teacher(x)
+        accelerator.backward(loss_of(model, x, wanted, inside=True))
+        optimizer.step()
+        optimizer.zero_grad()
+        other.backward(nn.functional.mse_loss(critic(x), x))
+        second.step()
+        second.zero_grad()
+    torch.testing.assert_close(accelerator.get_state_dict(teacher), Critic().state_dict(), rtol=0, atol=0)
+    return dict(accelerator.get_state_dict(model)), dict(other.get_state_dict(critic))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, {}), pytest.param(4, SHARDED, marks=pytest.mark.full, id="sharded")]
+)
+def test_models_that_stay_whole(tmp_path: Path, ranks: int, degrees: dict[str, int]) -> None:
+    model, critic, teacher = chain(), Critic(), Critic()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, critic)]
+    for x in rows_of(6 * ROWS)[0].chunk(3):
+        nn.functional.mse_loss(model(x), teacher(x).detach()).backward()
+        nn.functional.mse_loss(critic(x), x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for theirs, critics in worlds.run(beside, ranks, tmp_path, degrees):
+        torch.testing.assert_close(theirs, dict(model.state_dict()), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(critics, dict(critic.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+def not_cut(kind: str) -> tuple[str, bool]:
+    """The error of a model that cannot be cut, and whether the other one is as it was."""
+    from accel_train import PrepareError
+
+    accelerator, model, second = accelerator_of(FUSED), chain(), Critic()
+    before = dict(model.named_parameters())
+    if kind == "frozen":
+        second.requires_grad_(False)
+    with pytest.raises(PrepareError) as caught:
+        accelerator.prepare(*([] if kind in ("frozen", "alone") else [model]), second)
+    return str(caught.value), dict(model.named_parameters()).keys() == before.keys()
+
+
+@pytest.mark.parametrize("kind", ["second", "frozen", "alone"])
+def test_a_model_that_cannot_be_cut(kind: str) -> None:
+    for message, unchanged in worlds.run(not_cut, 2, kind):
+        assert message.startswith("Critic is no nn.Sequential")
+        assert ("evaluation_mode=True" in message) == (kind != "alone")
+        assert unchanged

@@ -77,12 +77,6 @@ def mesh_strategy(sizes: dict[str, int]) -> str:
 VARIANTS |= {name: (mesh_strategy(sizes), {}) for name, sizes in MESHES.items()}
 
 
-def resumes_inside_a_window(name: str, strategy: type[Any]) -> bool:
-    """Whether a member of the suite can save gradients of an open window: FSDP inside of stages holds them."""
-    sharded_stages = {"pp_size", "dp_shard_size"} <= MESHES.get(name, {}).keys()
-    return strategy.capabilities.saves_windows and not sharded_stages
-
-
 ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}
 """Variables of a member's ranks, which otherwise compute on the CPU."""
 

@@ -41,7 +41,6 @@ from testkit.conformance import (
     offer_weights,
     oracle,
     prepare_apart,
-    resumes_inside_a_window,
     save_whole_model,
     strategies_installed,
     train,
@@ -397,7 +396,7 @@ def test_resume(tmp_path, name, ranks, accumulation):
 @smallest
 def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
     case = Case(name, accumulation=3)
-    if not resumes_inside_a_window(name, MEMBERS[name]):
+    if not MEMBERS[name].capabilities.saves_windows:
         record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=rf"{strategy_of(name)}.*cannot save them\. Save after optimizer\.step"
@@ -414,13 +413,13 @@ def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
 
 
 def saves_hidden_gradients(name: str) -> bool:
-    adapter = MEMBERS[name].adapter
-    plain = (  # gradients may be plain PyTorch's, with which other strategies continue
+    adapter, capabilities = MEMBERS[name].adapter, MEMBERS[name].capabilities
+    whole = (  # gradients may be plain PyTorch's, with which other strategies continue
         adapter.held_back is not StateAdapter.held_back
         or adapter.keeps_own_gradients is not StateAdapter.keeps_own_gradients
     )
-    hides = MEMBERS[name].capabilities.hides_gradients
-    return hides and resumes_inside_a_window(name, MEMBERS[name]) and not plain
+    divides = "pp" in capabilities.dimensions  # other ranks have the gradients of other stages
+    return capabilities.hides_gradients and capabilities.saves_windows and (divides or not whole)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.registry import STRATEGIES
-from testkit.conformance import VARIANTS, resumes_inside_a_window
+from testkit.conformance import VARIANTS
 from testkit.property_table import COLUMNS, OTHER_TESTS, PROPERTIES, as_markdown, as_text, differences
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def said(member, test):
         "uneven": member != "single" and not hasattr(strategy, "join"),
         "t34_clipping_of_several_optimizers": capabilities.prepares_together,
         "t45_optimizers_follow_replaced_parameters": capabilities.prepares_together,
-        "resume_inside_a_window": not resumes_inside_a_window(member, strategy),
+        "resume_inside_a_window": not capabilities.saves_windows,
     }
     return "refused" if refused.get(test) else "yes"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -35,6 +36,19 @@ def wanted(count, decay):
     return averaged.module.state_dict(), model.state_dict()
 
 
+def loss_of(output, target):
+    return output.square().mean()
+
+
+PIPELINES = {
+    "pp": ({}, {}),
+    "gpipe": ({}, {"schedule": "gpipe"}),
+    "interleaved": ({}, {"schedule": "interleaved_1f1b", "cuts": ["1", "2", "4"]}),
+    "replicas": ({"dp_replicate_size": 2}, {}),
+    "sharded": ({"dp_shard_size": 2}, {}),
+}
+
+
 def prepared(kind, decay):
     from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin
 
@@ -48,6 +62,13 @@ def prepared(kind, decay):
         accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), **options)
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    elif kind in PIPELINES:
+        from accel_train import ParallelismConfig, PipelineParallelConfig
+
+        degrees, handler = PIPELINES[kind]
+        handler = PipelineParallelConfig(loss_function=loss_of, **handler)
+        parallelism = ParallelismConfig(pp_size=2, **degrees, pp_handler=handler)
+        accelerator = Accelerator(cpu=True, parallelism_config=parallelism, **options)
     else:
         sharding = {"dp_replicate_size": 2} if kind == "hsdp" else {}
         plugin = FullyShardedDataParallelPlugin(**sharding) if kind in ("fsdp2", "hsdp") else None
@@ -61,7 +82,8 @@ def train(accelerator, model, optimizer, average, chosen):
     for x in chosen:
         for _ in range(2):  # a window of two, of which the first half is no update
             with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
+                inside = accelerator.strategy.name == "pp"
+                accelerator.backward(model(x, target=x).loss if inside else loss_of(model(x), x))
                 optimizer.step()
                 average.update()
                 optimizer.zero_grad()
@@ -99,6 +121,11 @@ def averages(kind, decay):
         ("fsdp2", 2, 0.9),
         pytest.param("hsdp", 4, None, marks=pytest.mark.full),
         ("tp", 2, 0.9),
+        ("pp", 2, 0.9),
+        pytest.param("gpipe", 2, None, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, 0.9, marks=pytest.mark.full),
+        pytest.param("replicas", 4, 0.9, marks=pytest.mark.full),
+        pytest.param("sharded", 4, 0.9, marks=pytest.mark.full),
     ],
 )
 def test_averages_are_those_of_torch_on_one_process(kind, ranks, decay):
@@ -116,8 +143,10 @@ def first_half(kind, folder):
     accelerator, model, optimizer, average = prepared(kind, 0.9)
     train(accelerator, model, optimizer, average, batches(5)[:2])
     accelerator.save_state(folder)
-    with average.applied(), pytest.raises(Exception, match="applied"):
-        accelerator.save_state(folder / "never")
+    with average.applied():
+        accelerator.save_model(model, folder.with_name("averaged"))
+        with pytest.raises(Exception, match="applied"):
+            accelerator.save_state(folder / "never")
 
 
 def second_half(kind, folder):
@@ -136,11 +165,20 @@ def second_half(kind, folder):
         ("fsdp2", 2, "fsdp2", 3),
         pytest.param("ddp", 2, "fsdp2", 2, marks=pytest.mark.full),
         ("fsdp2", 2, "single", 1),
+        ("pp", 2, "single", 1),
+        ("single", 1, "pp", 2),
+        pytest.param("pp", 2, "interleaved", 2, marks=pytest.mark.full),
+        pytest.param("sharded", 4, "fsdp2", 2, marks=pytest.mark.full),
+        pytest.param("fsdp2", 2, "sharded", 4, marks=pytest.mark.full),
+        pytest.param("replicas", 4, "pp", 2, marks=pytest.mark.full),
     ],
 )
 def test_a_resumed_average_goes_on(saved, saving, resumed, ranks, tmp_path):
     right, _ = wanted(5, 0.9)
     worlds.run(first_half, saving, saved, tmp_path / "state")
+    half, _ = wanted(2, 0.9)
+    for name, value in load_file(tmp_path / "averaged" / "model.safetensors").items():
+        torch.testing.assert_close(value, half[name], rtol=0, atol=1e-9)
     for count, found in worlds.run(second_half, ranks, resumed, tmp_path / "state"):
         assert count == 5
         for name, value in right.items():
@@ -157,10 +195,17 @@ def test_a_weight_beyond_0_and_1_is_refused():
 
 
 def of_other_parameters(kind, when):
-    from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin, PrepareError
+    from accel_train import (
+        Accelerator,
+        AveragedWeights,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        PrepareError,
+    )
 
     plugin = FullyShardedDataParallelPlugin() if kind == "fsdp2" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    parallelism = ParallelismConfig(pp_size=2) if kind == "pp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=parallelism)
     model = build()
     x = batches(1)[0]
     if when == "before prepare":
@@ -182,7 +227,9 @@ def of_other_parameters(kind, when):
     return "nothing"
 
 
-@pytest.mark.parametrize(("kind", "when"), [("fsdp2", "before prepare"), ("ddp", "replaced")])
+@pytest.mark.parametrize(
+    ("kind", "when"), [("fsdp2", "before prepare"), ("pp", "before prepare"), ("ddp", "replaced")]
+)
 def test_parameters_that_the_model_has_since_are_named(kind, when):
     for message in worlds.run(of_other_parameters, 2, kind, when):
         assert "were changed after AveragedWeights was created" in message
@@ -190,3 +237,47 @@ def test_parameters_that_the_model_has_since_are_named(kind, when):
 
 def test_ddp_keeps_parameters_so_averages_may_be_made_before():
     assert worlds.run(of_other_parameters, 2, "ddp", "before prepare") == ["nothing"] * 2
+
+
+def tied():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    model[1].weight = model[0].weight
+    return model
+
+
+def tied_averages(folder, saving):
+    """The averages of a model that shares a weight inside of a stage, on two ranks that save and one that loads."""
+    from accel_train import Accelerator, AveragedWeights, ParallelismConfig, PipelineParallelConfig
+
+    handler = PipelineParallelConfig(cuts=["2"], schedule="gpipe")
+    parallelism = ParallelismConfig(pp_size=2, pp_handler=handler) if saving else None
+    accelerator, model = Accelerator(cpu=True, parallelism_config=parallelism), tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    average = AveragedWeights(accelerator, model, 0.9)
+    if saving:
+        for x in batches(3):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            average.update()
+            optimizer.zero_grad()
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    with average.applied():
+        return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+def test_a_weight_that_a_stage_has_twice(tmp_path):
+    model = tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for x in batches(3):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    saved = worlds.run(tied_averages, 2, tmp_path / "state", True)
+    loaded = worlds.run(tied_averages, 1, tmp_path / "state", False)
+    for found in saved + loaded:
+        torch.testing.assert_close(found, dict(averaged.module.state_dict()), rtol=0, atol=1e-9)

@@ -438,7 +438,7 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model; with `evaluation_mode` it is not wrapped for gradient reduction."""
+        """Prepare one model; with `evaluation_mode` each rank has it whole, and no gradients are reduced."""
         if not evaluation_mode:
             prepared: nn.Module = prepare.prepare_one(self._prepared, model, device_placement)
             return prepared

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt.modules.named_model import NamedModel
-from accel_ckpt.parts import fill_part, is_divided, reshard
+from accel_ckpt.parts import Part, fill_part, parts_of, reshard
 from accel_train.accelerator import Accelerator
 from accel_train.errors import AccumulationError, OptionError, PrepareError
 from accel_train.strategies.gradients import local_part
@@ -62,15 +62,10 @@ class AveragedWeights:
         self._accelerator = accelerator
         self._strategy = accelerator.strategy
         self._plain = self._strategy.plain(model)
-        if any(
-            is_divided(v) and not isinstance(v, Tensor)
-            for v in self._strategy.states.model_state(model).values()
-        ):
-            raise PrepareError(
-                f"The engine of the strategy {self._strategy.name!r} holds the parameters of "
-                f"{type(self._plain).__name__} in parts of its own, which AveragedWeights cannot average. Train with "
-                "ddp or fsdp2."
-            )
+        elsewhere = self._strategy.states.parameters_elsewhere(model)
+        self._elsewhere = {
+            name: Part.nothing(part.shape, _wide(part.tensor.dtype)) for name, part in elsewhere.items()
+        }
         self.decay = decay
         self.count = 0
         reshard(self._plain)
@@ -140,6 +135,7 @@ class AveragedWeights:
         named = NamedModel(self._plain).parameters()
         known = {id(parameter) for parameter in self._parameters.values()}
         others = [name for name, parameter in named.items() if id(parameter) not in known]
+        others += [name for name in self._parameters if name not in named]
         if others:
             raise PrepareError(
                 f"{len(others)} parameters of {type(self._plain).__name__} were changed after AveragedWeights was "
@@ -155,7 +151,13 @@ class AveragedWeights:
         """The averages by parameter name, divided like the parameters, and the number of updates in them."""
         self._refuse_applied("save_state()")
         self._refuse_others()
-        return {"count": self.count, "averages": dict(self._averages)}
+        averages: dict[str, Any] = dict(self._averages)
+        if self._elsewhere:  # other ranks list these too, and do not hold them
+            averages = {
+                name: parts_of(average) or Part.nothing(average.shape, average.dtype)
+                for name, average in averages.items()
+            }
+        return {"count": self.count, "averages": {**averages, **self._elsewhere}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; each rank takes its part of whole averages.
@@ -165,12 +167,11 @@ class AveragedWeights:
         """
         self._refuse_applied("load_state()")
         saved = state_dict["averages"]
+        known = {name: tuple(average.shape) for name, average in (self._averages | self._elsewhere).items()}
         wrong = [
             name
-            for name in {**saved, **self._averages}
-            if name not in saved
-            or name not in self._averages
-            or tuple(saved[name].shape) != tuple(self._averages[name].shape)
+            for name in {**saved, **known}
+            if name not in saved or known.get(name) != tuple(saved[name].shape)
         ]
         if wrong:
             raise PrepareError(

@@ -18,7 +18,7 @@ import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
 from accel_ckpt.modules.versions import versions_of, with_versions
-from accel_ckpt.parts import fill_part, is_divided, is_leaf, shape_of
+from accel_ckpt.parts import Part, fill_part, is_divided, is_leaf, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
 from accel_ckpt.training.optimizers import steps_only
 from accel_train.errors import PrepareError
@@ -156,6 +156,24 @@ class StateAdapter:
         """
         return (named or NamedModel(self.strategy.plain(model))).state_dict()
 
+    def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
+        """Parameters of a prepared model that only other ranks hold, as empty parts; this rank's are in the module.
+
+        Raises:
+            PrepareError: an engine holds the parameters in parts of its own.
+        """
+        if self._in_parts(model):
+            raise PrepareError(
+                f"The engine of the strategy {self.strategy.name!r} holds the parameters of "
+                f"{type(self.strategy.plain(model)).__name__} in parts of its own, which AveragedWeights cannot "
+                "average. Train with ddp, fsdp2 or pp."
+            )
+        return {}
+
+    def _in_parts(self, model: nn.Module) -> bool:
+        held = self.model_state(model).values()
+        return any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held)
+
     def is_divided(self, model: nn.Module) -> bool:
         """Whether this rank holds only a part of a prepared model."""
         return any(is_divided(leaf) for leaf in self.model_state(model).values())
@@ -202,8 +220,7 @@ class StateAdapter:
             PrepareError: an engine holds parts that are not `DTensor`s.
         """
         plain = self.strategy.plain(model)
-        held = self.model_state(model).values()
-        if any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held):
+        if self._in_parts(model):
             raise PrepareError(
                 f"The engine of the strategy {self.strategy.name!r} holds the parameters of {type(plain).__name__} in "
                 "parts of its own, so whole_parameters() cannot put whole ones in their place. Read them with "

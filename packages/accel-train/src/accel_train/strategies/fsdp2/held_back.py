@@ -150,7 +150,9 @@ def held_back_in(model: nn.Module) -> Iterator[HeldBackGradient]:
                     yield HeldBackGradient(managed, unit)
 
 
-def hold_back(models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient | None]) -> None:
+def hold_back(
+    models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient | None], group: Any = None
+) -> None:
     """Replace all gradients that FSDP holds back. Collective.
 
     FSDP reduces a unit with the parameters that have a gradient, so these must be the same on all ranks. Where another
@@ -159,6 +161,7 @@ def hold_back(models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient |
     Args:
         models: the divided models.
         gradients: by the `id` of the parameters; None: zeros. Others have none.
+        group: the ranks that reduce them together; None: all ranks of the world.
     """
     held = [each for model in models for each in held_back_in(model)]
     mine = [
@@ -169,7 +172,7 @@ def hold_back(models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient |
         else _VALUES
         for each in held
     ]
-    found = [max(levels) for levels in zip(*gather_object([mine]), strict=True)]
+    found = [max(levels) for levels in zip(*gather_object([mine], group=group), strict=True)]
     with torch.inference_mode(False), torch.no_grad():
         for model in models:
             reshard(model)

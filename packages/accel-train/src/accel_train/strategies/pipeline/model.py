@@ -289,6 +289,10 @@ class PipelineModel(nn.Module):
             found = run_forward(
                 stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
             )
+        for stage in stages:
+            if isinstance(stage, FSDPModule):
+                # It stays gathered else. The script's model, from which states are saved, does not contain it.
+                stage.reshard()
         outputs = [_Output.of(output, only_loss) for output in found.outputs]
         merged = _Output.merged(outputs, weights) if outputs else None
         if merged is None and foreseen is not None:

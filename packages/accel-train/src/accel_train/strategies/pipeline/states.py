@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel, Part
 from accel_ckpt.parts import is_leaf, parts_of, shape_of
 from accel_state.operations.collectives import gather_object
-from accel_train.errors import AccumulationError
 from accel_train.strategies.engines import check_groups
+from accel_train.strategies.fsdp2.held_back import held_back_in, hold_back
 from accel_train.strategies.pipeline.model import PipelineModel
-from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.state_adapter import HeldBack, OwnGradient, StateAdapter
 
 __all__ = ["PipelineStates", "Whole"]
 
@@ -27,10 +27,24 @@ class Whole:
     Attributes:
         module: the script's model, which has this rank's modules now.
         forms: shape and dtype of all tensors of its state dict, by name.
+        parameters: of these, the names of the parameters; a tied one has its first.
     """
 
     module: nn.Module
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    parameters: frozenset[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Whole:
+        """Describe a model before it is divided."""
+        named = NamedModel(module)
+        tensors = {name: tensor for name, tensor in named.state_dict().items() if isinstance(tensor, Tensor)}
+        first = {id(parameter): name for name, parameter in reversed(named.parameters().items())}
+        return cls(
+            module,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()},
+            frozenset(first.values()),
+        )
 
 
 class PipelineStates(StateAdapter):
@@ -50,6 +64,14 @@ class PipelineStates(StateAdapter):
             for name, form in whole.forms.items()
         }
         return {**found, **held}
+
+    def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
+        """The parameters of other stages."""
+        whole: Whole | None = self.strategy.whole_of(model)
+        if whole is None:
+            return super().parameters_elsewhere(model)
+        own = NamedModel(whole.module).parameters()
+        return {name: Part.nothing(*whole.forms[name]) for name in whole.parameters - own.keys()}
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
@@ -87,19 +109,23 @@ class PipelineStates(StateAdapter):
         """Load the states of this rank's parameters."""
         super().load_optimizer_state(optimizer, self._own(self._names(optimizer, models), tree), models)
 
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """How far a window has come, and how long batches are, of which the last one may be shorter.
+    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
+        """The whole gradients of this rank's stages that FSDP keeps until it reduces them."""
+        held = {id(each.parameter): each for stage in self.strategy.sharded for each in held_back_in(stage)}
+        return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
 
-        Raises:
-            AccumulationError: gradients wait for a step, and FSDP holds them whole.
-        """
+    def hold_back(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Let FSDP keep other gradients, on all ranks of this rank's stages."""
+        by_id = {id(parameters[name]): gradient for name, gradient in gradients.items()}
+        if self.strategy.shards:
+            hold_back(self.strategy.sharded, by_id, self.strategy.loss.group)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """How far a window has come, and how long batches are, of which the last one may be shorter."""
         if not isinstance(model, PipelineModel):
             return {}
-        if model.accumulated and self.strategy.shards:
-            raise AccumulationError(
-                "The state cannot be saved here: gradients wait for a step, and the strategy 'pp' with FSDP inside of "
-                "stages cannot save them. Save after optimizer.step(), outside of an unfinished accumulation window."
-            )
         return {"accumulated": model.accumulated, "most_rows": model.most_rows}
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-import accel_ckpt
 from accel_state.operations.collectives import broadcast, reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, tensors_of_model
@@ -97,10 +96,17 @@ class PipelineStrategy(Strategy):
         """Whether FSDP divides the parameters of stages."""
         return self.options.mesh.degrees["dp_shard"] > 1
 
+    @property
+    def sharded(self) -> list[nn.Module]:
+        """The stages of this rank that FSDP divides."""
+        return [stage for engine, _ in self._made for stage in engine.stages] if self.shards else []
+
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Divide models into stages; optimizers keep the parameters of this rank's."""
+        for model in parts.models:
+            self._check_cut(self.plain(model), alone=len(parts.models) + len(self._made) == 1)
         prepared = super().prepare(parts, steps)
         for optimizer in parts.optimizers:
             self._keep_own(optimizer)
@@ -120,14 +126,13 @@ class PipelineStrategy(Strategy):
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         units = Units.of(plain, self._sharding) if self.shards else None
         foresight = self._foresight(plain, cut, units, steps)
-        state = accel_ckpt.NamedModel(plain).state_dict()
-        forms = {name: (tuple(t.shape), t.dtype) for name, t in state.items() if isinstance(t, Tensor)}
+        whole = Whole.of(plain)
         before = dict(plain.named_parameters(remove_duplicate=False))
         fill = None if start is None else start.fill
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
         self._note_gone(before, plain)
         refuse_pickles_of_stages(plain, self._layout.ranks)
-        del before, state
+        del before
         if start is not None:
             steps.place(plain)
         for stage in stages:
@@ -151,11 +156,33 @@ class PipelineStrategy(Strategy):
         engine.foresight = foresight
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
         engine.loss_scale = self._settle_scale
-        self._made = [(known, whole) for known, whole in self._made if whole.module is not plain]
-        self._made.append((engine, Whole(plain, forms)))
+        self._made = [made for made in self._made if made[1].module is not plain]
+        self._made.append((engine, whole))
         for stage in stages:
             self.precision.after_sharding(stage, stage)
         return engine
+
+    def _check_cut(self, model: nn.Module, *, alone: bool) -> None:
+        """See that a model can be cut, before any is.
+
+        Args:
+            model: the script's model.
+            alone: it is the only one.
+
+        Raises:
+            PrepareError: it cannot, and perhaps it need not be: it is frozen, or not the only one.
+        """
+        try:
+            cut_model(model, self.pipeline, self._layout.stages)
+        except PrepareError as error:
+            if alone and any(parameter.requires_grad for parameter in model.parameters()):
+                raise
+            raise PrepareError(
+                f"{error} Or leave {type(model).__name__} whole on each rank: with prepare_model(model, "
+                "evaluation_mode=True) if it is only evaluated. If it is trained beside another model, prepare it, "
+                "and its optimizer, with an Accelerator of its own, without pp_size; or with a pp_handler that is made "
+                "for it, because one PipelineParallelConfig cuts all models of an Accelerator."
+            ) from error
 
     def _foresight(
         self, model: nn.Module, cut: Cut, units: Units | None, steps: ModelSteps
