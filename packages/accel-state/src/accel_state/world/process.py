@@ -17,7 +17,9 @@ from accel_state.clusters.topology import Topology, detect
 from accel_state.communication.channel import Channel, Channels, CheckSettings
 from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
+from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.launched import launched_config
+from accel_state.constants import NAMES_TOLD
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
@@ -475,6 +477,9 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         member = join(topology, choose, options)
     device = device_for(topology) if member is None else member.device
     topology = topology if member is None else member.topology
+    if topology.rank == 0 and NAMES_TOLD not in environ:
+        for sentence in misspelt_variables(environ):
+            warnings.warn(sentence, stacklevel=3)
     if override is None:
         set_current_device(device)
     if member is not None and device.type == "cpu" and rehearsal is None:
