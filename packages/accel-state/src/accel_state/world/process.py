@@ -228,17 +228,21 @@ class PartialState:
         if channel is not None:
             channel.barrier()
 
-    def main_process_alone(self, operation: str) -> bool:
+    def main_process_alone(self, operation: str, advice: str = "") -> bool:
         """Whether the main process calls ``operation`` alone; False: every process does.
 
         Every process that calls the operation calls this first. It starts no collective. It returns when all processes
         have called it, or when it is certain that no other will: the others wait in a collective that the main process
         has not reached, or have ended.
 
+        Args:
+            operation: its name.
+            advice: the end of the error message if some of the other processes do not call this.
+
         Raises:
             CollectiveMismatchError: some of the other processes call the operation and some do not; or one failed.
         """
-        return self.participation is not None and self.participation.main_process_alone(operation)
+        return self.participation is not None and self.participation.main_process_alone(operation, advice)
 
     def all_take_part(self, operation: str, advice: str = "") -> None:
         """Wait, without a collective, until every process has called this for ``operation``.
