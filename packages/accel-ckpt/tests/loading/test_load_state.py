@@ -377,7 +377,7 @@ def test_a_wrong_path_names_the_newest_checkpoint_nearby(tmp_path):
         open_training_state(runs / "step_20x" / "y")
     with pytest.raises(CheckpointNotFoundError, match=f"; the nearest folder that exists is {tmp_path}$"):
         open_training_state(tmp_path / "rnus" / "step_20")
-    with pytest.raises(CheckpointNotFoundError, match="folder .*gone$"):
+    with pytest.raises(CheckpointNotFoundError, match=r"folder .*gone$"):
         open_training_state(tmp_path / "gone")
 
 
