@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import pexpect
 import pyte
 
-__all__ = ["DOWN", "ENTER", "Terminal"]
+__all__ = ["CTRL_C", "DOWN", "ENTER", "Terminal"]
 
+CTRL_C = "\x03"
 ENTER = "\r"
 DOWN = "\x1b[B"
 _HISTORY = 2000
@@ -79,6 +80,13 @@ class Terminal:
     def send(self, keys: str) -> None:
         """Type the keys."""
         self._child.send(keys)
+
+    def wait_for_end(self, seconds: float = 20.0) -> None:
+        """Wait until the program itself has ended, as a shell does before it shows its prompt."""
+        end = time.monotonic() + seconds
+        while self._child.isalive():
+            self._read(0.05)
+            assert time.monotonic() < end, f"the program does not end:\n{self.transcript()}"
 
     def code(self, seconds: float = 20.0) -> int:
         """Wait for the end of the program; its exit code, or 128 + n after signal n."""

@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -356,6 +357,28 @@ def test_verification_can_be_left_out(tmp_path):
     with pytest.raises(CorruptCheckpointError, match="has the checksum"):
         open_training_state(path).models[0]
     assert open_training_state(path, verify=False).models[0]["w"].shape == (4,)
+
+
+def test_a_wrong_path_names_the_newest_checkpoint_nearby(tmp_path):
+    runs = tmp_path / "runs"
+    for age, name in ((30, "step_20"), (20, "step_40"), (10, "damaged")):
+        manifest = save(runs / name, [{"w": torch.zeros(4)}]) / "manifest.json"
+        os.utime(manifest, (time.time() - age,) * 2)
+    (runs / "damaged" / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointNotFoundError, match=f"folder {runs / 'nothing'}; the newest .* in {runs} is step_40$"
+    ):
+        open_training_state(runs / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match=f"not complete; the newest .* in {runs} is step_40$"):
+        open_training_state(runs)
+    with pytest.raises(
+        CheckpointNotFoundError, match=f"the newest complete checkpoint in {runs} is step_40$"
+    ):
+        open_training_state(runs / "step_20x" / "y")
+    with pytest.raises(CheckpointNotFoundError, match=f"; the nearest folder that exists is {tmp_path}$"):
+        open_training_state(tmp_path / "rnus" / "step_20")
+    with pytest.raises(CheckpointNotFoundError, match=r"folder .*gone$"):
+        open_training_state(tmp_path / "gone")
 
 
 def test_not_a_checkpoint(tmp_path):

@@ -117,6 +117,17 @@ def test_more_processes_than_gpus(script):
     assert "--cpu" in done.stderr
 
 
+def test_a_misspelt_variable_is_told_once(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("from accel_state.world.process import PartialState\nPartialState()\n")
+    done = accel("--cpu", str(path), ACCELERATE_DEBUG_MOD="1")
+    note = (
+        "accel: environment variable ACCELERATE_DEBUG_MOD is not read; did you mean ACCELERATE_DEBUG_MODE?\n"
+    )
+    assert (done.returncode, done.stderr) == (0, note)
+    assert accel("--cpu", "--quiet", str(path), ACCELERATE_DEBUG_MOD="1").stderr == ""
+
+
 def test_a_file_is_used_and_flags_beat_it(script, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")

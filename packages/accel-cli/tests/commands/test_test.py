@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 
+import psutil
 import pytest
 
 from accel_cli.app import main
+from testkit.terminals import CTRL_C, Terminal
 
 
 def run(*words, cwd):
@@ -59,6 +63,37 @@ def test_results_as_json(tmp_path):
     assert report["passed"] is True
     assert [check["name"] for check in report["checks"]][:2] == ["processes and devices", "collectives"]
     assert report["checks"][0]["found"].startswith("2 x cpu, MULTI_CPU")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX systems")
+@pytest.mark.parametrize("processes", ["1", pytest.param("3", marks=pytest.mark.full)])
+def test_ctrl_c_ends_the_world_before_the_command(processes, tmp_path):
+    marker = uuid.uuid4().hex
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(tmp_path), "ACCEL_TEST_MARKER": marker,
+    }  # fmt: skip
+    words = [sys.executable, "-m", "accel_cli", "test", "--cpu", "--num_processes", processes]
+    with Terminal(words, environ, str(tmp_path)) as terminal:
+        terminal.wait_for("processes and devices", seconds=60)
+        terminal.send(CTRL_C)
+        terminal.wait_for_end()
+        assert marked(marker) == []
+        assert terminal.code() == 128 + signal.SIGINT
+        shown = terminal.shown()
+    assert "Traceback" not in shown
+    if processes != "1":
+        assert shown.splitlines()[-1].startswith("accel: ended by Ctrl-C")
+
+
+def marked(marker):
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ACCEL_TEST_MARKER") == marker and process.status() != "zombie":
+                found.append(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
 
 
 BROKEN = """

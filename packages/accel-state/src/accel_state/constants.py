@@ -18,6 +18,7 @@ __all__ = [
     "FSDP_STATE_DICT_TYPE",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "MODEL_NAME",
+    "NAMES_TOLD",
     "OPTIMIZER_NAME",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
@@ -44,6 +45,9 @@ __all__ = [
 
 DEVICE_COUNT = "ACCEL_DEVICE_COUNT"
 """Environment variable with the number of accelerators of this machine; it overrides the device files."""
+
+NAMES_TOLD = "ACCEL_NAMES_TOLD"
+"""Environment variable of ranks whose launcher has told of misspelt variables."""
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
 """Environment variable of ranks whose launcher prefixes each line of output with the rank."""

@@ -51,6 +51,40 @@ def alone(monkeypatch):
 # ---- alone
 
 
+def test_a_misspelt_variable_is_told_by_the_first_state(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECSION", "bf16")
+    monkeypatch.setenv("ACCELERATE_TEAM", "theirs")
+    text = "ACCELERATE_MIXED_PRECSION is not read; did you mean ACCELERATE_MIXED_PRECISION"
+    with pytest.warns(UserWarning, match=text) as told:
+        PartialState()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PartialState()
+        PartialState._reset_state()
+        monkeypatch.setenv("ACCEL_NAMES_TOLD", "1")  # by a launcher
+        PartialState()
+
+
+def say_misspelt():
+    with patch_environment(ACCELERATE_DEBUG_MOD="1"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        PartialState()
+    return [str(warning.message) for warning in told if "is not read" in str(warning.message)]
+
+
+def test_the_main_process_alone_tells_of_misspelt_variables():
+    first, second = worlds.run(say_misspelt, 2)
+    assert len(first) == 1
+    assert second == []
+
+
+def test_known_variables_search_for_no_installed_strategies(monkeypatch):
+    # Searching takes ten milliseconds, and every rank of a launch has variables of ours.
+    monkeypatch.setattr("accel_state.config.external_variables.complete_root", None)
+    PartialState()
+
+
 def test_alone():
     state = PartialState()
     assert state.device == torch.device("cpu")

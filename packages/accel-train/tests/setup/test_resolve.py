@@ -85,3 +85,11 @@ def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     with pytest.raises(RuntimeError, match="'megatron' needs megatron-core"):
         Accelerator()
+
+
+def test_a_strategy_of_several_processes_says_how_one_goes_on(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        OptionError, match=r"'fsdp2' needs more .* or leave the strategy out \(--use_fsdp, .* too\."
+    ):
+        Accelerator(cpu=True)

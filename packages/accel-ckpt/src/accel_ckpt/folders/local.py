@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from accel_ckpt.folders.folder import Folder, OpenFolder
 from accel_ckpt.folders.leftovers import (
     host_token,
@@ -71,7 +71,10 @@ class LocalFolder(Folder):
         """Open the checkpoint; its files are read in place."""
         folder = self.absolute
         restore_interrupted_swaps(folder.parent)
-        manifest = Manifest.read(folder)
+        try:
+            manifest = Manifest.read(folder)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}{_nearby(folder)}") from None
         manifest.check_sizes(folder)
 
         def checksum(name: str) -> str | None:
@@ -227,3 +230,19 @@ def _is_dead_part(path: Path, now: float) -> bool:
     if match is None or not is_weight_file(match[1]):
         return False
     return now - path.stat().st_mtime > _DEAD
+
+
+def _nearby(folder: Path) -> str:
+    """Which checkpoint a wrong path may have meant: the newest in the nearest folder that exists."""
+    near = next(place for place in (folder, *folder.parents) if place.is_dir())
+    try:
+        found = [path for path in near.iterdir() if (path / MANIFEST_NAME).is_file()]
+        found.sort(key=lambda path: (path / MANIFEST_NAME).stat().st_mtime, reverse=True)
+    except OSError:  # the folder of another user, or one that is being cleaned up
+        return ""
+    newest = next((path for path in found if LocalFolder(path).is_complete()), None)
+    if newest is not None:
+        return f"; the newest complete checkpoint in {near} is {newest.name}"
+    if near in (folder, folder.parent):
+        return ""
+    return f"; the nearest folder that exists is {near}"

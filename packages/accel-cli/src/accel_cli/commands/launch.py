@@ -12,16 +12,17 @@ import typer
 from accel_cli.dialect import App
 from accel_cli.misplaced_flags import ask_to_move, find_misplaced, moved, notes_on
 from accel_cli.schema_command import SchemaCommand
-from accel_state.config.external_variables import unknown_variables
+from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
+from accel_state.constants import NAMES_TOLD
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
-from accel_state.messages import did_you_mean, without_secrets
+from accel_state.messages import without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -109,8 +110,11 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
         if config.tpu.tpu_use_cluster:
             return launch_on_pod(config, target, environ)
         config, target = on_tpu(resolved, config, target, environ)
+    misspelt = misspelt_variables(environ)
+    if misspelt:  # ranks would say it again
+        environ = {**environ, NAMES_TOLD: "1"}
     if not config.quiet:
-        told = (*_misspelt(environ), *resolved.notes, *surroundings.notes, *unused_options(resolved))
+        told = (*misspelt, *resolved.notes, *surroundings.notes, *unused_options(resolved))
         for note in (*told, *notes_on(misplaced, flags.rest[0]), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
     if config.debug:
@@ -149,15 +153,6 @@ def _submit(
     else:
         sys.stdout.write(f"accel: {submission.submit(job, environ)}\n")
     return 0
-
-
-def _misspelt(environ: Mapping[str, str]) -> list[str]:
-    """Notes about variables that look like misspelt ones of this library."""
-    return [
-        f"environment variable {name} is not read{did_you_mean(name, near)}"
-        for name, near in unknown_variables(environ).items()
-        if near
-    ]
 
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:

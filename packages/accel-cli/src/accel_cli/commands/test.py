@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from accel_state.config.flags import parse_flags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.launching.ranks.command import run_command
 
 __all__ = ["app", "main"]
 
@@ -41,7 +40,6 @@ _ROWS = [
     ("-h, --help", "Show this help."),
 ]
 _MODULE = "accel_cli.sanity.world"
-_POLL = 0.1
 _WIDTH = len("processes and devices")
 """Of the longest name of a check."""
 
@@ -98,19 +96,19 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("accel test: starting the world; its ranks load torch first\n")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # In a separate process, because a launch of one process replaces the launcher.
-        command = [sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder]
+        command = (sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder)
         path = Path(folder) / "results.json"
-        shown = 0
-        with subprocess.Popen(command) as world:
-            while world.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    world.wait(_POLL)
-                results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-                for result in [] if silent else results[shown:]:
-                    _show(result)
-                shown = len(results)
-        code = world.returncode
-    code = code or int(any(result["problems"] for result in results))
+        results: list[dict[str, Any]] = []
+
+        def show_new() -> None:
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+            new, results[:] = found[len(results) :], found
+            for result in [] if silent else new:
+                _show(result)
+
+        code = run_command(command, snapshot(), launcher=True, reads_input=False, meanwhile=show_new)
+        show_new()
+    code = 128 - code if code < 0 else code or int(any(result["problems"] for result in results))
     if silent:
         print(json.dumps({"passed": code == 0, "checks": results}, indent=2))
     elif results:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import ConfigError
 from accel_state.launching.plan import World, plan_rank
+from accel_state.launching.ranks.command import run_command
 from accel_state.launching.target import Target
 
 __all__ = ["Rehearsed", "chosen_ranks", "rehearse_rank"]
@@ -97,8 +97,7 @@ def rehearse_rank(
         spec = plan_rank(config, argv, world, rank, environ)
         variables = spec.environment(environ) | _OFF | {"ACCELERATE_REHEARSAL": str(steps)}
         with printed.open("wb") as file:
-            stream: Any = sys.stderr if show_output else file
-            code = subprocess.run(argv, env=variables, stdout=stream, stderr=stream, check=False).returncode
+            code = run_command(argv, variables, output=sys.stderr.buffer if show_output else file)
         output = printed.read_text(errors="replace")
         if code in (-2, 130):
             raise KeyboardInterrupt

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.sanity.checks import CHECKS, Bench
 from accel_state.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def run_checks(
     Returns:
         The results, the same on all ranks.
     """
+    from accel_cli.sanity.checks import CHECKS, Bench
     from accel_train import gather_object
 
     bench = Bench(accelerator, folder)
@@ -74,4 +76,10 @@ def run_checks(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        if sys.platform != "win32":  # ended by Ctrl-C, as without this handler, but without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(130)

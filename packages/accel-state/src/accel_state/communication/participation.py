@@ -132,7 +132,9 @@ class Participation:
         following = world.reach()[0] + 1
         if all(rank.number == following and self._compares(rank.operation) for rank in self._elsewhere):
             with world.operation(operation):
-                world.exchange(operation, lambda: f"not called by all ranks. {advice}", local_error=error)
+                world.exchange(
+                    operation, lambda: f"not called by all ranks. {advice}".rstrip(), local_error=error
+                )
         if error is not None:
             raise error
         listing = "\n".join(f"  {rank}" for rank in self._elsewhere)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from accel_state.config.launch import LaunchConfig
 from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of, variables_of
 from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES
-from accel_state.constants import DEVICE_COUNT, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
-from accel_state.messages import nearest
+from accel_state.constants import DEVICE_COUNT, NAMES_TOLD, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
+from accel_state.messages import did_you_mean, nearest
 
-__all__ = ["OTHER_VARIABLES", "unknown_variables"]
+__all__ = ["OTHER_VARIABLES", "misspelt_variables", "unknown_variables"]
 
 _RANKS = "ranks and addresses, read by accel_state.clusters.topology"
 _TRACKER = "settings of that tracker"
@@ -113,9 +114,24 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, list[str]]:
     ]
     if not suspects:
         return {}
-    known = {name for bound in schema_of(complete_root()).options for name in variables_of(bound)}
-    known |= {*OTHER_VARIABLES, DEVICE_COUNT, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET, _PYTHON}
+    if _known(LaunchConfig).issuperset(suspects):
+        return {}
+    known = _known(complete_root())  # looking for installed strategies takes ten milliseconds
     return {name: _nearest(name, known) for name in suspects if name not in known}
+
+
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence about each variable that looks like a misspelt one of this library."""
+    return [
+        f"environment variable {name} is not read{did_you_mean(name, near)}"
+        for name, near in unknown_variables(environ).items()
+        if near
+    ]
+
+
+def _known(root: type[LaunchConfig]) -> set[str]:
+    own = {DEVICE_COUNT, NAMES_TOLD, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET, _PYTHON}
+    return own.union(OTHER_VARIABLES, *map(variables_of, schema_of(root).options))
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -9,7 +9,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from accel_state.launching.plan import (
     watches,
 )
 from accel_state.launching.ports import reserve_port
+from accel_state.launching.ranks.command import run_command
 from accel_state.launching.ranks.processes import CommandProcess, RankProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
@@ -455,7 +455,7 @@ def _run_alone(spec: ProcessSpec, environ: Mapping[str, str], returns: bool) -> 
     full = spec.environment(environ)
     try:
         if returns or os.name != "posix":
-            code = subprocess.call(spec.argv, env=full)
+            code = run_command(spec.argv, full)
             return code if code >= 0 else 128 - code
         _exec(spec.argv, full)
     except OSError as error:

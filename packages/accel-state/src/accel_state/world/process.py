@@ -17,7 +17,9 @@ from accel_state.clusters.topology import Topology, detect
 from accel_state.communication.channel import Channel, Channels, CheckSettings
 from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
+from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.launched import launched_config
+from accel_state.constants import NAMES_TOLD
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
@@ -226,17 +228,21 @@ class PartialState:
         if channel is not None:
             channel.barrier()
 
-    def main_process_alone(self, operation: str) -> bool:
+    def main_process_alone(self, operation: str, advice: str = "") -> bool:
         """Whether the main process calls ``operation`` alone; False: every process does.
 
         Every process that calls the operation calls this first. It starts no collective. It returns when all processes
         have called it, or when it is certain that no other will: the others wait in a collective that the main process
         has not reached, or have ended.
 
+        Args:
+            operation: its name.
+            advice: the end of the error message if some of the other processes do not call this.
+
         Raises:
             CollectiveMismatchError: some of the other processes call the operation and some do not; or one failed.
         """
-        return self.participation is not None and self.participation.main_process_alone(operation)
+        return self.participation is not None and self.participation.main_process_alone(operation, advice)
 
     def all_take_part(self, operation: str, advice: str = "") -> None:
         """Wait, without a collective, until every process has called this for ``operation``.
@@ -475,6 +481,9 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         member = join(topology, choose, options)
     device = device_for(topology) if member is None else member.device
     topology = topology if member is None else member.topology
+    if topology.rank == 0 and NAMES_TOLD not in environ:
+        for sentence in misspelt_variables(environ):
+            warnings.warn(sentence, stacklevel=3)
     if override is None:
         set_current_device(device)
     if member is not None and device.type == "cpu" and rehearsal is None:

@@ -197,6 +197,49 @@ def test_ctrl_c_interrupts_the_ranks(launcher):
     assert "failed" not in err
 
 
+@posix
+def test_what_ctrl_c_causes_is_not_a_failure(launcher):
+    # The interpreter of rank 0 aborts at its end; rank 1 finds that its peer is gone; rank 2 ends without a traceback.
+    script = launcher.script("""
+        def interrupted(number, frame):
+            if rank == 2:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
+            if rank == 1:
+                raise RuntimeError("CollectiveMismatchError: the store of this world is gone")
+            import traceback
+            try: raise KeyboardInterrupt
+            except KeyboardInterrupt: traceback.print_exc()
+            os.write(2, b"terminate called without an active exception\\n")
+            os.abort()
+        signal.signal(signal.SIGINT, interrupted)
+    """)
+    Path(script).write_text(Path(script).read_text() + SLEEP)
+    process = launcher.start("--num_processes", "3", script)
+    wait_for(launcher.folder / "ready_*", 3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert err.count("\n") == 2, err
+    assert "accel: ended by Ctrl-C; rank 0 was in " in err
+
+
+@posix
+def test_an_error_while_a_rank_ends_after_ctrl_c_is_shown(launcher):
+    script = launcher.script("""
+        def interrupted(number, frame):
+            raise ValueError("the last save failed")
+        signal.signal(signal.SIGINT, interrupted)
+    """)
+    Path(script).write_text(Path(script).read_text() + SLEEP)
+    process = launcher.start("--num_processes", "2", script)
+    wait_for(launcher.folder / "ready_*", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "ValueError: the last save failed" in err
+
+
 def interrupted_while_ranks_ignore_it(launcher):
     script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP)
     process = launcher.start("--num_processes", "2", script)

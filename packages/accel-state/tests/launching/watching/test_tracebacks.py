@@ -98,3 +98,6 @@ def test_the_last_place_is_that_of_the_user(tmp_path):
     text = of("import runpy, sys; runpy.run_path(sys.argv[1])", str(user))
     assert last_place(text) == f"{user}, line 3"
     assert last_place("KeyboardInterrupt") == ""
+    frames = f'  File "{user}", line 3, in load\n    return 1\n  File "<string>", line 0, in __init__\n'
+    generated = f"Traceback (most recent call last):\n{frames}KeyboardInterrupt"
+    assert last_place(generated) == f"{user}, line 3"

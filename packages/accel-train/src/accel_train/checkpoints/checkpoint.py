@@ -48,6 +48,10 @@ __all__ = [
 T = TypeVar("T")
 
 _SAVE = "save_state"
+_WHO_SAVES = (
+    "Call {}() on all processes, or, where each has the whole model, on the main process alone: move it out of a "
+    "condition on the rank."
+)
 _SAVED_ALONE = (
     "save() was called on the main process only, with {0} tensors that are divided among processes: the file would "
     "hold the main process's parts as if they were whole. Call save() on all processes (the main process writes), or "
@@ -91,7 +95,7 @@ def _whole(prepared: Prepared, obj: Any, each_node: bool) -> Any:
     recursively_apply(found.append, obj, test_type=is_sharded)
     if not found or prepared.process.num_processes == 1:
         return obj
-    if prepared.process.main_process_alone("save"):
+    if prepared.process.main_process_alone("save", _WHO_SAVES.format("save")):
         _refuse_alone(prepared, DividedTensorError(_SAVED_ALONE.format(len(found))), "save")
     shapes = [tuple(leaf.shape) for leaf in found]
     everywhere = accel_ckpt.default_coordinator().exchange(shapes)
@@ -332,7 +336,7 @@ def _saving_ranks(prepared: Prepared, asynchronous: bool, when_busy: WhenBusy) -
         CollectiveMismatchError: some of the ranks call, the main process not alone.
     """
     process = prepared.process
-    if not process.main_process_alone(_SAVE):
+    if not process.main_process_alone(_SAVE, _WHO_SAVES.format(_SAVE)):
         prepared.saver.make_room(when_busy)
         ranks = accel_ckpt.default_coordinator()
         if prepared.project.automatic_checkpoint_naming:

@@ -246,7 +246,8 @@ def _check(
     if capabilities.needs_process_group and world_size < 2:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} needs more than one process, but there is only one; launch with "
-            "`accel launch --num_processes 2`."
+            "`accel launch --num_processes 2`, or leave the strategy out (--use_fsdp, --use_parallelism_config, "
+            "strategy=): its state loads on one process too."
         )
     if precision.dtype is not None and not torch.amp.is_autocast_available(device.type):
         raise IncompatibleOptionsError(

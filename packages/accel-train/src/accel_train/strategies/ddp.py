@@ -34,6 +34,8 @@ from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_scrip
 
 __all__ = ["DDPStates", "DDPStrategy", "inside_parallel"]
 
+_WHO_EVALUATES = "Evaluate on all processes, or on the main process alone."
+
 
 class DDPStates(StateAdapter):
     """Saves and loads the states of replicas, with the state of PowerSGD and LocalSGD on each rank."""
@@ -192,7 +194,7 @@ class DDPStrategy(Strategy):
     def _evaluates_apart(self) -> bool:
         """Whether this rank alone evaluates: its model inside LocalSGD or `join`, or that of the main process."""
         apart = self._joins or self.local.trained_alone
-        return bool(apart) or PartialState().main_process_alone("an evaluation")
+        return bool(apart) or PartialState().main_process_alone("an evaluation", _WHO_EVALUATES)
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         handler = self._handler

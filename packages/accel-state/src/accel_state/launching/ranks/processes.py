@@ -107,6 +107,7 @@ def start_command(
     reads_input: bool,
     on_parent_death: int,
     keep_open: tuple[int, ...] = (),
+    output: IO[bytes] | None = None,
 ) -> CommandProcess:
     """Start one rank.
 
@@ -118,11 +119,12 @@ def start_command(
         reads_input: inherit standard input; at most one rank does, the others get an empty input.
         on_parent_death: the signal that the kernel sends to it if the launcher dies (Linux only).
         keep_open: file descriptors that it inherits.
+        output: without `capture`, the file for both streams; by default it inherits the launcher's.
 
     Raises:
         OSError: the command could not be executed.
     """
-    pipe = subprocess.PIPE if capture else None
+    stream = subprocess.PIPE if capture else output
     flags = 0
     if sys.platform == "win32":
         flags = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -130,8 +132,8 @@ def start_command(
         argv,
         env=dict(environ),
         stdin=None if reads_input else subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
+        stdout=stream,
+        stderr=stream,
         start_new_session=HAS_SESSIONS,
         pass_fds=keep_open,
         creationflags=flags,

@@ -130,8 +130,12 @@ class SupervisedProcess:
         return self.output.traceback_at is not None and waited_for_another(self.error())
 
     def was_interrupted(self) -> bool:
-        """Whether its error is the one that Ctrl-C raises."""
-        return self.error() == "KeyboardInterrupt"
+        """Whether Ctrl-C has ended it, directly or because another rank that it waited for has ended."""
+        return (
+            (self.code == -signal.SIGINT and self.output.traceback_at is None)
+            or self.error() == "KeyboardInterrupt"
+            or self.waited()
+        )
 
     def error(self) -> str:
         """The last line of its last traceback."""
@@ -283,18 +287,23 @@ class _Group:
         Args:
             reported: the caller shows the outcome.
         """
-        places = []
+        interrupted = [
+            member
+            for member in self.members
+            if self.stopped_by == signal.SIGINT and member.code and member.was_interrupted()
+        ]
         for member in self.members:
-            interrupted = self.stopped_by == signal.SIGINT and member.was_interrupted()
-            if interrupted:
-                place = last_place(last_traceback(member.output.tail))
-                places.append(f"; {member.label} was in {place}" if place else "")
-            if interrupted or (reported and member.code):
+            if member in interrupted or (reported and member.code):
                 member.output.drop_held()
             else:
                 member.output.show_held()
-        if places:
-            self._say(f"ended by Ctrl-C{places[0]}")
+        if interrupted:
+            places = [
+                f"; {member.label} was in {place}"
+                for member in interrupted
+                if not member.waited() and (place := last_place(last_traceback(member.output.tail)))
+            ]
+            self._say(f"ended by Ctrl-C{''.join(places[:1])}")
 
     def _alive(self) -> list[SupervisedProcess]:
         return [member for member in self.members if member.code is None]
@@ -491,8 +500,10 @@ class _Group:
         asked_for = {PREEMPTED}
         if self.stopped_by is not None:
             asked_for |= {code for n in (self.stopped_by, signal.SIGTERM) for code in (-n, 128 + n)}
-        wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
         interrupted = self.stopped_by == signal.SIGINT
+        wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
+        # Native threads that the interrupt leaves behind may abort the interpreter at its end.
+        wanted = wanted or (interrupted and first.was_interrupted())
         stop_requested = self.stopped_by is not None and not interrupted
         others = [
             (member.label, member.error())

@@ -81,9 +81,14 @@ def fold_frames(text: str, *, keep_last: bool = True) -> str:
 
 
 def last_place(text: str) -> str:
-    """File and line of the last frame of a traceback that is not a library's; empty: there is none."""
+    """File and line of the last frame of a traceback that is not a library's; empty: there is none.
+
+    Generated code (``<string>``) has no file to look into.
+    """
     frames = [
-        block[0] for path, block in _blocks(text.splitlines()) if path is not None and not library_of(path)
+        block[0]
+        for path, block in _blocks(text.splitlines())
+        if path is not None and not path.startswith("<") and not library_of(path)
     ]
     return frames[-1].strip().removeprefix("File ").rpartition(", in ")[0].replace('"', "") if frames else ""
 
