@@ -138,7 +138,6 @@ CASES: dict[str, dict[str, Any]] = {
     for sums in (False, True)
     # In float32 there are no other sums; without ZeRO nothing is in host memory, and DeepSpeed refuses such sums.
     if not (sums and precision == "no") and not ((offload or sums) and stage == 0)
-    if (stage, offload, sums) != (1, False, True)  # a state of it cannot be saved at all
 }
 
 
@@ -150,6 +149,16 @@ def test_the_same_ranks_go_on_inside_a_window(tmp_path, name, items):
 
 def saved(kind, folder):
     train(kind, save=folder, end=SAVED_AFTER + 1)
+
+
+def saved_after_a_step(kind, folder):
+    accelerator, model, optimizer = begin(**kind)
+    for number in range(STEPS):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, WIDTH), number).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder)
 
 
 def resumed(kind, folder):
@@ -229,3 +238,49 @@ def save_with_noted_changes(folder):
 
 def test_clipped_gradients_are_saved_only_after_their_step(tmp_path):
     assert worlds.run(save_with_noted_changes, 2, tmp_path / "state") == [False, False]
+
+
+def loaded_inside(kind, folder):
+    """Weights of a window after a load in the middle of another one, and after a load by itself."""
+    found = []
+    for micro_batches in (2, 0):
+        accelerator, model, optimizer = begin(**kind)
+        for number in range(100, 100 + micro_batches):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, WIDTH), number % STEPS).square().mean())
+                optimizer.step()
+        accelerator.load_state(folder)
+        windows = []
+        for number in range(2 * STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, WIDTH) * number, number % STEPS).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                state = accelerator.get_state_dict(model)
+                windows.append({name: value.clone() for name, value in state.items()})
+        found.append(windows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("2", 1),
+        ("3", 1),
+        pytest.param("0 bf16", 1, marks=FULL),
+        pytest.param("1", 1, marks=FULL),
+        pytest.param("1 bf16 sums", 1, marks=FULL),
+        pytest.param("2", 2, marks=FULL),
+        pytest.param("2 offload", 1, marks=FULL),
+        pytest.param("2 bf16 sums", 1, marks=FULL),
+        pytest.param("2 bf16 offload sums", 1, marks=FULL),
+        pytest.param("3 bf16 offload", 1, marks=FULL),
+    ],
+)
+def test_a_load_inside_a_window_drops_its_gradients(tmp_path, kind, ranks):
+    """The state is saved after a step, also by another number of ranks."""
+    worlds.run(saved_after_a_step, ranks, CASES[kind], tmp_path / "state")
+    for inside, alone in worlds.run(loaded_inside, 2, CASES[kind], tmp_path / "state"):
+        assert len(alone) == 2
+        torch.testing.assert_close(inside, alone, rtol=0, atol=0)

@@ -200,6 +200,42 @@ def test_other_groups_are_an_error():
         load_optimizer_state(split, tree, [model])
 
 
+def of_two_groups(frozen):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(not frozen)
+    model[1].bias.requires_grad_(not frozen)
+    groups = [{"params": list(model[0].parameters()), "lr": 0.5}, {"params": list(model[1].parameters())}]
+    return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def without_frozen(tree):
+    """What an engine that drops frozen parameters saves."""
+    kept = {**tree["param_groups"][1], "params": ["model_0.1.weight"], "lr": 0.25}
+    return {**tree, "param_groups": [kept]}
+
+
+def test_frozen_parameters_need_not_be_in_the_state():
+    model, optimizer = of_two_groups(frozen=True)
+    step(model, optimizer)
+    tree = copy.deepcopy(without_frozen(optimizer_state_by_name(optimizer, [model])))
+    fresh, loaded = of_two_groups(frozen=True)
+    load_optimizer_state(loaded, tree, [fresh])
+    assert [group["lr"] for group in loaded.param_groups] == [0.5, 0.25]
+    assert [len(group["params"]) for group in loaded.param_groups] == [2, 2]
+    assert set(loaded.state) == {fresh[1].weight}
+    torch.testing.assert_close(
+        loaded.state[fresh[1].weight], optimizer.state[model[1].weight], rtol=0, atol=0
+    )
+
+
+def test_trained_parameters_must_be_in_the_state():
+    model, optimizer = of_two_groups(frozen=True)
+    tree = without_frozen(optimizer_state_by_name(optimizer, [model]))
+    fresh, loaded = of_two_groups(frozen=False)
+    with pytest.raises(StateMismatchError, match=r"not in the checkpoint: model_0\.0\.bias"):
+        load_optimizer_state(loaded, tree, [fresh])
+
+
 def test_state_for_a_parameter_of_no_group_is_an_error():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -144,15 +144,16 @@ def load_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
         CorruptCheckpointError: a file was damaged or changed after the save; nothing was changed.
     """
-    names, current, fill = _checked(optimizer, tree, models)
+    compared, current, fill = _checked(optimizer, tree, models)
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
     groups = [
-        saved[frozenset(group_names)].pop(0)
+        # The state may lack a group that is frozen here.
+        (saved[frozenset(group_names)].pop(0) if group_names or not group["params"] else group)
         | {key: group[key] for key in _KERNELS if key in group}
         | {"params": list(group["params"])}
-        for group_names, group in zip(names, current["param_groups"], strict=True)
+        for group_names, group in zip(compared, current["param_groups"], strict=True)
     ]
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
     with torch.no_grad():
@@ -165,14 +166,15 @@ def load_optimizer_state(
 def _checked(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
 ) -> tuple[list[list[str]], dict[str, Any], TreeFill]:
-    """Names of the parameters of each group, the optimizer's present state dict, and what goes where in it.
+    """Names of the parameters of each group that the state must list, the present state dict, and what goes where.
 
     Raises:
         Exception: as `check_optimizer_state`.
     """
     check_form(tree, FORM, "the saved optimizer")
     names = _parameter_names(_groups(optimizer), models)
-    _check_parameters(names, tree["param_groups"])
+    compared = _names_to_find(optimizer, names, tree["param_groups"])
+    _check_parameters(compared, names, tree["param_groups"])
     # Versions of torch add switches, but not numbers, to the options of an optimizer.
     defaults = getattr(optimizer, "defaults", {})
     numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
@@ -192,7 +194,18 @@ def _checked(
     current = optimizer.state_dict()
     fill = _state_fill(optimizer, tree, names, current)
     fill.check()
-    return names, current, fill
+    return compared, current, fill
+
+
+def _names_to_find(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """Names without frozen parameters that a state does not list: engines drop them, and they have no state."""
+    there = {name for group in groups for name in group["params"]}
+    return [
+        [name for name, p in zip(group_names, group, strict=True) if p.requires_grad or name in there]
+        for group_names, group in zip(names, _groups(optimizer), strict=True)
+    ]
 
 
 def _state_fill(
@@ -335,7 +348,11 @@ def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any
     }
 
 
-def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_parameters(
+    names: Sequence[Sequence[str]],
+    all_names: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
     saved = Counter(frozenset(group["params"]) for group in groups)
     here = {name for group in names for name in group}
     there = {name for group in saved for name in group}
@@ -348,9 +365,9 @@ def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[s
         problems = [
             f"parameters that form a group here, but not in the checkpoint: {listed(group)}"
             for group in names
-            if frozenset(group) not in saved
+            if group and frozenset(group) not in saved
         ]
-    without = sum(not group for group in names)
+    without = sum(not group for group in all_names)
     if not problems and saved[frozenset()] != without:
         problems = [f"groups without parameters: {saved[frozenset()]} in the checkpoint, {without} here"]
     if problems:

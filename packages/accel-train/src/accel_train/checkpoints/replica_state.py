@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -70,12 +71,13 @@ class ReplicaStates(StatePart):
         return saved.known
 
     def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
-        """Load each model's state, and fill the buffers."""
-        if taken is None:
-            return
+        """Load each model's state, or begin from the start; fill the buffers."""
+        states = [] if taken is None else taken["replicas"]
         with taken_up("what a rank has of its own", saved.directory):
-            for model, state in zip(self._prepared, taken["replicas"], strict=False):
+            for model, state in zip_longest(self._prepared, states[: len(self._prepared)], fillvalue={}):
                 self._states.load_window_state(model, state)
+            if taken is None:
+                return
             buffers = replicated_buffers(self._named) if self._several else {}
             for name, values in taken["buffers"].items():
                 buffers[name].copy_(values)

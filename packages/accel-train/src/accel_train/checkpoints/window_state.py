@@ -168,8 +168,10 @@ class WindowStates(StatePart):
         return windows
 
     def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
-        """Open them again."""
-        if taken is not None:
+        """Open them again; without any, drop those that are open here."""
+        if taken is None:
+            _drop(self._accumulator, self._trained, self._strategy)
+        else:
             load(self._accumulator, self._trained, taken, self._strategy)
 
 
@@ -380,6 +382,15 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], st
         cut.part, cut.rows = int(saved["parts"]), saved["rows"]
     accumulator.last_owner = _owner(tree["last_owner"], trained)
     accumulator.sync_gradients = tree["sync_gradients"]
+
+
+def _drop(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> None:
+    """Begin without windows and gradients."""
+    accumulator.forget()
+    parameters = trained.parameters()
+    for parameter in parameters.values():
+        parameter.grad = None
+    strategy.states.hold_back(parameters, {})
 
 
 def _own_gradient(packed: Any, placements: Sequence[str] = ()) -> OwnGradient | None:

@@ -64,6 +64,12 @@ class EngineStates(StateAdapter):
         """Whether an engine holds gradients that wait for a step."""
         return any(item.gradients is not None and item.gradients.waiting for item in self.strategy.made)
 
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Drop gradients that wait in an engine: the loaded state takes the place of the open window."""
+        item = self.strategy.of_model(model)
+        if item is not None and item.gradients is not None and item.gradients.waiting:
+            item.gradients.drop()
+
 
 class EngineStrategy(Strategy, Generic[MadeT]):
     """Finds the engine of a model or an optimizer, and delegates work on gradients to it.

@@ -344,7 +344,7 @@ class StateAdapter:
         return None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `window_state` returned."""
+        """Load what `window_state` returned; empty if a state has none for this rank: begin from the start."""
 
 
 def full_state_dict(states: StateAdapter, model: nn.Module) -> dict[str, Any]:

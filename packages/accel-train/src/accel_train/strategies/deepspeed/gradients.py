@@ -41,6 +41,8 @@ class EngineGradients:
         self.clip_norm: float = float(engine.gradient_clipping())  # of the configuration
         # In float32 without ZeRO gradients are where torch has them.
         self.in_parameters = engine.optimizer is engine.basic_optimizer
+        # DeepSpeed's optimizer for bf16 has whole sums of its own.
+        self._sums_in_float32 = hasattr(engine.optimizer, "fp32_groups_gradients")
         self._steps_base(engine)
         self._reset()
 
@@ -85,6 +87,12 @@ class EngineGradients:
         if isinstance(self.factor, float) and self.factor == 1.0:
             return loss
         return loss / self.factor
+
+    def after_backward(self) -> None:
+        """Free 16-bit gradients that the engine has added to its sums, and would keep until the next backward."""
+        if self._sums_in_float32:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def limit(self, clip_value: float) -> None:
         """Clamp every element to [-clip_value, clip_value] in the step."""
@@ -174,6 +182,8 @@ class EngineGradients:
         stage = self.engine.zero_optimization_stage()
         if stage == 0:
             return [p.grad for p in self.parameters if p.grad is not None], False
+        if self._sums_in_float32:
+            return optimizer.get_grads_for_norm(for_clipping=True), False
         offloaded = self.engine.zero_offload_optimizer() is not None
         if not offloaded:
             groups = optimizer.averaged_gradients.values()

@@ -87,11 +87,13 @@ class EngineState:
     def __init__(self, engine: Any, model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self.engine = engine
         self.model = model
+        self._given = [list(group) for group in groups]  # with frozen parameters, which engines leave out
         self.groups = [[p for p in group if p.requires_grad] for group in groups]
         self.stage: int = int(engine.zero_optimization_stage())
         self.optimizer = engine.optimizer
         self.base = engine.basic_optimizer
         self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group}
+        self._whole_flats = self._whole_flat_groups()
         self._masters = self._whole_masters()
 
     @property
@@ -104,9 +106,29 @@ class EngineState:
         """Whether the model computes in 16 bits."""
         return bool(self.engine.fp16_enabled() or self.engine.bfloat16_enabled())
 
+    def _whole_flat_groups(self) -> dict[int, tuple[Tensor, int, int]]:
+        """Without ZeRO, for a fused optimizer: the float32 copy of each group, and where a parameter is in it."""
+        optimizer = self.optimizer
+        found: dict[int, tuple[Tensor, int, int]] = {}
+        if self.stage or not hasattr(optimizer, "fp32_groups_flat"):
+            return found
+        for lows, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            start = 0
+            for low in lows:
+                found[id(low)] = flat, start, low.numel()
+                start += low.numel()
+        return found
+
     def _whole_masters(self) -> dict[int, Tensor]:
         """Without ZeRO: the float32 copy of each 16-bit parameter, whole on every rank."""
         optimizer = self.optimizer
+        if self._whole_flats:
+            return {
+                id(low): flat.detach().narrow(0, start, count).view(low.shape)
+                for group in self.groups
+                for low in group
+                for flat, start, count in [self._whole_flats[id(low)]]
+            }
         if self.stage or not hasattr(optimizer, "fp32_groups"):
             return {}
         return {
@@ -131,7 +153,9 @@ class EngineState:
         return Share(address.start, address.numel, shape)
 
     def _flat_of(self, parameter: Any) -> tuple[Tensor, int, int] | None:
-        """The flat partition that the base optimizer steps, and where the parameter is in it; None: elsewhere."""
+        """The flat tensor that the base optimizer steps, and where the parameter is in it; None: elsewhere."""
+        if self.stage == 0:
+            return self._whole_flats.get(id(parameter))
         if self.stage == 3:
             group, offset, count = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             return self.optimizer.fp32_partitioned_groups_flat[group], offset, count
@@ -139,8 +163,7 @@ class EngineState:
         if mapping is None:
             return None
         address = mapping.get_hp_fragment_address()
-        flat = self.optimizer.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
-        return flat, address.start, address.numel
+        return self._group_flat(parameter), address.start, address.numel
 
     def _swapped(self) -> bool:
         return self.stage == 3 and bool(getattr(self.optimizer, "swap_optimizer", False))
@@ -239,20 +262,15 @@ class EngineState:
                 known.setdefault(id(parameter), f"model_{number}.{name}")
         return [
             [known.get(id(p), f"unnamed.{i}.{j}") for j, p in enumerate(group)]
-            for i, group in enumerate(self.groups)
+            for i, group in enumerate(self._given)
         ]
 
     def _states(self, parameter: Any) -> dict[str, Any]:
         """The base optimizer's state of a parameter: flat tensors of this rank's elements, and single values."""
-        if self.stage == 0:
-            return dict(self.base.state.get(self._masters.get(id(parameter), parameter), {}))
         found = self._flat_of(parameter)
-        if found is None:
-            flat, start, count = self._group_flat(parameter), 0, 0
-        else:
-            flat, start, count = found
-        if flat is None:
-            return {}
+        if self.stage == 0 and found is None:
+            return dict(self.base.state.get(self._masters.get(id(parameter), parameter), {}))
+        flat, start, count = (self._group_flat(parameter), 0, 0) if found is None else found
         state = self.base.state.get(flat, {})
         swapped = self._swapped()
         result: dict[str, Any] = {}
@@ -262,22 +280,29 @@ class EngineState:
             elif swapped:
                 result[key] = self.optimizer.get_local_fp32_param(parameter, key).clone()
             elif value.shape == flat.shape:
-                result[key] = value.narrow(0, start, count)
+                mine = value.narrow(0, start, count)
+                result[key] = mine if self.stage else mine.view(parameter.shape)
             else:
                 result[key] = value
         return result
 
-    def _group_flat(self, parameter: Any) -> Tensor | None:
-        flats: Sequence[Tensor] = self.optimizer.single_partition_of_fp32_groups
+    def _group_flat(self, parameter: Any) -> Tensor:
+        """Below stage 3: this rank's float32 partition of a parameter's group."""
+        optimizer = self.optimizer
+        flats: Sequence[Tensor] = (
+            optimizer.fp32_groups_flat_partition  # of the optimizer for bf16 that adds gradients up in float32
+            if hasattr(optimizer, "fp32_groups_flat_partition")
+            else optimizer.single_partition_of_fp32_groups
+        )
         return flats[self._group_of[id(parameter)]]
 
     def optimizer_state(self, models: Sequence[nn.Module | NamedModel]) -> dict[str, Any]:
         """The optimizer's state by parameter name; leaves as in `model_state`."""
         state: dict[str, Any] = {}
         names = self.names(models)
-        for group, group_names in zip(self.groups, names, strict=True):
+        for group, group_names in zip(self._given, names, strict=True):
             for parameter, name in zip(group, group_names, strict=True):
-                found = self._states(parameter)
+                found = self._states(parameter) if self._is_trained(parameter) else {}
                 if found:
                     share = self.share(parameter)
                     state[name] = {key: self._leaf_of(share, value) for key, value in found.items()}
@@ -300,6 +325,14 @@ class EngineState:
             return value.clone()
         return value if self.stage == 0 else share.parts(value)
 
+    def _names_there(self, names: Sequence[Sequence[str]], tree: Mapping[str, Any]) -> list[list[str]]:
+        """Names of groups without frozen parameters that the state does not list, as DeepSpeed's own do not."""
+        there = {name for group in tree["param_groups"] for name in group["params"]}
+        return [
+            [name for name, p in zip(group, given, strict=True) if self._is_trained(p) or name in there]
+            for group, given in zip(names, filter(None, self._given), strict=True)
+        ]
+
     def check_optimizer_state(
         self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
     ) -> None:
@@ -308,33 +341,34 @@ class EngineState:
         Raises:
             StateMismatchError: the parameters or their groups differ.
         """
-        check_groups(self.names(models), tree)
+        check_groups(self._names_there(self.names(models), tree), tree)
 
     def load_optimizer_state(self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]) -> None:
         """Load what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
         names = self.names(models)
-        saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
+        saved = {frozenset(group["params"]): group for group in tree["param_groups"] if group["params"]}
         kept = [group for group in names if group]
-        for group, group_names in zip(self.base.param_groups, kept, strict=True):
-            options = saved[frozenset(group_names)]
+        for group, group_names in zip(self.base.param_groups, self._names_there(kept, tree), strict=True):
+            options = saved.get(
+                frozenset(group_names), {}
+            )  # of a group that is frozen here there may be none
             group.update({key: value for key, value in options.items() if key != "params"})
         with torch.no_grad():
-            for group_parameters, group_names in zip(self.groups, names, strict=True):
+            for group_parameters, group_names in zip(self._given, names, strict=True):
                 for parameter, name in zip(group_parameters, group_names, strict=True):
-                    self._load_states(parameter, tree["state"].get(name, {}))
+                    if self._is_trained(parameter):
+                        self._load_states(parameter, tree["state"].get(name, {}))
 
     def _load_states(self, parameter: Any, saved: Mapping[str, Any]) -> None:
-        share = self.share(parameter)
-        if self.stage == 0:
+        share, found = self.share(parameter), self._flat_of(parameter)
+        if self.stage == 0 and found is None:
             owner = self._masters.get(id(parameter), parameter)
             self.base.state[owner] = {
                 key: _read(value, owner) if _is_tensor(value) and len(value.shape) else _single(value)
                 for key, value in saved.items()
             }
             return
-        found = self._flat_of(parameter)
         flat = found[0] if found is not None else self._group_flat(parameter)
-        assert flat is not None, "every rank has a partition of every group"
         state = self.base.state[flat]
         for key, value in saved.items():
             if not _is_tensor(value) or not len(value.shape):

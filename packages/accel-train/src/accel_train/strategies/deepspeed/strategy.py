@@ -213,7 +213,8 @@ class DeepSpeedStates(EngineStates):
         return None if item is None else item.window.misfit(state)
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Take the gradients of an open window up again."""
+        """Take the gradients of an open window up again; those that wait are dropped."""
+        super().load_window_state(model, state)
         item = self.strategy.of_model(model)
         if item is not None:
             item.window.load(state)
@@ -330,6 +331,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         config = engine_config(self.plugin, script)
         self.plugin.set_moe_leaf_modules(plain)
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        _check_trained(groups, optimizer, self.plugin.zero_stage)
         given = self._optimizer_for(optimizer, config)
         engine = make_engine(
             self.options.device,
@@ -447,6 +449,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             loss = item.gradients.before_backward(loss)
         # The other engines of the loss finish their gradients in hooks of their own.
         used[0].engine.backward(loss, **{**kwargs, "scale_wrt_gas": False})
+        for item in used:
+            item.gradients.after_backward()
 
     def averages(self, kwargs: dict[str, Any]) -> bool:
         """Whether the loss is divided by the number of micro-batches: as the engine's own argument says."""
@@ -573,6 +577,23 @@ def _pairs(parts: Parts) -> dict[int, int]:
             )
         found[place] = number
     return found
+
+
+def _check_trained(groups: Sequence[Sequence[Tensor]], optimizer: torch.optim.Optimizer, stage: int) -> None:
+    """Refuse a group without trained parameters, of which stages 1 and 2 cannot make a flat partition.
+
+    Raises:
+        PrepareError: there is one.
+    """
+    if stage not in (1, 2):
+        return
+    for number, group in enumerate(groups):
+        if not any(parameter.requires_grad for parameter in group):
+            raise PrepareError(
+                f"Group {number} of {type(optimizer).__name__} holds {len(group)} parameters, all frozen, and "
+                f"DeepSpeed's ZeRO stage {stage} needs a trained one in each group. Leave the group out of the "
+                "optimizer, or set zero_stage=3."
+            )
 
 
 def _in_graph(loss: Tensor, trained: Sequence[_Trained]) -> list[_Trained]:

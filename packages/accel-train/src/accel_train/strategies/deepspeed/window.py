@@ -93,8 +93,7 @@ class EngineWindow:
         return None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` returned; gradients that wait now are dropped."""
-        self._gradients.drop()
+        """Take up what `state` returned; no gradient waits."""
         if not state.get("place") or self.in_parameters:
             return
         optimizer = self._engine.optimizer
@@ -148,6 +147,8 @@ def _place_of(engine: Any) -> str | None:
         return _IN_PARAMETERS
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return "partitions of stage 3"
+    if kind == "BF16_Optimizer":
+        return "flat sums"
     if kind != "DeepSpeedZeroOptimizer":
         return None
     if engine.zero_optimization_stage() == 1:
@@ -162,7 +163,8 @@ _Shapes = dict[Any, tuple[int, ...]]
 
 
 def _trained(optimizer: Any) -> list[Any]:
-    groups = getattr(optimizer, "fp16_groups", None) or optimizer.bit16_groups
+    names = ("fp16_groups", "bf16_groups", "bit16_groups")
+    groups = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     return [*itertools.chain.from_iterable(groups)]
 
 
@@ -179,6 +181,32 @@ def _load_sums(optimizer: Any, gradients: Mapping[Any, Tensor], used: list[Any])
         dtype = optimizer.gradient_accumulation_dtype
         parameter.grad_accum = values.to(parameter.device, dtype, copy=True)
     optimizer._epilogue_ran_this_backward = False  # else the next forward drops them
+
+
+def _flat_sums(optimizer: Any) -> _Buffers:
+    """Of parameters that had a gradient in the window, flat and whole."""
+    return {
+        parameter: buffer if used else None
+        for group, buffers, flags in zip(
+            optimizer.bf16_groups,
+            optimizer.fp32_groups_gradients,
+            optimizer.fp32_groups_has_gradients,
+            strict=True,
+        )
+        for parameter, buffer, used in zip(group, buffers, flags, strict=True)
+    }
+
+
+def _shapes_of_flat_sums(optimizer: Any) -> _Shapes:
+    return {parameter: (parameter.numel(),) for parameter in _trained(optimizer)}
+
+
+def _load_flat_sums(optimizer: Any, gradients: Mapping[Any, Tensor], used: list[Any]) -> None:
+    for number, group in enumerate(optimizer.bf16_groups):
+        for place, parameter in enumerate(group):
+            if parameter in gradients:
+                optimizer.fp32_groups_gradients[number][place].copy_(gradients[parameter])
+                optimizer.fp32_groups_has_gradients[number][place] = True
 
 
 def _partitions_2(optimizer: Any) -> _Buffers:
@@ -302,6 +330,7 @@ class _Storage:
 
 _STORAGES = {
     "sums": _Storage(_sums, _shapes_of_sums, _load_sums, may_be_fewer=True),
+    "flat sums": _Storage(_flat_sums, _shapes_of_flat_sums, _load_flat_sums, may_be_fewer=True),
     "partitions of stage 2": _Storage(_partitions_2, _shapes_of_partitions_2, _load_partitions_2),
     "host memory of stage 2": _Storage(
         _partitions_2, _shapes_of_partitions_2, _load_partitions_2, may_be_fewer=True

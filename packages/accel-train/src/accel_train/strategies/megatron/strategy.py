@@ -109,7 +109,8 @@ class MegatronStates(EngineStates):
         return {} if self.strategy.of_model(model) is None else {"random_states": random_states()}
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `window_state` returned."""
+        """Load what `window_state` returned; gradients that wait are dropped."""
+        super().load_window_state(model, state)
         if self.strategy.of_model(model) is not None:
             restore_random_states(state.get("random_states", {}))
 
