@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -74,8 +73,8 @@ class ReplicaStates(StatePart):
         """Load each model's state, or begin from the start; fill the buffers."""
         states = [] if taken is None else taken["replicas"]
         with taken_up("what a rank has of its own", saved.directory):
-            for model, state in zip_longest(self._prepared, states[: len(self._prepared)], fillvalue={}):
-                self._states.load_window_state(model, state)
+            for number, model in enumerate(self._prepared):
+                self._states.load_window_state(model, states[number] if number < len(states) else {})
             if taken is None:
                 return
             buffers = replicated_buffers(self._named) if self._several else {}
