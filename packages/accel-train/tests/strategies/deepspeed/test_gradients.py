@@ -29,6 +29,9 @@ class Engine:
     def gradient_clipping(self):
         return self.clipping
 
+    def fp16_enabled(self):
+        return False
+
     def zero_optimization_stage(self):
         return self.stage
 

@@ -43,6 +43,8 @@ class EngineGradients:
         self.in_parameters = engine.optimizer is engine.basic_optimizer
         # DeepSpeed's optimizer for bf16 has whole sums of its own.
         self._sums_in_float32 = hasattr(engine.optimizer, "fp32_groups_gradients")
+        # Without ZeRO the engine unscales gradients in its step, and scales no loss in its backward.
+        self._lacks_loss_scale = engine.fp16_enabled() and not hasattr(engine.optimizer, "scale_if_loss")
         self._steps_base(engine)
         self._reset()
 
@@ -81,9 +83,11 @@ class EngineGradients:
         self.factor = self.factor * factor
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Scale the loss of a backward whose gradients are added to gradients with a recorded factor."""
+        """Scale the loss of a backward: for fp16 without ZeRO, and for gradients with a recorded factor."""
         self.waiting = True
         self._complete = False
+        if self._lacks_loss_scale:
+            loss = loss.float() * self.engine.optimizer.loss_scale
         if isinstance(self.factor, float) and self.factor == 1.0:
             return loss
         return loss / self.factor

@@ -18,10 +18,12 @@ from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostMemory, Offloaded
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
+from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
 from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.loss_scale import LossScales, scale_of
 from accel_train.strategies.deepspeed.offload import EngineOffload, check_engine
 from accel_train.strategies.deepspeed.placeholders import (
     DummyOptim,
@@ -185,10 +187,19 @@ class DeepSpeedStates(EngineStates):
         else:
             item.state.load_optimizer_state(tree, models)
 
+    def parts(self, optimizers: Sequence[Any], named: Sequence[NamedModel]) -> list[StatePart]:
+        """The loss scales of fp16."""
+        return [LossScales([item.engine for item in self.strategy.made])]
+
     @property
     def keeps_own_gradients(self) -> bool:
-        """Up to stage 1 gradients are in `parameter.grad` until the step, unless the engine adds them up elsewhere."""
-        return all(item.window.in_parameters for item in self.strategy.made)
+        """Up to stage 1 gradients are in `parameter.grad` until the step, unless the engine adds them up elsewhere.
+
+        In fp16 they are as other strategies have them if one loss scale, which the state restores, is in all of them.
+        """
+        scales = [scale for item in self.strategy.made if (scale := scale_of(item.engine)) is not None]
+        alike = all(scale.is_dynamic for scale in scales) and len({scale.value for scale in scales}) < 2
+        return alike and all(item.window.in_parameters for item in self.strategy.made)
 
     def hold_back(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel
 from accel_train.errors import AccumulationError
 from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.loss_scale import scale_of
 
 __all__ = ["EngineWindow"]
 
@@ -54,12 +55,14 @@ class EngineWindow:
         if not self._gradients.waiting:
             return {}
         self._check_savable()
+        scale = scale_of(self._engine)
+        common = {"place": self.place, "scale": None if scale is None else scale.value}
         if self.in_parameters:
-            return {"place": self.place, "gradients": {}, "used": []}
+            return {**common, "gradients": {}, "used": []}
         buffers = self._storage.buffers(self._engine.optimizer)
         names = self._names()
         return {
-            "place": self.place,
+            **common,
             "gradients": {_name(key, names): buffer for key, buffer in buffers.items() if buffer is not None},
             "used": sorted(_name(key, names) for key in _used(self._engine.optimizer)),
         }
@@ -73,6 +76,12 @@ class EngineWindow:
             return (
                 f"gradients of an open accumulation window are saved in {there!r} of the engine, and here they wait in "
                 f"{here!r}. Use the same ZeRO stage, offload and dtypes, or a checkpoint saved after a step"
+            )
+        scale = scale_of(self._engine)
+        if scale is not None and not scale.is_dynamic and scale.value != state.get("scale", scale.value):
+            return (
+                f"gradients of an open accumulation window are scaled by {state['scale']}, and fp16.loss_scale fixes "
+                f"the scale at {scale.value} here. Set the same loss_scale, or use a checkpoint saved after a step"
             )
         if self.in_parameters:
             return None
@@ -111,13 +120,11 @@ class EngineWindow:
         self._gradients.restart(any(p.grad is not None for p in self._gradients.parameters))
 
     def _check_savable(self) -> None:
-        if self.place is None or self._engine.fp16_enabled():
-            kind = type(self._engine.optimizer).__name__
-            what = "fp16, whose loss scale is" if self.place else f"{kind}, whose gradients are"
+        if self.place is None:
             raise AccumulationError(
                 f"The state cannot be saved inside this accumulation window: the engine of "
-                f"{type(self._model).__name__} uses {what} not part of a saved state. Save after optimizer.step(), "
-                "where `accelerator.sync_gradients` is true."
+                f"{type(self._model).__name__} uses {type(self._engine.optimizer).__name__}, whose gradients are not "
+                "part of a saved state. Save after optimizer.step(), where `accelerator.sync_gradients` is true."
             )
         if self._gradients.noted:
             raise AccumulationError(
