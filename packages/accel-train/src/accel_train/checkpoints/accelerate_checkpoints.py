@@ -101,8 +101,8 @@ def read(
     if step and "loaders" in parts:  # Accelerate counts micro-batches from 0 in each epoch
         notes += [
             f"it was saved inside an epoch, after {step} micro-batches, and the order of that epoch is not in it: "
-            f"loader {index} shuffles anew, so after skip_first_batches() some samples are read twice and some not at "
-            "all. Begin a new epoch, or end this one with Accelerate"
+            f"loader {index} draws another order, so after skip_first_batches() some samples are read twice and "
+            "some not at all. Begin a new epoch, or end this one with Accelerate"
             for index, loader in enumerate(prepared.loaders)
             if f"loader_{index}" not in shared and _draws_its_order(loader)
         ][:1]
