@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import (
     CheckpointNotFoundError,
@@ -170,6 +171,20 @@ def test_one_process_reads_fsdp(layout):
         assert torch.equal(state["exp_avg"], saved["state"][names[id(parameter)]]["exp_avg"])
         assert state["step"] == parts.STOP
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
+
+
+@pytest.mark.parametrize(("shuffle", "warned"), [(True, 1), (False, 0)])
+def test_a_state_from_inside_an_epoch_says_that_its_order_is_lost(shuffle, warned, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(13)
+    parts = recipe()
+    model = parts.Small()
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=shuffle)
+    optimizer = parts.optimizer_of(model)
+    accelerator.prepare(model, optimizer, parts.scheduler_of(optimizer), loader)
+    with pytest.warns(UserWarning, match="was written by Accelerate") as told:
+        accelerator.load_state(FOLDERS / "fsdp_full" / "checkpoint", allow_missing_rng=True)
+    assert str(told[0].message).count(f"saved inside an epoch, after {parts.STOP} micro-batches") == warned
 
 
 def test_what_was_recognised_is_said_once():

@@ -1,7 +1,13 @@
 """The layout of help pages."""
 
+import os
+import sys
+
+import pytest
+
 from accel_cli.colors import Colors
 from accel_cli.help_pages import help_page
+from testkit.terminals import Terminal
 
 
 def test_a_page_has_usage_description_and_aligned_tables():
@@ -49,3 +55,16 @@ def test_no_line_of_a_narrow_terminal_ends_inside_a_word():
     assert words <= set(text.split())
     assert "  --help TOPIC\n      A word.\n" in text
     assert "  accel launch --num_processes 4 train.py --lr 0.1  four\n      processes\n" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX systems")
+def test_a_pipe_that_ends_in_the_terminal_has_its_width(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    show = f"{sys.executable} -m accel_cli launch --help"
+    words = ["sh", "-c", f"{show} | cat > page; {show} < /dev/null 2> /dev/null > file"]
+    with Terminal(words, environ, str(tmp_path), columns=72) as terminal:
+        assert terminal.code(60) == 0
+    longest = [max(map(len, (tmp_path / name).read_text().splitlines())) for name in ("page", "file")]
+    assert 60 < longest[0] <= 72
+    assert 90 < longest[1] <= 100

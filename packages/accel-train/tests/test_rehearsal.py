@@ -52,6 +52,17 @@ def step(training, optimizer):
     training.after_step(optimizer)
 
 
+def test_memory_of_a_script_that_fails_in_a_forward_is_that_before_it():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    rehearsal, training = following(here(optimizer, models=[model]))
+    training.ledger.yielded(object())
+    model.body.weight = nn.Parameter(torch.zeros(300, 300))  # as FSDP2 gathers
+    assert rehearsal.report()["accelerator"]["memory"]["parameters"] == 64
+    training.ledger.yielded(object())
+    assert rehearsal.report()["accelerator"]["memory"]["parameters"] == 64
+
+
 def test_training_ends_after_the_wanted_steps():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     _, training = following(here(optimizer), steps=3)

@@ -11,9 +11,9 @@ from accel_ckpt.saving.plan import (
     convert_file_size_to_int,
     divide,
     plan_shards,
-    readable_size,
     shard_file_names,
 )
+from accel_state.messages import readable_size
 
 tensors = st.lists(st.tuples(st.integers(0, 200), st.none() | st.integers(0, 3))).map(
     lambda items: [PlannedTensor(f"t{i}", size, group) for i, (size, group) in enumerate(items)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -19,8 +21,16 @@ _NARROW = 80
 
 
 def page_width() -> int:
-    """Characters per line: the width of the terminal, at most 120; 100 if there is none."""
-    return min(120, shutil.get_terminal_size((100, 24)).columns)
+    """Characters per line: the width of the terminal, at most 120; 100 if there is none.
+
+    Standard output may be a pipe to a program that shows it in the same terminal (``| head``, ``| less``).
+    """
+    width = shutil.get_terminal_size((0, 0)).columns
+    for descriptor in (2, 0):
+        if not width:
+            with contextlib.suppress(OSError):  # no terminal either
+                width = os.get_terminal_size(descriptor).columns
+    return min(120, width or 100)
 
 
 def help_page(

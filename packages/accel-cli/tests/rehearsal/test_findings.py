@@ -64,6 +64,20 @@ def test_failures_come_first_and_equal_findings_once():
     ]
 
 
+def test_the_first_line_of_a_message_is_shown_once_and_frames_of_libraries_are_folded():
+    frames = ['  File "train.py", line 4, in <module>', "    save(a)"]
+    inside = [f'  File "/x/accel_train/m{number}.py", line 1, in f' for number in range(3)]
+    error = {
+        "type": "OptionError",
+        "message": "a\nb",
+        "traceback": "\n".join(["Traceback:", *frames, *inside, "accel_train.errors.OptionError: a", "b"]),
+    }
+    [finding] = find([rank(1, [], error=error)], 3)
+    assert finding.text.endswith("OptionError: a")
+    folded = "  … 2 frames of accel_train"
+    assert finding.traceback.splitlines() == ["Traceback:", *frames, folded, inside[2], "b"]
+
+
 def test_a_script_without_an_accelerator():
     [finding] = find([rank(0, [], sections=None)], 64)
     assert finding.kind == "error"

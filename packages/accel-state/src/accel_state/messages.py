@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["HIDDEN", "did_you_mean", "first_line", "is_secret", "nearest", "shown", "without_secrets"]
+__all__ = [
+    "HIDDEN",
+    "did_you_mean",
+    "first_line",
+    "is_secret",
+    "nearest",
+    "readable_size",
+    "shown",
+    "without_secrets",
+]
 
 HIDDEN = "***"
 """Text that is shown in place of a secret."""
@@ -50,6 +60,15 @@ def shown(value: object, length: int = 200) -> str:
     """A value as Python writes it, cut to a length that a message can have."""
     text = repr(value[: length + 1] if isinstance(value, str) else value)
     return text if len(text) <= length else f"{text[:length]}…"
+
+
+def readable_size(nbytes: float) -> str:
+    """Format a number of bytes for people, such as ``"1.50 kB"``."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} bytes"
+    units = ("kB", "MB", "GB", "TB")
+    power = min(int(math.log10(nbytes)) // 3, len(units))
+    return f"{nbytes / 1000**power:.2f} {units[power - 1]}"
 
 
 @functools.lru_cache(

@@ -50,6 +50,7 @@ class TrainingRehearsal(StepObserver):
         self._prepared: Prepared | None = None
         self._steps: dict[int, int] = {}
         self._memory: dict[str, int] = {}
+        self._counted = (0, 0)
         self.ledger = _RehearsedLoaders(self)
 
     def follow(self, prepared: Prepared) -> None:
@@ -72,8 +73,24 @@ class TrainingRehearsal(StepObserver):
         """An optimizer has stepped; its gradients are still there."""
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         assert self._prepared is not None, "an optimizer steps after its accelerator was made"
+        self._counted = self._count()
         for name, size in _memory(self._prepared.prepared_models, self._prepared.optimizers).items():
             self._memory[name] = max(size, self._memory.get(name, 0))
+
+    def batch_begins(self) -> None:
+        """A loader gives a batch.
+
+        If the script fails before its first step, the memory is that of the first batch: during a forward or backward
+        FSDP2 has whole parameters in place of this rank's parts.
+        """
+        here = self._prepared
+        if here is not None and self._counted != self._count():
+            self._counted = self._count()
+            self._memory = _memory(here.prepared_models, here.optimizers)
+
+    def _count(self) -> tuple[int, int]:
+        assert self._prepared is not None, "counted after it was made"
+        return len(self._prepared.prepared_models), len(list(self._prepared.optimizers))
 
     def end_if_done(self) -> None:
         """End the script if all optimizers have taken their steps.
@@ -118,6 +135,7 @@ class _RehearsedLoaders(ActiveLoaders):
         """See the base class."""
         super().yielded(loader)
         self._training.end_if_done()
+        self._training.batch_begins()
 
 
 def leaves_out(prepared: Prepared, operation: str, target: str | Path, *, together: bool = False) -> bool:

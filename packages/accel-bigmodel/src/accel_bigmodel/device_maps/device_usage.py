@@ -14,7 +14,7 @@ from typing import TypeVar
 from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
-from accel_ckpt.saving.plan import readable_size
+from accel_state.messages import readable_size
 
 __all__ = ["Usage", "device_of", "entry_of", "main_device_of"]
 

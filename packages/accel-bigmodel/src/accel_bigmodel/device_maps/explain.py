@@ -14,7 +14,7 @@ from accel_bigmodel.device_maps.device_usage import Usage, entry_of
 from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline, is_within
 from accel_ckpt.modules.tensors import named_module_tensors
-from accel_ckpt.saving.plan import readable_size
+from accel_state.messages import readable_size
 
 _FOLLOWS = "follows the part before"
 

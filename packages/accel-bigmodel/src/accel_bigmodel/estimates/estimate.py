@@ -16,7 +16,7 @@ from accel_bigmodel.estimates.activations import estimate_activations
 from accel_bigmodel.estimates.kv_cache import check_counts, estimate_kv_cache
 from accel_ckpt.modules.sizes import DType, dtype_byte_size
 from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
-from accel_ckpt.saving.plan import readable_size
+from accel_state.messages import readable_size
 
 __all__ = [
     "MemoryEstimate",

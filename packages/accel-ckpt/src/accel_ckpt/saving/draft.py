@@ -77,6 +77,12 @@ class StatePlan:
     drifted: str | None = None
     """Which tensors ranks should hold alike and do not; on leading ranks."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files, but for their headers."""
+        tensors = (tensor.nbytes for file in self.files for tensor in file.tensors.values())
+        return sum(map(len, self.texts.values())) + sum(tensors)
+
     def check(self) -> None:
         """Refuse what cannot be written.
 

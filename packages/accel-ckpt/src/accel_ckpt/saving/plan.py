@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ __all__ = [
     "convert_file_size_to_int",
     "divide",
     "plan_shards",
-    "readable_size",
     "shard_file_names",
 ]
 
@@ -53,15 +51,6 @@ def convert_file_size_to_int(size: int | str) -> int:
     total = int(float(number) * _UNITS[unit.upper()])
     bits = unit.endswith("b") and len(unit) == 2
     return total // 8 if bits else total
-
-
-def readable_size(nbytes: float) -> str:
-    """Format a number of bytes for people, such as ``"1.50 kB"``, in units that ``convert_file_size_to_int`` reads."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} bytes"
-    units = ("kB", "MB", "GB", "TB")
-    power = min(int(math.log10(nbytes)) // 3, len(units))
-    return f"{nbytes / 1000**power:.2f} {units[power - 1]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,7 @@ def begin_save(
     except UnsupportedValueError:  # on all ranks alike
         transaction.abort()
         raise
+    transaction.nbytes = plan.nbytes
     if plan.drifted is not None:
         warnings.warn(
             f"{transaction.directory}: values that must be equal on all ranks have drifted apart: {plan.drifted}. The "

@@ -232,7 +232,7 @@ def _add_inference(facts: dict[str, Any], model: Any, batch_size: int, length: i
 
 
 def _show_weights(facts: dict[str, Any]) -> None:
-    from accel_ckpt.saving.plan import readable_size as size
+    from accel_state.messages import readable_size as size
 
     kind = f" ({facts['class']})" if facts["class"] else ""
     print(f"Memory usage for loading `{facts['model']}`{kind}, {facts['parameters']:,} parameters\n")
@@ -267,7 +267,7 @@ def _show_weights(facts: dict[str, Any]) -> None:
 
 
 def _show_the_rest(facts: dict[str, Any]) -> None:
-    from accel_ckpt.saving.plan import readable_size as size
+    from accel_state.messages import readable_size as size
 
     given = f"batch {facts.get('batch_size')}, {facts.get('seq_length')} tokens"
     if "activations" in facts:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from accel_cli.rehearsal.run import Rehearsed
+from accel_state.launching.watching.tracebacks import fold_frames
 
 __all__ = ["Finding", "find", "first_difference", "lost_message"]
 
@@ -17,7 +18,7 @@ class Finding(NamedTuple):
     Attributes:
         kind: an error would fail or hang in the real world; a warning is odd; a note is about the rehearsal.
         text: one sentence or more.
-        traceback: the traceback of a failed rank.
+        traceback: the traceback of a failed rank; the first line of its message is in the text alone.
     """
 
     kind: Literal["error", "warning", "note"]
@@ -60,7 +61,7 @@ def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
         kind = f"{error['type']}: " if error["type"] else ""
         first = next(iter(error["message"].splitlines()), "")
         text = f"rank {rank.rank} of {size} would fail here: {kind}{first}"
-        yield Finding("error", text, error["traceback"])
+        yield Finding("error", text, _shown_once(error["traceback"], first))
     if found["sections"] is None:
         if error is None:
             yield Finding(
@@ -77,6 +78,13 @@ def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
             yield Finding("warning", f"the script of rank {rank.rank} ended before its first optimizer step")
     for note in found["notes"]:
         yield Finding("note", note)
+
+
+def _shown_once(traceback: str, first: str) -> str:
+    """A traceback with folded frames of libraries, and without the line of its message that is shown before it."""
+    lines = fold_frames(traceback).splitlines()
+    at = [number for number, line in enumerate(lines) if first and line.endswith(first) and line[:1] != " "]
+    return "\n".join([*lines[: at[-1]], *lines[at[-1] + 1 :]] if at else lines)
 
 
 def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:

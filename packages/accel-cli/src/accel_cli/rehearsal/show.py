@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_ckpt.saving.plan import readable_size
 from accel_cli.colors import Colors
 from accel_cli.rehearsal.findings import Finding, accelerators
 from accel_cli.rehearsal.run import Rehearsed
 from accel_state.launching.plan import World
+from accel_state.messages import readable_size
 
 __all__ = ["as_json", "as_text", "differing", "facts"]
 

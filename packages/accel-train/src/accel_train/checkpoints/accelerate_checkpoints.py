@@ -97,7 +97,15 @@ def read(
             shared[f"loader_{index}"] = state
             notes += [f"loader {index}: {note}"] if note else []
     own = _rank_file(prepared, checkpoint, allow_missing_rng, notes) if "random" in parts else None
-    shared["step"] = 0 if own is None or own.step is None else own.step
+    shared["step"] = step = 0 if own is None or own.step is None else own.step
+    if step and "loaders" in parts:  # Accelerate counts micro-batches from 0 in each epoch
+        notes += [
+            f"it was saved inside an epoch, after {step} micro-batches, and the order of that epoch is not in it: "
+            f"loader {index} draws another order, so after skip_first_batches() some samples are read twice and "
+            "some not at all. Begin a new epoch, or end this one with Accelerate"
+            for index, loader in enumerate(prepared.loaders)
+            if f"loader_{index}" not in shared and _draws_its_order(loader)
+        ][:1]
     # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
     read_models = "models" in parts and checkpoint.parts()["models"]
     models = [
@@ -206,6 +214,12 @@ def _with_ties(prepared: Prepared, model: nn.Module, weights: Mapping[str, Any])
         for name in names if present else ():
             complete.setdefault(name, weights[present[0]])
     return complete
+
+
+def _draws_its_order(loader: Any) -> bool:
+    """Whether the order of an epoch comes from a random generator, and not from a seed and the epoch."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
 
 
 def _loader_state(saved: Any, loader: Any, ranks: int) -> tuple[dict[str, Any], str]:
