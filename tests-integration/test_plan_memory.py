@@ -122,12 +122,24 @@ def accelerator_of(case):
         options["parallelism_config"] = ParallelismConfig(
             pp_size=setting.stages, dp_replicate_size=setting.shards
         )
+    if setting.strategy == "pp x fsdp2":
+        options["parallelism_config"] = ParallelismConfig(
+            pp_size=setting.stages, dp_shard_size=setting.shards
+        )
     if setting.strategy == "deepspeed":
         zero = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
         options["deepspeed_plugin"] = DeepSpeedPlugin(
             hf_ds_config={"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
         )
     return Accelerator(**options)
+
+
+def free_what_was_sent():
+    """gloo keeps what ranks sent each other last, which was a weight; plans do not count it."""
+    from accel_state.operations.collectives import broadcast
+
+    for _ in range(4):
+        broadcast(torch.zeros(1 << 16))
 
 
 def measure(case):
@@ -138,6 +150,8 @@ def measure(case):
     torch.manual_seed(0)
     model = build(case.model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    if case.setting.stages > 1:
+        free_what_was_sent()
     found = {}
     for _ in range(3):  # DDP arranges its buckets anew in the second step
         kept = tensor_bytes() - before
@@ -211,10 +225,13 @@ def test_the_peak_of_a_step(case):
         assert abs(said.kept / found["kept"] - 1) < TOLERANCE
 
 
+SHARDED = Setting("pp x fsdp2", "pp x fsdp2", 2, stages=2)
 STAGED = [
     Case("llama", Setting("pp", "pp", stages=2), batch_size=8),
     Case("llama", Setting("pp", "pp", stages=2), "bf16", batch_size=8),
     Case("llama", Setting("pp", "pp", stages=4), batch_size=8),
+    Case("llama", SHARDED, batch_size=8),
+    Case("llama", SHARDED, "bf16", batch_size=8),
 ]
 
 
@@ -226,7 +243,7 @@ def test_the_peak_of_the_stage_with_the_most(case):
     """A call of the model runs forward and backward."""
     pytest.importorskip("transformers")
     said = planned(case)
-    ranks = worlds.run(measure, case.setting.stages, case, timeout=400)
+    ranks = worlds.run(measure, case.setting.stages * case.setting.shards, case, timeout=400)
     most = max(max(found["forward"], found["backward"], found["step"]) for found in ranks)
     kept = max(found["kept"] for found in ranks)
     print(json.dumps({"case": case.name, "planned": said.peak.total / 2**20, "when": said.peak.when,

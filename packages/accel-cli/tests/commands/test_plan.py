@@ -114,9 +114,13 @@ def test_the_files_that_launch_reads(capsys, folder, tmp_path):
     from accel_cli.plan_report import configuration
     from accel_state.config.files import save_config
 
-    shape = ModelShape("m", (Layer(100, 100, 20),) * 4, Layer(10, 10, 10), hidden_size=32)
-    plan = make_plan(shape, Cluster(8, 2, 1e9), Workload(precision="bf16"), lambda *_: None)
+    end = Layer(5, 5, 5)
+    shape = ModelShape(
+        "m", (Layer(100, 100, 20),) * 4, Layer(10, 10, 10), hidden_size=32, first=end, last=end
+    )
+    plan = make_plan(shape, Cluster(8, 2, 1e9), Workload(8, precision="bf16"), lambda *_: None)
     assert len(plan.rows) > 12
+    assert {"pp", "pp x fsdp2"} <= {row.setting.strategy for row in plan.rows}
     for number, row in enumerate(plan.rows):
         path = save_config(configuration(plan, row), tmp_path / f"{number}.yaml")
         config = load_config(path)
@@ -136,6 +140,11 @@ def test_the_files_that_launch_reads(capsys, folder, tmp_path):
             assert (plugin.offload_param_device == "cpu") == setting.offload
         else:
             assert config.distributed_type == "MULTI_GPU"
+        if setting.stages > 1:
+            degrees = config.parallelism
+            others = (degrees.dp_replicate_size, degrees.dp_shard_size)
+            assert degrees.pp_size == setting.stages
+            assert others == ((setting.shards, None) if setting.strategy == "pp" else (None, setting.shards))
 
 
 def test_writing(capsys, folder, advised):

@@ -6,7 +6,7 @@ import pytest
 
 from accel_bigmodel.planning.footprints.base import Cluster, Setting, Workload, optimizer_bytes
 from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
-from accel_bigmodel.planning.footprints.pipeline import PipelineFootprint
+from accel_bigmodel.planning.footprints.pipeline import PipelineFootprint, ShardedPipelineFootprint
 from accel_bigmodel.planning.footprints.registry import footprint
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
 
@@ -253,3 +253,44 @@ def test_stages_divide_the_devices_and_need_a_row_each():
         "parallelism.pp_size": 2,
         "parallelism.dp_replicate_size": 4,
     }
+
+
+def test_stages_that_fsdp_shards_are_whole_while_a_batch_computes():
+    workload = Workload(batch_size=4, accelerator=False)
+    said = footprint(
+        STAGED,
+        Setting("pp x fsdp2", "pp x fsdp2", 2, stages=2),
+        workload,
+        lambda numbers, again: STAGED_TIMELINE,
+    )
+    elements = 2 * 1000 + 300
+    assert said.kept == 4 * elements / 2 + 16 + (8 * elements + 4 * 2) / 2 + 4 * 8000
+    assert said.peak.when == "backward of block 1"
+    assert said.peak.gradients == 4 * elements  # of the micro-batches before
+    # The buffers, the embeddings, and the block that computes; the one before it is gathered meanwhile.
+    assert said.peak.gathered == 4 * 8000 + 4 * (300 + 1000 + 1000)
+    assert said.peak.activations == 48000 + 24000 + 8000 + 2 * 24000
+    low = footprint(
+        STAGED, Setting("pp x fsdp2", "pp x fsdp2", 2, stages=2), replace(workload, precision="bf16"),
+        lambda numbers, again: STAGED_TIMELINE,
+    )  # fmt: skip
+    assert low.peak.gradients == 4 * elements + 2 * 1000  # in float32, and those of the block in bf16
+    unknown = footprint(
+        STAGED, Setting("pp x fsdp2", "pp x fsdp2", 2, stages=2), workload, lambda numbers, again: None
+    )
+    assert unknown.peak.when == "last reduction"
+    assert unknown.peak.gathered == 4 * elements + 4 * 1000
+
+
+def test_sharded_stages_need_several_ranks_each():
+    cluster, workload = Cluster(8, 1, 80e9), Workload(batch_size=16)
+    settings = [*ShardedPipelineFootprint.settings(STAGED, cluster, workload, False)]
+    assert [(setting.stages, setting.shards) for setting in settings] == [(2, 4), (4, 2)]
+    assert ShardedPipelineFootprint.launch_values(settings[0], cluster) == {
+        "use_parallelism_config": True,
+        "parallelism.pp_size": 2,
+        "parallelism.dp_shard_size": 4,
+    }
+    sent = ShardedPipelineFootprint(STAGED, settings[0], workload, None).traffic(cluster)
+    # No hidden size is known, so no activations; 4 micro-batches gather a stage, and one reduction follows.
+    assert sent == (4 + 1) * 4 * 4400 / 2 * 3 / 4

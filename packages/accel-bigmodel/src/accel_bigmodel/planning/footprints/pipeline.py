@@ -1,4 +1,4 @@
-"""Memory of ``pp``."""
+"""Memory of ``pp``, and of ``fsdp2`` inside of its stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from accel_bigmodel.planning.footprints.base import (
     Setting,
     StrategyFootprint,
     Workload,
+    with_activations,
 )
+from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
 from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
 from accel_state.balance import balanced_starts
 
-__all__ = ["PipelineFootprint"]
+__all__ = ["PipelineFootprint", "ShardedPipelineFootprint"]
 
 _MICRO_BATCHES = 2  # for each stage, as the strategy cuts a batch by default
 _NOTHING = Layer(0, 0, 0)
@@ -42,7 +44,7 @@ class PipelineFootprint(StrategyFootprint):
         sizes[-1] += (shape.last or _NOTHING).parameters
         bounds = [*balanced_starts(sizes, setting.stages), len(sizes)]
         self._stages = [
-            _Stage(shape, setting, workload, timeline, number, start, stop)
+            self.stage()(shape, setting, workload, timeline, number, start, stop)
             for number, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
 
@@ -51,14 +53,14 @@ class PipelineFootprint(StrategyFootprint):
         cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """Each number of stages that divides the devices, with replicas of the pipeline on the others."""
-        if shape.first is None or shape.adapters or workload.precision == "fp8":
-            return
-        for stages in range(2, min(cluster.devices, len(shape.units), workload.batch_size) + 1):
-            if cluster.devices % stages == 0:
-                replicas = cluster.devices // stages
-                yield Setting(
-                    f"pp, {stages} stages", "pp", replicas, checkpointing=checkpointing, stages=stages
-                )
+        for stages in _numbers_of_stages(shape, cluster, workload):
+            replicas = cluster.devices // stages
+            yield Setting(f"pp, {stages} stages", "pp", replicas, checkpointing=checkpointing, stages=stages)
+
+    @classmethod
+    def stage(cls) -> type[_Stage]:
+        """The footprint of a stage."""
+        return _Stage
 
     @classmethod
     def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
@@ -82,6 +84,55 @@ class PipelineFootprint(StrategyFootprint):
         """The moments that may be the peak, on any rank."""
         for stage in self._stages:
             yield from stage.moments()
+
+
+class ShardedPipelineFootprint(PipelineFootprint):
+    """Footprint of a pipeline whose stages FSDP2 shards over the ranks that hold the same one."""
+
+    @classmethod
+    def settings(
+        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+    ) -> Iterable[Setting]:
+        """Each number of stages that leaves several ranks for a stage."""
+        for stages in _numbers_of_stages(shape, cluster, workload):
+            shards = cluster.devices // stages
+            if shards > 1:
+                name = f"pp x fsdp2, {stages} stages"
+                yield Setting(name, "pp x fsdp2", shards, checkpointing=checkpointing, stages=stages)
+
+    @classmethod
+    def stage(cls) -> type[_Stage]:
+        """The footprint of a stage."""
+        return _ShardedStage
+
+    @classmethod
+    def numbers(cls, precision: str) -> str:
+        """Those of FSDP2."""
+        return FSDP2Footprint.numbers(precision)
+
+    @classmethod
+    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+        """Degrees of parallelism."""
+        return {
+            "use_parallelism_config": True,
+            "parallelism.pp_size": setting.stages,
+            "parallelism.dp_shard_size": setting.shards,
+        }
+
+    def traffic(self, cluster: Cluster) -> float:
+        """Activations as above; a stage is gathered for each micro-batch, and its gradients are reduced once."""
+        calls = self.workload.micro_batches
+        gathers = _MICRO_BATCHES * self.setting.stages * calls
+        reduced = self.reduced_bytes() / self.setting.stages
+        return super().traffic(cluster) - reduced + gathers * self.gathered_bytes() / self.setting.stages
+
+
+def _numbers_of_stages(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[int]:
+    """Numbers of stages into which a model can be cut, and that divide the devices."""
+    if shape.first is None or shape.adapters or workload.precision == "fp8":
+        return []
+    most = min(cluster.devices, len(shape.units), workload.batch_size)
+    return [stages for stages in range(2, most + 1) if cluster.devices % stages == 0]
 
 
 class _Stage(StrategyFootprint):
@@ -118,6 +169,8 @@ class _Stage(StrategyFootprint):
         phases, self._buffers = _flow(timeline, setting.stages, number, start, stop, workload.batch_size)
         # Gradients of earlier micro-batches wait when a later one goes forward.
         accumulating = replace(workload, micro_batches=max(2, workload.micro_batches))
+        #: The number of its first unit in phases; those of no timeline are counted from 0.
+        self.start = 0 if phases is None else start
         super().__init__(own, setting, accumulating, phases)
 
     def between(self) -> Moment:
@@ -126,6 +179,50 @@ class _Stage(StrategyFootprint):
         return replace(
             found, gathered=self._buffers, when=f"{found.when}, stage of {len(self.shape.units)} blocks"
         )
+
+
+class _ShardedStage(_Stage, FSDP2Footprint):
+    """Footprint of a stage that FSDP2 shards. Gradients stay whole until all micro-batches are through."""
+
+    def moments(self) -> Iterator[Moment]:
+        """The moments that may be the peak."""
+        for phase, before in self.phases():
+            yield self.at(phase, before)
+        step = self.step()
+        yield replace(step, gathered=step.gathered + self._buffers)
+        # Units are reduced one after the other, each from a copy; until then all are gathered.
+        largest = max(layer.trainable for layer in self.shape.layers)
+        base = self.between()
+        yield replace(
+            base,
+            gradients=FP32 * self.shape.trainable,
+            gathered=base.gathered + self.low * self.shape.parameters + FP32 * largest,
+            when="last reduction",
+        )
+
+    def at(self, phase: Phase, before: int) -> Moment:
+        """The moment of the peak in a phase, after the backward of earlier micro-batches.
+
+        A backward leaves the units gathered, and the next forward frees them one by one.
+        """
+        base, units = self.between(), self.shape.units
+        place = None if phase.unit is None else phase.unit - self.start
+        gathered: float = self.shape.outside.parameters  # all the time
+        own = 0.0
+        if place is None:
+            gathered = self.shape.parameters if phase.backward and before else gathered
+        else:
+            gathered += sum(unit.parameters for unit in units[place:])
+            if phase.backward:
+                # The unit before it is gathered meanwhile.
+                gathered += units[place - 1].parameters if place else 0
+                own = units[place].trainable if self.low != FP32 else 0.0
+        moment = replace(
+            base,
+            gradients=FP32 * self.shape.trainable + self.low * own,
+            gathered=base.gathered + self.low * gathered,
+        )
+        return with_activations(moment, phase, self.workload.batch_size)
 
 
 def _joined(ends: list[Layer]) -> Layer:

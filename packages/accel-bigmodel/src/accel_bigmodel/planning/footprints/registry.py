@@ -19,6 +19,7 @@ _BUILT_IN = {
     "fsdp2": f"{_FOLDER}.fsdp2:FSDP2Footprint",
     "deepspeed": f"{_FOLDER}.deepspeed:DeepSpeedFootprint",
     "pp": f"{_FOLDER}.pipeline:PipelineFootprint",
+    "pp x fsdp2": f"{_FOLDER}.pipeline:ShardedPipelineFootprint",
     "tp": f"{_FOLDER}.tensor_parallel:TensorParallelFootprint",
 }
 
