@@ -257,6 +257,9 @@ def test_variables_of_ours_that_nothing_reads_are_told_with_the_nearest():
     }
 
 
-@pytest.mark.parametrize("name", ["ACCEL_PROJECT", "FSDP_MY_SIZE", "ACCELERATE_TEAM"])
+@pytest.mark.parametrize(
+    "name",
+    ["ACCEL_PROJECT", "FSDP_MY_SIZE", "ACCELERATE_TEAM", "ACCELERATE_USE_FP8", "ACCELERATE_DISABLE_RICH"],
+)
 def test_plausible_variables_of_others_resemble_none(name):
     assert unknown_variables({name: "1"}) == {name: []}

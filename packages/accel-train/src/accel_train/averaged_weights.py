@@ -157,7 +157,8 @@ class AveragedWeights:
                 name: parts_of(average) or Part.nothing(average.shape, average.dtype)
                 for name, average in averages.items()
             }
-        return {"count": self.count, "averages": {**averages, **self._elsewhere}}
+        # In one order on all ranks, whose states are compared.
+        return {"count": self.count, "averages": dict(sorted({**averages, **self._elsewhere}.items()))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; each rank takes its part of whole averages.

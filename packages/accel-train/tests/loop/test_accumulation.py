@@ -523,3 +523,38 @@ def test_a_run_that_continues_with_the_last_batch_knows_how_batches_are_cut(tmp_
     for batch in skip_first_batches(loader, 1):
         train(batch, accelerator, model, optimizer)
     assert model.weight.item() == pytest.approx(-2.5 - 6.5)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_an_optimizer_keeps_are_corrected_once(weighted, rows, to_none):
+    """It steps in every other window; the correction of the second one is not that of what the first has left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    reference = copy.deepcopy(model)
+    data = torch.randn(rows, 3, dtype=torch.float64)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    often, rarely = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    loader = DataLoader(data, batch_size=1)
+    model, often, rarely, loader = accelerator.prepare(model, often, rarely, loader)
+    for index, x in enumerate(loader):
+        with accelerator.accumulate(model):
+            losses = model(x).square()
+            if weighted:
+                accelerator.backward(losses.sum() * (index + 1), num_items=index + 1)
+            else:
+                accelerator.backward(losses.mean())
+            often.step()
+            often.zero_grad(set_to_none=to_none)
+    by_hand = torch.optim.SGD(reference[0].parameters(), lr=0.1)
+    for first in (0, 4):
+        part = data[first : first + 4]
+        factor = torch.arange(first + 1.0, first + 1 + len(part), dtype=torch.float64) if weighted else 1.0
+        count = factor.sum() if weighted else len(part)
+        ((reference(part).square().squeeze(1) * factor).sum() / count).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    plain = accelerator.unwrap_model(model)
+    torch.testing.assert_close(plain[1].weight.grad, reference[1].weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(plain[0].weight, reference[0].weight, rtol=1e-12, atol=1e-12)

@@ -137,4 +137,16 @@ def _known(root: type[LaunchConfig]) -> set[str]:
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
     prefix = next(prefix for prefix in _OURS if name.startswith(prefix))
     bare = [other.removeprefix(prefix) for other in known if other.startswith(prefix)]
-    return [prefix + other for other in nearest(name.removeprefix(prefix), bare, cutoff=0.75)]
+    asked = name.removeprefix(prefix)
+    found = nearest(asked, bare, cutoff=0.75)
+    return [prefix + other for other in found if _means_the_same(asked, other)]
+
+
+def _means_the_same(asked: str, other: str) -> bool:
+    """Whether names differ by letters only: USE_FP8 is no misspelt USE_FSDP, and DISABLE_… is not ENABLE_…."""
+    import difflib
+
+    pairs = [*zip(asked.split("_"), other.split("_"), strict=False)]
+    if asked.count("_") != other.count("_"):
+        return True
+    return all(difflib.SequenceMatcher(None, *pair).ratio() >= 0.7 for pair in pairs)

@@ -261,6 +261,12 @@ def _gradients(trained: Trained, parameters: Mapping[str, nn.Parameter], countin
 
 def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
     items = window.items
+    if window.weighted and window.kept:
+        raise AccumulationError(
+            "The state cannot be saved inside this accumulation window: an optimizer keeps gradients of an earlier "
+            "window, which the num_items of this one must not divide, and a state does not tell them apart. Save after "
+            "the last micro-batch of a window, where `accelerator.sync_gradients` is true."
+        )
     return {
         "models": [trained.name_of(model) for model in window.models],
         "micro_batches": window.micro_batches,
@@ -452,8 +458,8 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
             "the checkpoint was saved inside an accumulation window, whose gradients have the form of "
             + (f"the strategy {saved!r}" if saved is not None else "plain tensors")
             + f"; the strategy {strategy.name!r} cannot continue with them"
-            + ("" if same_ranks or saved is None else " on another number of ranks")
-            + ". Continue with the same strategy and number of ranks, or from a checkpoint saved after a step"
+            + ("" if same_ranks or saved is None else " on another number of ranks, or with other degrees")
+            + ". Continue with the same strategy, degrees and number of ranks, or from a checkpoint saved after a step"
         )
     unknown = sorted((set(tree["gradients"]) - set(parameters)) | (set(_held_back(tree)) - set(held)))
     if unknown:

@@ -30,8 +30,10 @@ from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.loop.first_windows import FirstWindows, check_trains
 from accel_train.loop.observers import StepObserver
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Strategy, TrainsLocally
+from accel_train.strategies.gradients import local_part
 
 __all__ = ["Accumulator", "Window"]
 
@@ -102,6 +104,9 @@ class Window:
     correction: float | Tensor = (
         1.0  # what gradients of losses divided by `planned` must be multiplied with at the end
     )
+    kept: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list
+    )  # gradients of earlier windows, by parameter
     owner: weakref.ref[Any] | None = None
     cut: CutBatch = field(default_factory=CutBatch)
 
@@ -109,6 +114,7 @@ class Window:
         """Close: the next micro-batch opens a new window."""
         self.micro_batches = self.backwards = self.backwards_here = 0
         self.items = 0
+        self.kept.clear()
         self.weighted = self.corrected = False
         self.synchronising = True
         self.correction = 1.0
@@ -369,12 +375,14 @@ class Accumulator:
         for observer in observers:
             observer.before_backward(loss, num_items, kwargs)
         if self._first is not None:
-            self._look_at(loss)
+            self._look_at(loss, divided=num_items is None and self._averages(kwargs))
         self._backward(loss, num_items, kwargs)
+        if self._first is not None:
+            self._first.after_backward()
         for observer in observers:
             observer.after_backward()
 
-    def _look_at(self, loss: Tensor) -> None:
+    def _look_at(self, loss: Tensor, divided: bool) -> None:
         """One of the first backward passes begins."""
         last = not self._held_back if self._current is None else self._current.synchronising
         first = self._first
@@ -382,7 +390,7 @@ class Accumulator:
             self._first = None
             return
         first.before_backward()
-        if self._current is None:
+        if self._current is None and divided:
             first.saw_backward_outside()
         if last and not self._rehearsed and self.steps_together:
             first.saw_loss(loss)
@@ -397,6 +405,8 @@ class Accumulator:
                 self._backward_outside(manual, loss, num_items, kwargs)
             return
         correction: float | Tensor | None = None
+        if not window.backwards and self.num_steps > 1:
+            self._note_kept(window)
         if num_items is not None or window.weighted:
             loss, correction = self._weigh(window, loss, num_items, kwargs)
         elif (window.planned > 1 or (self.num_steps > 1 and window.synchronising)) and self._averages(kwargs):
@@ -409,6 +419,30 @@ class Accumulator:
             self._first.saw_backward(window.models)
         if correction is not None:
             self._strategy.scale_gradients(self._trained_in(window), correction)
+            self._give_back_kept(window, correction)
+
+    def _note_kept(self, window: Window) -> None:
+        """Copy gradients of earlier windows, which are complete: the correction of this one is not theirs.
+
+        An optimizer that steps only in some windows has such ones.
+        """
+        if self._strategy.capabilities.prepares_together:
+            return  # an engine steps after each window
+        for optimizer in self._all_optimizers:
+            if not getattr(optimizer, "has_zeros", False):
+                held = (p for p in parameters_of(optimizer) if p.grad is not None)
+                window.kept += [(p, local_part(p.grad.detach()).clone()) for p in held]  # type: ignore[union-attr]
+
+    def _give_back_kept(self, window: Window, correction: float | Tensor) -> None:
+        """Undo a correction for what was there before the window."""
+        if not window.kept:
+            return
+        corrected = {id(parameter) for parameter in self._trained_in(window)}
+        for parameter, before in window.kept:
+            if parameter.grad is not None and id(parameter) in corrected:
+                factor = correction.to(before.device) if isinstance(correction, Tensor) else correction
+                local_part(parameter.grad.detach()).add_((before * (1 - factor)).to(before.dtype))
+        window.kept.clear()
 
     def _backward_outside(
         self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]

@@ -98,11 +98,16 @@ class FirstWindows:
         for optimizer in self._optimizers:
             if not getattr(optimizer, "may_be_unused", False):
                 continue
-            version = sum(parameter._version for parameter in parameters_of(optimizer))
-            before = self._versions.setdefault(id(optimizer), version)
-            self._versions[id(optimizer)] = version
-            if version == before:
+            held = [*parameters_of(optimizer)]
+            version = sum(parameter._version for parameter in held)
+            before = self._versions.pop(id(optimizer), version)
+            # Gradients that are gone were used; a script may change weights in other ways.
+            if version == before or any(parameter.grad is not None for parameter in held):
                 continue
+            if not parameter_ids(*(each for each in self._optimizers if each is not optimizer)).isdisjoint(
+                map(id, held)
+            ):
+                continue  # another prepared optimizer may have stepped them
             self._own_steps += 1
             if self._own_steps == _OWN_STEPS and self._strategy.loss.rank == 0:
                 warnings.warn(
@@ -113,6 +118,14 @@ class FirstWindows:
                     stacklevel=5,
                 )
                 return
+
+    def after_backward(self) -> None:
+        """Note the versions of parameters that have a gradient now, and of optimizers that have never stepped."""
+        for optimizer in self._optimizers:
+            if getattr(optimizer, "may_be_unused", False):
+                held = [*parameters_of(optimizer)]
+                if any(parameter.grad is not None for parameter in held):
+                    self._versions[id(optimizer)] = sum(parameter._version for parameter in held)
 
     def saw_backward_outside(self) -> None:
         """A backward outside of `accumulate()` begins."""
@@ -129,7 +142,7 @@ class FirstWindows:
                 "The optimizer steps after each backward() outside of accumulate(), and gradient_accumulation_steps="
                 f"{num_steps} divides each loss by {num_steps}: every update has 1/{num_steps} of its gradient. Put "
                 "the body of the loop into `with accelerator.accumulate(model):`, or use "
-                "gradient_accumulation_steps=1.",
+                "gradient_accumulation_steps=1. If the losses make up for it, ignore this.",
                 stacklevel=5,
             )
 

@@ -80,6 +80,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._skipped = False
         self._check_again()
         self._spent = False  # stepped, and its gradients not yet dropped
+        self._zeroed = False  # gradients are zeros
+        self._called = False
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
         if lomo.is_lomo(optimizer):
             lomo.save_moments(optimizer)
@@ -162,11 +164,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         unfinished window are kept.
         """
         if self._accumulator.may_drop_gradients() or (self._spent and self._mark == _mark_of(self.optimizer)):
-            self._spent = False
+            self._spent, self._zeroed = False, set_to_none is False
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; fp16 skips a step with inf or NaN gradients."""
+        self._called = True
         if not self._accumulator.sync_gradients:
             if closure is not None or self._steps < _FIRST_STEPS:
                 self._check_waiting(closure is not None)
@@ -181,7 +184,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         observers = self._accumulator.observers
         for observer in observers:
             observer.before_step(self)
-        self._spent = True
+        self._spent, self._zeroed = True, False
         stepped, result = (
             self._observed(observers, closure) if observers else self._strategy.step(self.optimizer, closure)
         )
@@ -213,8 +216,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def may_be_unused(self) -> bool:
-        """Whether it has never stepped, and nothing else steps it."""
-        return not self._stepped_before and not self.steps_in_backward
+        """Whether it was never told to step, and nothing else steps it."""
+        return not self._called and not self.steps_in_backward
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether gradients were filled with zeros, and no step has used others since."""
+        return self._zeroed
 
     @property
     def steps_in_backward(self) -> bool:
@@ -265,6 +273,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # before `optimizer` exists.
         if name.startswith("__") or name == "optimizer":
             raise AttributeError(name)
+        if "step" in name:  # as first_step of an optimizer that looks twice
+            self.__dict__["_called"] = True
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from accel_train.data.packing import PackingCollator
-from accel_train.errors import PrepareError
 from accel_train.sequence.batches import takes
 from accel_train.sequence.documents import is_of_transformers
 
-__all__ = ["check_packing"]
+__all__ = ["warn_of_packing"]
 
 
-def check_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None:
-    """Check that models of transformers keep the documents of packed batches apart.
+def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None:
+    """Warn of models of transformers that let the documents of packed batches attend to each other.
 
     They make the mask of their attention from `position_ids`, but not where a cache is in use. Encoders never do.
-    Only kernels of FlashAttention find documents in any case.
+    Kernels of FlashAttention find documents in any case. It is a warning, because a script may switch the cache off in
+    each call, or give a model other batches.
 
     Args:
         loaders: of single datasets.
-        models: those that are trained together with them.
-
-    Raises:
-        PrepareError: documents would attend to each other, and nothing would say so.
+        models: those that were prepared with them; frozen ones are left out.
     """
     packing = next((each for loader in loaders if (each := _packing(loader)) is not None), None)
-    for given in models if packing is not None else ():
-        model = next((module for module in given.modules() if is_of_transformers(module)), None)
-        config = getattr(model, "config", None)
-        kind = getattr(config, "_attn_implementation", None)
-        if model is None or kind not in ("sdpa", "eager"):
-            continue
-        names = takes(model)
-        told = (
-            f"{packing} puts several documents into one sequence, and {type(model).__name__} with "
-            f"attn_implementation={kind!r} lets them attend to each other"
-        )
-        if "use_cache" not in names and "position_ids" in names:
-            raise PrepareError(
-                f"{told}: it reads boundaries of documents only with attn_implementation='flash_attention_2'. Load "
-                "it with that, or give each document a sequence of its own."
-            )
-        if "use_cache" in names and getattr(config, "use_cache", False):
-            raise PrepareError(
-                f"{told}, because it makes no mask for documents while config.use_cache is True. Set "
-                "model.config.use_cache = False before prepare(); generate() has a setting of its own."
-            )
+    if packing is None:
+        return
+    for model in models:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            for module in filter(is_of_transformers, model.modules()):
+                reason = _mixes(module)
+                if reason is not None:
+                    warnings.warn(
+                        f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
+                        f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: "  # type: ignore[union-attr]
+                        f"{reason}",
+                        stacklevel=5,
+                    )
+                    return
 
 
 def _packing(loader: Any) -> str | None:
@@ -57,3 +48,24 @@ def _packing(loader: Any) -> str | None:
     collate = getattr(loader, "collate_fn", None)
     packs = isinstance(collate, PackingCollator) or type(collate).__name__ == "DataCollatorWithFlattening"
     return type(collate).__name__ if packs else None
+
+
+def _mixes(module: Any) -> str | None:
+    """Why a model lets documents attend to each other, and what to do; None: it does not."""
+    config, names = getattr(module, "config", None), takes(module)
+    if getattr(config, "_attn_implementation", None) not in ("sdpa", "eager") or "position_ids" not in names:
+        return None
+    if any(getattr(each, "is_causal", True) is False for each in module.modules()):
+        return (
+            "it is an encoder, which reads boundaries of documents only with attn_implementation="
+            "'flash_attention_2'. Load it with that, or give each document a sequence of its own."
+        )
+    checkpoints = getattr(
+        module, "is_gradient_checkpointing", False
+    )  # which switches the cache off in training
+    if "use_cache" in names and getattr(config, "use_cache", False) and not checkpoints:
+        return (
+            "it makes no mask for documents while config.use_cache is True. Set model.config.use_cache = False, or "
+            "pass use_cache=False in each call; generate() has a setting of its own."
+        )
+    return None

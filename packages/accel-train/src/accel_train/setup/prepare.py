@@ -26,7 +26,7 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DataLoaderConfiguration
 from accel_train.plugins.base import SectionPlugin
 from accel_train.setup.draws import share_draws
-from accel_train.setup.packing import check_packing
+from accel_train.setup.packing import warn_of_packing
 from accel_train.setup.prepared import Prepared, mark_prepared
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
@@ -94,11 +94,12 @@ class _Objects:
                 self._fresh.append(place)
         self._check_together()
         self._check_optimizers()
-        if self._prepared.plan.sequence is None:  # else its own attention keeps documents apart
+        # Attention that is divided among ranks keeps documents apart.
+        if self._prepared.plan.sequence is None and self._strategy.loss.rank == 0:
             found = [*self._prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
             models = [*self._prepared.models, *map(self._strategy.plain, self._new.values())]
-            check_packing(loaders, models)
+            warn_of_packing(loaders, models)
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
