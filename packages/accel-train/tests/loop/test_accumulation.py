@@ -558,3 +558,20 @@ def test_gradients_that_an_optimizer_keeps_are_corrected_once(weighted, rows, to
     plain = accelerator.unwrap_model(model)
     torch.testing.assert_close(plain[1].weight.grad, reference[1].weight.grad, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(plain[0].weight, reference[0].weight, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_windows_by_hand_are_corrected_once():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    reference = copy.deepcopy(model)
+    data = torch.randn(8, 3, dtype=torch.float64)
+    accelerator = Accelerator(cpu=True)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index, x in enumerate(data):
+        with contextlib.nullcontext() if index % 4 == 3 else accelerator.no_sync(model):
+            accelerator.backward(model(x).square().sum() * (index + 1), num_items=index + 1)
+    for first in (0, 4):
+        factor = torch.arange(first + 1.0, first + 5, dtype=torch.float64)
+        ((reference(data[first : first + 4]).square().squeeze(1) * factor).sum() / factor.sum()).backward()
+    found = accelerator.unwrap_model(model).weight.grad
+    torch.testing.assert_close(found, reference.weight.grad, rtol=1e-12, atol=1e-12)

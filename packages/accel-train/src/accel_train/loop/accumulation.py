@@ -451,6 +451,8 @@ class Accumulator:
         window.synchronising = self._held_back == 0
         if not window.backwards:
             window.planned = self.num_steps
+            if not window.synchronising:
+                self._note_kept(window)
         correction: float | Tensor | None = None
         if num_items is not None or window.weighted:
             loss, correction = self._weigh(window, loss, num_items, kwargs)
@@ -462,6 +464,7 @@ class Accumulator:
             self._strategy.backward(self._all_models, loss, pending=pending, kwargs=kwargs)
             if correction is not None:
                 self._strategy.scale_gradients(self._trained_in(window), correction)
+                self._give_back_kept(window, correction)
         finally:
             if window.synchronising:
                 window.reset()
