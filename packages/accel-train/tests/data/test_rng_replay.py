@@ -354,7 +354,7 @@ STEADY = [
     if not any(word in kind for word in ("worker", "lazy", "noisy", "stream", "python"))
 ]
 """Kinds whose samplers draw nothing from the generators of the training step after the first batch."""
-QUICK = ("own generator, full batches", "own generator, replacement", "custom batches", "dispatched")
+QUICK = ("own generator, full batches",)
 
 
 @pytest.mark.parametrize(
