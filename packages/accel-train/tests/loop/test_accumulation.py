@@ -560,6 +560,30 @@ def test_gradients_that_an_optimizer_keeps_are_corrected_once(weighted, rows, to
     torch.testing.assert_close(plain[0].weight, reference[0].weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_kept_after_a_step_are_corrected_once(to_none):
+    """The first window ends with a step and zeros, the second leaves gradients, and the third adds to them."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    data = torch.randn(12, 3, dtype=torch.float64)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index, x in enumerate(data):
+        if index == 4:
+            reference = copy.deepcopy(accelerator.unwrap_model(model))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().sum() * (index + 1), num_items=index + 1)
+            if index < 4:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+    reference.zero_grad()
+    for first in (4, 8):
+        factor = torch.arange(first + 1.0, first + 5, dtype=torch.float64)
+        ((reference(data[first : first + 4]).square().squeeze(1) * factor).sum() / factor.sum()).backward()
+    found = accelerator.unwrap_model(model).weight.grad
+    torch.testing.assert_close(found, reference.weight.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_of_windows_by_hand_are_corrected_once():
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()

@@ -11,6 +11,7 @@ from accel_state.trees import send_to_device
 from accel_train.loop import lomo
 from accel_train.loop.observers import StepObserver
 from accel_train.mesh import Mesh
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
 
@@ -80,7 +81,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._skipped = False
         self._check_again()
         self._spent = False  # stepped, and its gradients not yet dropped
-        self._zeroed = False  # gradients are zeros
+        self._zeros: list[tuple[int, int]] = []  # which gradients were filled with zeros
         self._called = False
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
         if lomo.is_lomo(optimizer):
@@ -164,8 +165,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         unfinished window are kept.
         """
         if self._accumulator.may_drop_gradients() or (self._spent and self._mark == _mark_of(self.optimizer)):
-            self._spent, self._zeroed = False, set_to_none is False
+            self._spent = False
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
+            self._zeros = _versions_of(self.optimizer) if set_to_none is False else []
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; fp16 skips a step with inf or NaN gradients."""
@@ -184,7 +186,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         observers = self._accumulator.observers
         for observer in observers:
             observer.before_step(self)
-        self._spent, self._zeroed = True, False
+        self._spent = True
         stepped, result = (
             self._observed(observers, closure) if observers else self._strategy.step(self.optimizer, closure)
         )
@@ -221,8 +223,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_zeros(self) -> bool:
-        """Whether gradients were filled with zeros, and no step has used others since."""
-        return self._zeroed
+        """Whether gradients were filled with zeros, to which no backward has added since."""
+        return bool(self._zeros) and self._zeros == _versions_of(self.optimizer)
 
     @property
     def steps_in_backward(self) -> bool:
@@ -308,6 +310,12 @@ def _mark_of(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
             if parameter.is_leaf and parameter.grad is not None:
                 return id(parameter.grad), parameter.grad._version
     return None
+
+
+def _versions_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """The same of all gradients; a backward need not add to the first."""
+    gradients = (parameter.grad for parameter in parameters_of(optimizer))
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
 
 def _delegate(name: str) -> Callable[..., Any]:
