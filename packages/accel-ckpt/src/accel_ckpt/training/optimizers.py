@@ -27,6 +27,7 @@ __all__ = [
     "check_optimizer_state",
     "load_optimizer_state",
     "name_positions",
+    "names_to_find",
     "optimizer_state_by_name",
     "steps_only",
 ]
@@ -173,7 +174,8 @@ def _checked(
     """
     check_form(tree, FORM, "the saved optimizer")
     names = _parameter_names(_groups(optimizer), models)
-    compared = _names_to_find(optimizer, names, tree["param_groups"])
+    trained = [[parameter.requires_grad for parameter in group] for group in _groups(optimizer)]
+    compared = names_to_find(names, trained, tree["param_groups"])
     _check_parameters(compared, names, tree["param_groups"])
     # Versions of torch add switches, but not numbers, to the options of an optimizer.
     defaults = getattr(optimizer, "defaults", {})
@@ -197,14 +199,20 @@ def _checked(
     return compared, current, fill
 
 
-def _names_to_find(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
+def names_to_find(
+    names: Sequence[Sequence[str]], trained: Sequence[Sequence[bool]], groups: Sequence[Mapping[str, Any]]
 ) -> list[list[str]]:
-    """Names without frozen parameters that a state does not list: engines drop them, and they have no state."""
+    """Names without frozen parameters that a state does not list: engines drop them, and they have no state.
+
+    Args:
+        names: of the parameters of each group of an optimizer.
+        trained: whether each of them is trained.
+        groups: the groups of the saved state.
+    """
     there = {name for group in groups for name in group["params"]}
     return [
-        [name for name, p in zip(group_names, group, strict=True) if p.requires_grad or name in there]
-        for group_names, group in zip(names, _groups(optimizer), strict=True)
+        [name for name, is_trained in zip(*group, strict=True) if is_trained or name in there]
+        for group in zip(names, trained, strict=True)
     ]
 
 

@@ -197,6 +197,15 @@ def test_ctrl_c_interrupts_the_ranks(launcher):
     assert "failed" not in err
 
 
+def interrupted(launcher, script, ranks):
+    """A launch of a script, which then sleeps on all ranks, after Ctrl-C."""
+    Path(script).write_text(Path(script).read_text() + SLEEP)
+    process = launcher.start("--num_processes", str(ranks), script)
+    wait_for(launcher.folder / "ready_*", ranks)
+    process.send_signal(signal.SIGINT)
+    return process
+
+
 @posix
 def test_what_ctrl_c_causes_is_not_a_failure(launcher):
     # The interpreter of rank 0 aborts at its end; rank 1 finds that its peer is gone; rank 2 ends without a traceback.
@@ -214,10 +223,7 @@ def test_what_ctrl_c_causes_is_not_a_failure(launcher):
             os.abort()
         signal.signal(signal.SIGINT, interrupted)
     """)
-    Path(script).write_text(Path(script).read_text() + SLEEP)
-    process = launcher.start("--num_processes", "3", script)
-    wait_for(launcher.folder / "ready_*", 3)
-    process.send_signal(signal.SIGINT)
+    process = interrupted(launcher, script, 3)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert err.count("\n") == 2, err
@@ -231,21 +237,14 @@ def test_an_error_while_a_rank_ends_after_ctrl_c_is_shown(launcher):
             raise ValueError("the last save failed")
         signal.signal(signal.SIGINT, interrupted)
     """)
-    Path(script).write_text(Path(script).read_text() + SLEEP)
-    process = launcher.start("--num_processes", "2", script)
-    wait_for(launcher.folder / "ready_*", 2)
-    process.send_signal(signal.SIGINT)
+    process = interrupted(launcher, script, 2)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "ValueError: the last save failed" in err
 
 
 def interrupted_while_ranks_ignore_it(launcher):
-    script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP)
-    process = launcher.start("--num_processes", "2", script)
-    wait_for(launcher.folder / "ready_*", 2)
-    process.send_signal(signal.SIGINT)
-    return process
+    return interrupted(launcher, launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN)\n"), 2)
 
 
 @posix

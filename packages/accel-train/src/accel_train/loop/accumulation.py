@@ -104,9 +104,7 @@ class Window:
     correction: float | Tensor = (
         1.0  # what gradients of losses divided by `planned` must be multiplied with at the end
     )
-    kept: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # gradients of earlier windows, by parameter
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients of earlier windows
     owner: weakref.ref[Any] | None = None
     cut: CutBatch = field(default_factory=CutBatch)
 

@@ -60,9 +60,8 @@ def _mixes(module: Any) -> str | None:
             "it is an encoder, which reads boundaries of documents only with attn_implementation="
             "'flash_attention_2'. Load it with that, or give each document a sequence of its own."
         )
-    checkpoints = getattr(
-        module, "is_gradient_checkpointing", False
-    )  # which switches the cache off in training
+    # Training switches the cache off there.
+    checkpoints = getattr(module, "is_gradient_checkpointing", False)
     if "use_cache" in names and getattr(config, "use_cache", False) and not checkpoints:
         return (
             "it makes no mask for documents while config.use_cache is True. Set model.config.use_cache = False, or "

@@ -95,11 +95,14 @@ class _Objects:
         self._check_together()
         self._check_optimizers()
         # Attention that is divided among ranks keeps documents apart.
-        if self._prepared.plan.sequence is None and self._strategy.loss.rank == 0:
+        if (
+            (self._new or self._loaders)
+            and self._prepared.plan.sequence is None
+            and self._strategy.loss.rank == 0
+        ):
             found = [*self._prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
-            models = [*self._prepared.models, *map(self._strategy.plain, self._new.values())]
-            warn_of_packing(loaders, models)
+            warn_of_packing(loaders, [*self._prepared.models, *map(self._strategy.plain, self._new.values())])
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""

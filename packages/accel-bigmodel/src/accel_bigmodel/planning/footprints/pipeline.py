@@ -34,6 +34,8 @@ class PipelineFootprint(StrategyFootprint):
     """
 
     waits: ClassVar[str] = "waits for other stages"
+    degree: ClassVar[str] = "parallelism.dp_replicate_size"
+    """The option for the number of ranks that hold the same stage."""
 
     def __init__(
         self, shape: ModelShape, setting: Setting, workload: Workload, timeline: Timeline | None
@@ -68,7 +70,7 @@ class PipelineFootprint(StrategyFootprint):
         return {
             "use_parallelism_config": True,
             "parallelism.pp_size": setting.stages,
-            "parallelism.dp_replicate_size": setting.shards,
+            cls.degree: setting.shards,
         }
 
     def traffic(self, cluster: Cluster) -> float:
@@ -88,6 +90,8 @@ class PipelineFootprint(StrategyFootprint):
 
 class ShardedPipelineFootprint(PipelineFootprint):
     """Footprint of a pipeline whose stages FSDP2 shards over the ranks that hold the same one."""
+
+    degree: ClassVar[str] = "parallelism.dp_shard_size"
 
     @classmethod
     def settings(
@@ -109,15 +113,6 @@ class ShardedPipelineFootprint(PipelineFootprint):
     def numbers(cls, precision: str) -> str:
         """Those of FSDP2."""
         return FSDP2Footprint.numbers(precision)
-
-    @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
-        """Degrees of parallelism."""
-        return {
-            "use_parallelism_config": True,
-            "parallelism.pp_size": setting.stages,
-            "parallelism.dp_shard_size": setting.shards,
-        }
 
     def traffic(self, cluster: Cluster) -> float:
         """Activations as above; a stage is gathered for each micro-batch, and its gradients are reduced once."""

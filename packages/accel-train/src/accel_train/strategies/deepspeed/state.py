@@ -18,6 +18,7 @@ from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
 from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import Leaf, fill_part
+from accel_ckpt.training.optimizers import names_to_find
 from accel_train.strategies.engines import check_groups
 
 __all__ = ["EngineState", "Share", "gathered_layers", "share_of"]
@@ -327,11 +328,8 @@ class EngineState:
 
     def _names_there(self, names: Sequence[Sequence[str]], tree: Mapping[str, Any]) -> list[list[str]]:
         """Names of groups without frozen parameters that the state does not list, as DeepSpeed's own do not."""
-        there = {name for group in tree["param_groups"] for name in group["params"]}
-        return [
-            [name for name, p in zip(group, given, strict=True) if self._is_trained(p) or name in there]
-            for group, given in zip(names, filter(None, self._given), strict=True)
-        ]
+        trained = [[*map(self._is_trained, given)] for given in self._given if given]
+        return names_to_find(names, trained, tree["param_groups"])
 
     def check_optimizer_state(
         self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
@@ -349,9 +347,7 @@ class EngineState:
         saved = {frozenset(group["params"]): group for group in tree["param_groups"] if group["params"]}
         kept = [group for group in names if group]
         for group, group_names in zip(self.base.param_groups, self._names_there(kept, tree), strict=True):
-            options = saved.get(
-                frozenset(group_names), {}
-            )  # of a group that is frozen here there may be none
+            options = saved.get(frozenset(group_names), {})  # the state may lack a group that is frozen here
             group.update({key: value for key, value in options.items() if key != "params"})
         with torch.no_grad():
             for group_parameters, group_names in zip(self._given, names, strict=True):

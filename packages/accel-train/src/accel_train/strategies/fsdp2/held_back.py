@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from accel_ckpt.parts import fsdp_groups, fsdp_modules, reshard
 from accel_state.operations.collectives import gather_object
 from accel_train.errors import AccumulationError
 from accel_train.strategies.gradients import local_part
-from accel_train.strategies.state_adapter import OwnGradient
+from accel_train.strategies.state_adapter import HeldBack, OwnGradient
 
 __all__ = ["HeldBackGradient", "held_back_in", "hold_back"]
 
@@ -139,19 +140,22 @@ def _placement(word: str) -> Any:
     return Shard(int(word)) if word.isdecimal() else Partial(word)
 
 
-def held_back_in(model: nn.Module) -> Iterator[HeldBackGradient]:
-    """Every parameter of a model that FSDP gathers, each once, in the same order on all ranks."""
-    seen: set[int] = set()
-    for unit in fsdp_modules(model):
-        for group in fsdp_groups(unit):
-            for managed in group.fsdp_params:
-                if id(managed) not in seen:
-                    seen.add(id(managed))
-                    yield HeldBackGradient(managed, unit)
+def held_back_in(models: Iterable[nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
+    """Where FSDP keeps the gradients of parameters until it reduces them, by the same names.
+
+    Args:
+        models: the divided models.
+        parameters: by name; those that FSDP does not gather have no entry.
+    """
+    held = {id(each.parameter): each for each in _gathered(models)}
+    return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
 
 
 def hold_back(
-    models: Sequence[nn.Module], gradients: Mapping[int, OwnGradient | None], group: Any = None
+    models: Sequence[nn.Module],
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, OwnGradient | None],
+    group: Any = None,
 ) -> None:
     """Replace all gradients that FSDP holds back. Collective.
 
@@ -160,15 +164,17 @@ def hold_back(
 
     Args:
         models: the divided models.
-        gradients: by the `id` of the parameters; None: zeros. Others have none.
+        parameters: by name. The gradients of others are dropped.
+        gradients: by name; None: zeros. Parameters without an entry have none.
         group: the ranks that reduce them together; None: all ranks of the world.
     """
-    held = [each for model in models for each in held_back_in(model)]
+    wanted = {id(parameters[name]): gradient for name, gradient in gradients.items()}
+    held = [*_gathered(models)]
     mine = [
         _NONE
-        if id(each.parameter) not in gradients
+        if id(each.parameter) not in wanted
         else _ZEROS
-        if gradients[id(each.parameter)] is None
+        if wanted[id(each.parameter)] is None
         else _VALUES
         for each in held
     ]
@@ -183,4 +189,15 @@ def hold_back(
                     each.parameter.grad = torch.zeros_like(each.parameter)
                 continue
             each.gather_once()
-            each.replace(gradients.get(id(each.parameter)) or each.zeros())
+            each.replace(wanted.get(id(each.parameter)) or each.zeros())
+
+
+def _gathered(models: Iterable[nn.Module]) -> Iterator[HeldBackGradient]:
+    """Every parameter that FSDP gathers, each once, in the same order on all ranks."""
+    seen: set[int] = set()
+    for unit in itertools.chain.from_iterable(map(fsdp_modules, models)):
+        for group in fsdp_groups(unit):
+            for managed in group.fsdp_params:
+                if id(managed) not in seen:
+                    seen.add(id(managed))
+                    yield HeldBackGradient(managed, unit)

@@ -58,15 +58,13 @@ class FSDP2States(StateAdapter):
 
     def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
         """The whole gradients that FSDP keeps until it reduces them."""
-        held = {id(each.parameter): each for model in self.strategy.divided for each in held_back_in(model)}
-        return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
+        return held_back_in(self.strategy.divided, parameters)
 
     def hold_back(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
     ) -> None:
         """Let FSDP keep other gradients; those of parameters that have no name here are dropped."""
-        by_id = {id(parameters[name]): gradient for name, gradient in gradients.items()}
-        hold_back(self.strategy.divided, by_id)
+        hold_back(self.strategy.divided, parameters, gradients)
 
 
 class FSDP2Strategy(Strategy):

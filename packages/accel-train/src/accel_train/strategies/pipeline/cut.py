@@ -14,7 +14,7 @@ from accel_state.balance import balanced_starts
 from accel_train.errors import PrepareError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 
-__all__ = ["Cut", "cut_model", "is_of_transformers"]
+__all__ = ["Cut", "cut_model", "takes_embeddings"]
 
 _HOW = (
     "Name the modules that hold its parameters, in the order in which its forward calls them: "
@@ -43,7 +43,7 @@ class Cut:
         return tuple(name for stage in self.stages for name in stage)
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def takes_embeddings(model: nn.Module) -> bool:
     """Whether a model takes `inputs_embeds` in the place of tokens, as those of transformers."""
     return hasattr(model, "get_input_embeddings") and hasattr(model, "config")
 
@@ -60,7 +60,7 @@ def cut_model(model: nn.Module, config: PipelineParallelConfig, count: int) -> C
         PrepareError: the model's modules or their order are not known, a name is unknown, a stage would be empty, or
             two stages would share a parameter.
     """
-    chain = not is_of_transformers(model)
+    chain = not takes_embeddings(model)
     names, blocks = _modules_in_order(model, config)
     _check_complete(model, names)
     if config.cuts is None:
@@ -110,7 +110,7 @@ def _modules_in_order(model: nn.Module, config: PipelineParallelConfig) -> tuple
 def _declared(model: nn.Module) -> list[str]:
     """The modules that a model of transformers names in its plans of pipelines."""
     kind = type(model).__name__
-    if not is_of_transformers(model):
+    if not takes_embeddings(model):
         raise PrepareError(
             f"{kind} is no nn.Sequential, so how to cut it into stages of a pipeline is not known. {_HOW}"
         )

@@ -111,16 +111,14 @@ class PipelineStates(StateAdapter):
 
     def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
         """The whole gradients of this rank's stages that FSDP keeps until it reduces them."""
-        held = {id(each.parameter): each for stage in self.strategy.sharded for each in held_back_in(stage)}
-        return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
+        return held_back_in(self.strategy.sharded, parameters)
 
     def hold_back(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
     ) -> None:
         """Let FSDP keep other gradients, on all ranks of this rank's stages."""
-        by_id = {id(parameters[name]): gradient for name, gradient in gradients.items()}
         if self.strategy.shards:
-            hold_back(self.strategy.sharded, by_id, self.strategy.loss.group)
+            hold_back(self.strategy.sharded, parameters, gradients, self.strategy.loss.group)
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """How far a window has come, and how long batches are, of which the last one may be shorter."""
