@@ -76,10 +76,10 @@ def test_recomputing_keeps_less_and_gradients_are_complete():
         assert sum(phase.gradients for phase in timeline.phases) == sum(p.numel() for p in model.parameters())
 
 
-def transformer(kind, **settings):
+def transformer(kind, layers=2, **settings):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
-        kind, vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        kind, vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
         num_key_value_heads=2, head_dim=8, **settings,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config)
@@ -88,6 +88,20 @@ def transformer(kind, **settings):
 def tokens(samples):
     ids = torch.zeros(samples, 6, dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "cached"), [("llama", True), ("llama", False), ("gpt2", True)])
+def test_many_blocks_with_a_cache_are_as_a_few(kind, cached, checkpointing):
+    """A cache of keys and values stays until the backward ends, and the blocks of gpt2 get it by position."""
+    model = transformer(kind, use_cache=cached, layers=9)
+    steps = (trace_step(model, tokens(n), FLOAT, checkpointing=checkpointing) for n in (1, 2))
+    whole = combine(*steps)
+    short = trace_model(model, tokens, FLOAT, checkpointing=checkpointing)
+    assert [(p.unit, p.backward, p.gradients) for p in short.phases] == [
+        (p.unit, p.backward, p.gradients) for p in whole.phases
+    ]
+    assert [p.at(5) for p in short.phases] == pytest.approx([p.at(5) for p in whole.phases])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -47,10 +47,15 @@ class Timeline:
 
     phases: tuple[Phase, ...]
 
-    def with_more_units(self, count: int) -> Timeline:
+    def with_more_units(self, count: int, left: tuple[float, float] = (0.0, 0.0)) -> Timeline:
         """Extend the timeline by `count` units after the third, each equal to the third.
 
         Each of them keeps as many bytes as the third adds to the second.
+
+        Args:
+            count: number of units to add.
+            left: bytes that each unit leaves until the end of the backward, such as a cache of keys and values, and
+                such bytes that each sample adds.
         """
         added = {backward: self._added(backward) for backward in (False, True)}
         found: list[Phase] = []
@@ -62,7 +67,10 @@ class Timeline:
             else:
                 unit = phase.unit + count if phase.unit is not None and phase.unit > 2 else phase.unit
                 found.append(_later(phase, count if self._holds(at) else 0, adds, unit))
-        return Timeline(tuple(found))
+        # The difference between two units in the backward lacks what a unit leaves.
+        return Timeline(
+            tuple(_later(phase, count, left, phase.unit) if phase.backward else phase for phase in found)
+        )
 
     def _added(self, backward: bool) -> tuple[float, float]:
         units = {phase.unit: phase for phase in self.phases if phase.backward == backward}

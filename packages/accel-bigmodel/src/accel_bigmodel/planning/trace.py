@@ -24,9 +24,7 @@ from accel_bigmodel.planning.shape import Phase, Timeline
 
 __all__ = ["Numbers", "Traced", "combine", "trace_model", "trace_step"]
 
-_FEW = 5  # the first unit, the last, and enough between them to see what one adds
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
-"""Arguments of transformers' blocks that hold keys and values, as objects that tell how many they hold."""
+_FEW = 4  # the first unit, the last, and two between them, whose difference is what one adds
 MakeInputs = Callable[[int], Mapping[str, Any]]
 
 
@@ -47,13 +45,17 @@ class Numbers:
 
 @dataclass(slots=True)
 class Traced:
-    """A phase of one trace, in bytes."""
+    """A phase of one trace, in bytes.
+
+    `left` is what was made in it and is still alive when the backward ends, such as a cache of keys and values.
+    """
 
     unit: int | None
     backward: bool
     peak: int = 0
     logits: int = 0
     gradients: int = 0
+    left: int = 0
 
 
 def trace_step(
@@ -142,24 +144,23 @@ def trace_model(
     vocabulary = int(getattr(text_config(model), "vocab_size", 0) or 0)
     few = _with_few_units(model)
 
-    def traces(of: nn.Module) -> Timeline:
-        steps = [
-            trace_step(
-                of,
-                make_inputs(samples),
-                numbers,
-                checkpointing=checkpointing,
-                vocabulary=vocabulary,
-                device=device,
-            )
-            for samples in (1, 2)
-        ]
-        return combine(steps[0], steps[1])
-
+    one, two = (
+        trace_step(
+            few or model,
+            make_inputs(samples),
+            numbers,
+            checkpointing=checkpointing,
+            vocabulary=vocabulary,
+            device=device,
+        )
+        for samples in (1, 2)
+    )
+    timeline = combine(one, two)
     if few is None:
-        return traces(model)
-    missing = len(find_units(model)) - _FEW
-    return traces(few).with_more_units(missing)
+        return timeline
+    first, second = (next(each.left for each in step if each.unit == 2) for step in (one, two))
+    left = (2 * first - second, second - first)
+    return timeline.with_more_units(len(find_units(model)) - _FEW, left)
 
 
 def _with_few_units(model: nn.Module) -> nn.Module | None:
@@ -170,11 +171,12 @@ def _with_few_units(model: nn.Module) -> nn.Module | None:
     }
     if len(units) <= _FEW or len(kinds) != 1:
         return None
-    few = copy.deepcopy(model)
-    for module in few.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == len(units):
-                setattr(module, name, child[:_FEW])
+    # By these `deepcopy` knows a list of units already, and copies none that is left out.
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(units):
+            copied[id(module)] = copy.deepcopy(module[:_FEW], copied)
+    few = copy.deepcopy(model, copied)
     return few if len(find_units(few)) == _FEW else None
 
 
@@ -210,6 +212,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has
         self.is_outside = False  # a unit has ended, and no other has begun
         self.logits: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
+        self.made_in: dict[int, Traced] = {}
         self.phases: list[Traced] = []
         self.known: set[int] = set()
 
@@ -249,12 +252,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has
         if self.live >= current.peak:
             current.peak, current.logits = self.live, sum(self.logits.values())
 
+    def end(self) -> None:
+        """Note what each phase leaves."""
+        for key, phase in self.made_in.items():
+            phase.left += self.sizes[key]
+
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.sizes or key in self.known:
             return
         self.sizes[key] = storage.nbytes()
+        self.made_in[key] = self.phases[-1]
         self.live += self.sizes[key]
         if self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary:
             self.logits[key] = storage.nbytes()
@@ -262,6 +271,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has
 
     def _forget(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
+        self.made_in.pop(key, None)
         self.logits.pop(key, None)
 
 
@@ -298,6 +308,7 @@ def _run(
             loss = _loss(outputs)
             state["backward"] = True
             loss.backward()  # type: ignore[no-untyped-call]
+        watch.end()
         del outputs, loss
 
 
@@ -364,13 +375,20 @@ def _checkpoint(unit: nn.Module) -> None:
     forward = unit.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **_without_cache(kwargs))
+        args, kwargs = _without_cache(args, kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     unit.forward = recomputed
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a block of transformers by which it caches nothing, because recomputing would append again."""
-    caches = {name: None for name in _CACHES if hasattr(kwargs.get(name), "get_seq_length")}
-    off = {"use_cache": False} if caches and "use_cache" in kwargs else {}
-    return {**kwargs, **caches, **off}
+    caches = {name: None for name, value in kwargs.items() if _is_cache(value)}
+    off = {"use_cache": False} if "use_cache" in kwargs else {}
+    if not caches and not any(map(_is_cache, args)):
+        return args, kwargs
+    return tuple(None if _is_cache(value) else value for value in args), {**kwargs, **caches, **off}
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length")  # keys and values, as objects that tell how many they hold

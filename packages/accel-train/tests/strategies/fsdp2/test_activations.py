@@ -130,6 +130,34 @@ def test_recomputed_blocks_append_to_no_cache():
             model[1](torch.ones(1, 2), past_key_values=cache)
 
 
+def test_a_cache_that_is_passed_by_position_is_left_out():
+    model = nn.ModuleList([Caching(), Caching()])
+    checkpoint_blocks(model, model, offload=False)
+    model[0](torch.ones(1, 2), Cache(0), use_cache=True).sum().backward()
+    assert model[0].seen == [(None, False)] * 2
+    with pytest.raises(PrepareError, match="argument 2 holds the keys and values of 5 positions"):
+        model[1](torch.ones(1, 2), Cache(5))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_gpt2_with_padding_has_the_gradients_that_it_has_without_checkpointing(attention):
+    """Its blocks get the cache by position."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=2, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_implementation=attention,
+    )  # fmt: skip
+    plain = transformers.GPT2LMHeadModel(config).double().train()
+    recomputed = copy.deepcopy(plain)
+    checkpoint_blocks(recomputed, recomputed.transformer.h, offload=False)
+    tokens = torch.randint(0, 20, (2, 6))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    for model in (plain, recomputed):
+        model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_nothing_is_recomputed_without_gradients():
     model = Model()
     checkpoint_blocks(model, model.blocks, offload=False)

@@ -21,9 +21,8 @@ __all__ = ["CheckpointedForward", "Policy", "checkpoint_blocks", "keep_products"
 Policy = Callable[..., CheckpointPolicy]
 """Says for each operation whether its results are kept, as `create_selective_checkpoint_contexts` of torch takes it."""
 
-# Arguments of blocks of transformers.
+# Arguments of blocks of older transformers, whose caches are tuples.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-_CACHE = "cache"  # the newest name
 
 # Where the time of a forward goes; there is one kernel of attention for each kind of device.
 _PRODUCTS = frozenset(
@@ -84,7 +83,7 @@ class CheckpointedForward:
         """
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        kwargs = _without_cache(kwargs)
+        args, kwargs = _without_cache(args, kwargs)
         where: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.offload:
             where = save_on_cpu(pin_memory=torch.accelerator.is_available())
@@ -96,24 +95,31 @@ class CheckpointedForward:
             return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a block of transformers by which it caches nothing."""
-    caches = [name for name in _CACHES if kwargs.get(name) is not None]
-    if hasattr(
-        kwargs.get(_CACHE), "get_seq_length"
-    ):  # too general a name for what it holds to be known by it
-        caches.append(_CACHE)
-    for name in caches:
-        length = getattr(kwargs[name], "get_seq_length", lambda: None)()
+def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a block of transformers by which it caches nothing; some models pass the cache by position."""
+    at = [place for place, value in enumerate(args) if _is_cache(value)]
+    names = [
+        name for name, value in kwargs.items() if _is_cache(value) or (name in _CACHES and value is not None)
+    ]
+    found = [(f"argument {place + 1}", args[place]) for place in at] + [
+        (name, kwargs[name]) for name in names
+    ]
+    if not found:
+        return args, kwargs
+    for name, cache in found:
+        length = cache.get_seq_length() if _is_cache(cache) else None
         if length != 0:
             held = "keys and values" if length is None else f"the keys and values of {length} positions"
             raise PrepareError(
                 f"{name} holds {held} (as for prefix tuning), and a block that is recomputed in backward would append "
                 "to them again. Set activation_checkpointing=False."
             )
-    if not caches:
-        return kwargs
-    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    kwargs = {**kwargs, **dict.fromkeys(names), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    return tuple(None if place in at else value for place, value in enumerate(args)), kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length")
 
 
 def checkpoint_blocks(
