@@ -110,7 +110,7 @@ def what_works() -> str:
 
 
 def changelog() -> str:
-    """The changelogs of the packages, with what waits for the next release."""
+    """The changelogs of the packages, one a tab, with what waits for the next release."""
     kinds = (
         ("security", "Security"), ("removed", "Removed"), ("changed", "Changed"),
         ("added", "Added"), ("fixed", "Fixed"),
@@ -118,14 +118,15 @@ def changelog() -> str:
     parts = ["# Changelog\n"]
     for package in PACKAGES:
         folder = ROOT / "packages" / package
-        parts.append(f"\n## {package} {version(package)}\n")
+        texts = []
         for kind, title in kinds:
             fragments = sorted((folder / "changelog.d").glob(f"*.{kind}.md"))
             lines = [f"- {fragment.read_text(encoding='utf-8').strip()}\n" for fragment in fragments]
             if lines:
-                parts.append(f"\n### {title}, not released yet {{: #{package}-{kind} }}\n\n{''.join(lines)}")
-        released = _text(f"packages/{package}/CHANGELOG.md").partition("release notes start -->")[2]
-        parts.append(re.sub(r"^##", "###", released, flags=re.MULTILINE))
+                texts.append(f"\n## {title}, not released yet {{: #{package}-{kind} }}\n\n{''.join(lines)}")
+        texts.append(_text(f"packages/{package}/CHANGELOG.md").partition("release notes start -->")[2])
+        text = textwrap.indent("".join(texts), "    ")
+        parts.append(f'\n=== "{package} {version(package)}"\n{text}')
     return "".join(parts)
 
 

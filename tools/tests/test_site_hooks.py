@@ -62,4 +62,4 @@ def test_pages_made_of_files_at_the_root(hooks):
     assert "| strategies | [single, DDP, FSDP2](guides/strategies.md)" in works
     changes = hooks.changelog()
     for package in hooks.PACKAGES:
-        assert f"## {package} {hooks.version(package)}\n" in changes
+        assert f'=== "{package} {hooks.version(package)}"\n' in changes
