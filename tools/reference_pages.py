@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 TOPICS = ROOT / "docs" / "reference" / "topics.toml"
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train")
+_WITHOUT_INHERITED = "    options:\n      inherited_members: false\n"
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,34 @@ def _page(page: Page) -> str:
     if alone is not None:
         about.append(f"Import {page.names[0][1] if len(page.names) == 1 else 'all of it'} from `{alone}`.")
     listed = _table(page.names, "", packages=alone is None) if len(page.names) > 1 else ""
-    parts = [f"::: {home}.{name}\n" for home, name in page.names if name not in _made(home)]
+    parts = [
+        f"::: {home}.{name}\n" + (_WITHOUT_INHERITED if _extends_documented(home, name) else "")
+        for home, name in page.names
+        if name not in _made(home)
+    ]
     return "\n\n".join([f"# {page.title}", *about, listed, *parts])
+
+
+def _extends_documented(module: str, name: str) -> bool:
+    """Whether all base classes have sections of their own, so that what they bring is said there, and only there."""
+    bases = _bases(module, name)
+    documented = {each for names in public_names().values() for each in names}
+    return bool(bases) and all(base in documented for base in bases)
+
+
+def _bases(module: str, name: str) -> list[str]:
+    """The base classes of a class, without ``typing``'s; none for other things."""
+    if module.partition(".")[0] not in PACKAGES:
+        return []
+    for node in source(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            given = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            return [one for one in map(ast.unparse, given) if one not in ("Generic", "Protocol")]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for one in node.names:
+                if (one.asname or one.name) == name:
+                    return _bases(node.module, one.name)
+    return []
 
 
 def _table(names: Sequence[tuple[str, str]], path: str, *, packages: bool = False) -> str:

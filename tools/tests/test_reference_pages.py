@@ -48,6 +48,17 @@ def test_an_index_links_to_the_sections_of_its_pages(topics):
                 assert documented or f"`{name}()`" in made[page.path]
 
 
+def test_what_a_documented_base_class_brings_is_said_only_there(topics):
+    made = "".join(f"{page}\n" for page in reference_pages.pages(topics).values())
+    without = "    options:\n      inherited_members: false\n"
+    for name in ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"):
+        assert f"::: accel_train.data.{name}\n{without}" in made
+    # Its base classes have no sections, and it has one for everything of its own.
+    for name in ("data.PreparedLoader", "accelerator.Accelerator"):
+        assert f"::: accel_train.{name}\n" in made
+        assert f"::: accel_train.{name}\n{without}" not in made
+
+
 def test_what_is_said_of_a_name():
     summary = reference_pages.summary
     assert summary("accel_train.accelerator", "Accelerator").startswith("Runs a PyTorch training loop")
