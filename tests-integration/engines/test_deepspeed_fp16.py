@@ -186,3 +186,66 @@ def test_a_fixed_scale_refuses_gradients_of_another_one(tmp_path):
         train, 2, {"stage": 2, "static": 128}, end=SAVED_AFTER + 1, save=tmp_path / "state", overflowing=()
     )
     worlds.run(load_with_another_scale, 2, tmp_path / "state")
+
+
+def train_two(stage: int | None, precision: str, *, static: float = 0) -> Any:
+    """Train two models with one loss; once the first has a loss of its own, which overflows in 16 bits.
+
+    Returns:
+        The weights of both, and the scales in each step with one loss.
+    """
+    with fp16_on_cpu():
+        accelerator, first, first_optimizer = begin(stage, grows=100, static=static, precision=precision)
+        second = nn.Linear(5, 3)
+        second, second_optimizer = accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        ranks = accelerator.strategy.batch
+        scales = []
+        for number in range(5):
+            x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(number))
+            x = x.chunk(ranks.size)[ranks.index]
+            if number == 2:
+                if precision == "fp16":
+                    accelerator.backward(first(x).square().mean() * 1e30)
+                    first_optimizer.step()
+                    first_optimizer.zero_grad()
+                continue
+            accelerator.backward((first(x) + second(x)).square().mean())
+            scales.append([scale_in(accelerator, model) for model in (first, second)])
+            for optimizer in (first_optimizer, second_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+        states = [accelerator.get_state_dict(model) for model in (first, second)]
+    return [{name: value.float().clone() for name, value in state.items()} for state in states], scales
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=FULL), pytest.param(3, marks=FULL)])
+def test_one_loss_of_two_models_has_one_scale(stage):
+    """The engine of one has skipped a step that the other did not make."""
+    [(wanted, _)] = worlds.run(train_two, 1, None, "no")
+    for weights, scales in worlds.run(train_two, 2, stage, "fp16"):
+        assert scales == [[64, 64], [64, 64], [32, 32], [32, 32]]
+        torch.testing.assert_close(weights, wanted, rtol=2e-3, atol=2e-3)
+
+
+def refused_together(static: float, waiting: bool) -> str:
+    from accel_train import PrepareError
+
+    with fp16_on_cpu():
+        accelerator, first, _ = begin(2, static=static)
+        second = nn.Linear(5, 3)
+        second, _ = accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        first.optimizer.loss_scaler.cur_scale = 16.0
+        x = torch.ones(1, 5)
+        if waiting:
+            for model in (first, second):
+                accelerator.backward(model(x).square().mean())
+        with pytest.raises(PrepareError) as caught:
+            accelerator.backward((first(x) + second(x)).square().mean())
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("static", "waiting"), [(128, False), (0, True)])
+def test_scales_that_cannot_be_made_equal_are_refused(static, waiting):
+    for error in worlds.run(refused_together, 2, static, waiting):
+        assert f"scale losses by 16.0 and {128.0 if static else 64.0}" in error
+        assert "call backward() for the loss of each model" in error

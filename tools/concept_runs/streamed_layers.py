@@ -66,13 +66,26 @@ def forwarded(folder: str) -> dict[str, Any]:
         "limit_mb": round(LIMIT / 1e6, 1),
         "most_in_memory_mb": round(max(sum(shares) for _, shares in looks) * weights[0].numel() * 4 / 1e6, 1),
         "computing_ms": [[_ms(begin - start), _ms(end - start)] for begin, end in computing],
+        "in_memory_when_computed": [layer.share for layer in model],
         "in_memory": [[_ms(when - start), shares] for when, shares in looks[::every]],
     }
 
 
+class Layer(nn.Linear):
+    """A layer that notes how much of its weight is in memory when it has computed."""
+
+    share = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, as of any linear layer."""
+        result = super().forward(x)
+        self.share = round(_share_in_memory(self.weight), 2)
+        return result
+
+
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    return nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
 def _out_of_memory(folder: Path) -> None:

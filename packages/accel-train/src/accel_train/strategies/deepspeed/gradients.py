@@ -65,8 +65,13 @@ class EngineGradients:
     @property
     def noted(self) -> bool:
         """Whether the gradients are complete, or changes of them are recorded for the step."""
-        changed = self._coefficient is not None or self._limit is not None or not _is_one(self.factor)
+        changed = self._coefficient is not None or self._limit is not None or self.has_factor
         return changed or self._complete
+
+    @property
+    def has_factor(self) -> bool:
+        """Whether waiting gradients are to be multiplied in the step, so that a further loss is divided before."""
+        return not _is_one(self.factor)
 
     def restart(self, waiting: bool) -> None:
         """Forget what is recorded; gradients were replaced, and wait or not."""
@@ -229,7 +234,7 @@ class EngineGradients:
         """
         if not self.waiting:
             return True
-        noted = self._coefficient is not None or self._limit is not None or not _is_one(self.factor)
+        noted = self._coefficient is not None or self._limit is not None or self.has_factor
         with self._reduced_once(), self._clipping():
             self.engine.step()
         stepped = bool(self.engine.was_step_applied())

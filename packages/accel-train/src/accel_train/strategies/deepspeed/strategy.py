@@ -429,7 +429,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
 
         Raises:
             ArgumentTypeError: the engine's backward does not take an argument.
-            PrepareError: the model was prepared without its optimizer, or its parameters have changed since.
+            PrepareError: the model was prepared without its optimizer, or its parameters have changed since; or the
+                loss depends on several models whose engines do not scale it alike.
         """
         unknown = sorted(kwargs.keys() - {"retain_graph", "scale_wrt_gas"})
         if unknown:
@@ -456,9 +457,14 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             )
         for item in used:
             item.watch.check()
+        if len(used) > 1:
+            _scale_alike(used)
         for item in used:
             loss = item.gradients.before_backward(loss)
-        # The other engines of the loss finish their gradients in hooks of their own.
+        # The other engines of the loss finish their gradients in hooks of their own. The first scales the loss for all.
+        for item in used[1:]:
+            if scale_of(item.engine) is not None:
+                item.engine.scale(loss)  # which tells the engine that the loss is scaled
         used[0].engine.backward(loss, **{**kwargs, "scale_wrt_gas": False})
         for item in used:
             item.gradients.after_backward()
@@ -608,9 +614,9 @@ def _check_trained(groups: Sequence[Sequence[Tensor]], optimizer: torch.optim.Op
 
 
 def _in_graph(loss: Tensor, trained: Sequence[_Trained]) -> list[_Trained]:
-    """The engines whose parameters a loss depends on."""
+    """The engines whose parameters a loss depends on, as they were prepared."""
     owners = {key: item for item in trained for key in item.gradients.keys}
-    found: dict[int, _Trained] = {}
+    found: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting and len(found) < len(trained):
@@ -620,9 +626,41 @@ def _in_graph(loss: Tensor, trained: Sequence[_Trained]) -> list[_Trained]:
         seen.add(node)
         item = owners.get(id(getattr(node, "variable", None)))
         if item is not None:
-            found[id(item)] = item
+            found.add(id(item))
         waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return [item for item in trained if id(item) in found]
+
+
+def _scale_alike(used: Sequence[_Trained]) -> None:
+    """Let the engines of one loss have one loss scale: that of waiting gradients, or the lowest.
+
+    Scales part when one engine skips a step that the other makes.
+
+    Raises:
+        PrepareError: they cannot: a scale is fixed, an engine has none, or both have waiting gradients.
+    """
+    if any(item.gradients.has_factor for item in used):
+        raise PrepareError(
+            f"The loss depends on {len(used)} models, and gradients of one wait that were multiplied, as for "
+            "num_items. Step its optimizer before this backward, or call backward() for the loss of each model."
+        )
+    scales = [scale_of(item.engine) for item in used]
+    values = [None if scale is None else scale.value for scale in scales]
+    if len(set(values)) == 1:
+        return
+    waiting = {value for item, value in zip(used, values, strict=True) if item.gradients.waiting}
+    common = min((value for value in waiting or values if value is not None), default=None)
+    apart = [scale for scale in scales if scale is None or scale.value != common]
+    if len(waiting) > 1 or any(scale is None or not scale.is_dynamic for scale in apart):
+        raise PrepareError(
+            f"The loss depends on {len(used)} models, whose DeepSpeed engines scale losses by "
+            f"{' and '.join('nothing' if value is None else str(value) for value in values)}, and one backward has one "
+            "scale. Give all of them the same precision and the same fp16.loss_scale, and step their optimizers "
+            "together, or call backward() for the loss of each model."
+        )
+    for scale in apart:
+        assert scale is not None
+        scale.load({"cur_scale": common})
 
 
 def _scheduler_of(made: _Trained, given: Any) -> Any:
