@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -147,6 +148,30 @@ def interrupted(kind: dict[str, Any], folder: Any) -> None:
 )
 def test_a_run_resumes_with_its_loss_scale_inside_a_window_that_overflows(tmp_path, kind):
     worlds.run(interrupted, 2, kind, tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"stage": 0},
+        {"stage": 2},
+        pytest.param({"stage": 1}, marks=FULL),
+        pytest.param({"stage": 3}, marks=FULL),
+        pytest.param({"stage": 1, "offload": True}, marks=FULL),
+        pytest.param({"stage": 2, "offload": True}, marks=FULL),
+        pytest.param({"stage": 3, "offload": True}, marks=FULL),
+    ],
+    ids=str,
+)
+def test_gradients_are_whole_in_a_step_after_which_the_scale_grows(kind):
+    """The oracle computes in float32, without the step that overflows."""
+    [wanted] = worlds.run(train, 1, {"stage": None, "precision": "no"}, overflowing=(4,))
+    for found in worlds.run(train, 2, kind, overflowing=(4,)):
+        made = [weights for _, skipped, weights in found if not skipped]
+        scales = [scale for scale, _, _ in found]
+        assert sum(after == 2 * before for before, after in itertools.pairwise(scales)) > 1
+        for weights, (_, _, exact) in zip(made, wanted, strict=True):
+            torch.testing.assert_close(weights, exact, rtol=2e-3, atol=2e-3)
 
 
 ONE = {"stage": None, "grows": 100}

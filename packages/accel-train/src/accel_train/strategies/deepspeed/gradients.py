@@ -44,7 +44,8 @@ class EngineGradients:
         # DeepSpeed's optimizer for bf16 has whole sums of its own.
         self._sums_in_float32 = hasattr(engine.optimizer, "fp32_groups_gradients")
         # Without ZeRO the engine unscales gradients in its step, and scales no loss in its backward.
-        self._lacks_loss_scale = engine.fp16_enabled() and not hasattr(engine.optimizer, "scale_if_loss")
+        self._scales_loss: bool = engine.fp16_enabled()
+        self._lacks_loss_scale = self._scales_loss and not hasattr(engine.optimizer, "scale_if_loss")
         self._steps_base(engine)
         self._reset()
 
@@ -235,7 +236,7 @@ class EngineGradients:
         if not self.waiting:
             return True
         noted = self._coefficient is not None or self._limit is not None or self.has_factor
-        with self._reduced_once(), self._clipping():
+        with self._reduced_once(), self._clipping(), self._scale_grown_after():
             self.engine.step()
         stepped = bool(self.engine.was_step_applied())
         if noted and stepped and not (self._applied or self.in_parameters):
@@ -267,6 +268,29 @@ class EngineGradients:
                 del optimizer.finalize_gradient_accumulation_boundary
             else:
                 engine.enable_backward_allreduce = True
+
+    @contextlib.contextmanager
+    def _scale_grown_after(self) -> Iterator[None]:
+        """A loss scale grows after the step: the engine would divide gradients of the old scale by the new one."""
+        optimizer = self.engine.optimizer
+        if not self._scales_loss:
+            yield
+            return
+        update, grows = optimizer._update_scale, []
+
+        def shrink_only(overflow: Any) -> None:
+            if overflow:
+                update(overflow)  # nothing is divided in a step that is skipped
+            else:
+                grows.append(overflow)
+
+        optimizer._update_scale = shrink_only
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+        for overflow in grows:
+            update(overflow)
 
     @contextlib.contextmanager
     def _clipping(self) -> Iterator[None]:
