@@ -115,7 +115,7 @@ def changelog() -> str:
         ("security", "Security"), ("removed", "Removed"), ("changed", "Changed"),
         ("added", "Added"), ("fixed", "Fixed"),
     )  # fmt: skip
-    parts = ["# Changelog\n"]
+    parts = ["---\nhide: [toc]\n---\n\n# Changelog\n"]  # the table of contents would not say of which package
     for package in PACKAGES:
         folder = ROOT / "packages" / package
         texts = []
