@@ -236,7 +236,7 @@ def test_states_of_more_devices_than_are_here(kind):
     here = state["device"]["states"]
     many = state | {"device": {"type": kind, "states": [*here, *here]}}
     with pytest.warns(
-        UserWarning, match=f"is of {2 * len(here)} {kind} devices, and this process has {len(here)}"
+        UserWarning, match=f"is that of {2 * len(here)} {kind} devices, but this process has {len(here)}"
     ):
         set_rng_state(many)
     assert torch.equal(torch.rand(4, device=kind), expected)
