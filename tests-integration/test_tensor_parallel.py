@@ -485,7 +485,7 @@ def overflow(kind, name):
     accelerator = begin_as(kind, 1, "fp16")
     model = divide(make(), accelerator.torch_device_mesh["tp"])
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    x, y = next(iter(loader_of(1)))
+    x, y = (tensor.to(accelerator.device) for tensor in next(iter(loader_of(1))))
     taken = []
     for wrong in (True, False):
         before = accelerator.get_state_dict(model)["blocks.0.up.weight"].clone()
