@@ -384,7 +384,7 @@ def test_t39_models_that_differ_are_an_error_on_all_ranks():
 # Models that the script has divided
 
 
-def shard_alone(strategy, accumulation):
+def shard_alone(strategy, accumulation, whole):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -395,18 +395,19 @@ def shard_alone(strategy, accumulation):
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if not whole:
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     again, optimizer = accelerator.prepare(model, optimizer)
     assert again is model
-    assert isinstance(again, FSDPModule)
+    assert isinstance(again, FSDPModule) != whole
     assert {parameter.device for parameter in model.parameters()} == {accelerator.device}
     return windows(accelerator, model, optimizer)
 
 
 def windows(accelerator, model, optimizer):
     """Four micro-batches, and the weights after them."""
-    ids = batch(accelerator)
+    ids = batch(accelerator).to(accelerator.device)
     for number in range(4):
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=(ids + number) % VOCABULARY, labels=ids).loss)
@@ -427,9 +428,14 @@ def replicated(accumulation):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_a_model_that_the_script_has_sharded_is_taken_as_it_is(strategy, accumulation):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, id="whole layers around")])
+def test_a_model_that_the_script_has_sharded_is_taken_as_it_is(strategy, accumulation, whole):
+    if whole and strategy == "ddp":
+        with pytest.raises(worlds.RankError, match=r"except 'model\.embed_tokens\.weight' \(the first of \d"):
+            worlds.run(shard_alone, 2, strategy, accumulation, whole)
+        return
     wanted = worlds.run(replicated, 2, accumulation)[0]
-    for found in worlds.run(shard_alone, 2, strategy, accumulation):
+    for found in worlds.run(shard_alone, 2, strategy, accumulation, whole):
         for name, value in found.items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-5)
 

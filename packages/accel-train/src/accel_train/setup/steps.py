@@ -15,6 +15,8 @@ from accel_train.precision.base import Precision
 from accel_train.precision.restoring import restore_model
 from accel_train.setup.compile import compile_model
 from accel_train.setup.unwrap import plain_module
+from accel_train.strategies.fsdp2.start import place_whole
+from accel_train.strategies.wrappers import reduced_by_fsdp
 
 __all__ = ["Steps", "place_model"]
 
@@ -56,7 +58,7 @@ class Steps:
 
 
 def place_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model, unless a device map already spread it.
+    """Move a model, except what `fully_shard` manages, unless a device map already spread it.
 
     Raises:
         PrepareError: parameters without storage, which no `.to()` can fill.
@@ -74,6 +76,11 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
             f"{device}. Load a checkpoint first (load_checkpoint_in_model), or build the model without "
             "init_empty_weights()."
         )
+    managed = reduced_by_fsdp(plain_module(model))
+    if managed:  # where FSDP has put them, which may be the host
+        tensors = (*model.parameters(), *model.buffers())
+        place_whole((tensor for tensor in tensors if id(tensor) not in managed), device)
+        return model
     # A move to XLA puts new parameters in the place of the old ones, for each name another.
     tied = find_tied_parameters(model) if device.type == "xla" else []
     moved = model.to(device)

@@ -30,7 +30,7 @@ from accel_train.strategies.replicas import Replicas, differing_rates
 from accel_train.strategies.shared_buffers import running_averages, saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.transparent_ddp import TransparentDDP, set_takes_buffers
-from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
+from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script, reduced_by_fsdp
 
 __all__ = ["DDPStates", "DDPStrategy", "inside_parallel"]
 
@@ -155,6 +155,14 @@ class DDPStrategy(Strategy):
                     f"comm_hook={str(self._handler.comm_hook)!r} compresses what ddp sends, and "
                     f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
                     "comm_hook out."
+                )
+            managed = reduced_by_fsdp(model)
+            whole = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in managed]
+            if whole:
+                raise PrepareError(
+                    f"{type(model).__name__} is divided by fully_shard, except {whole[0]!r} (the first of "
+                    f"{len(whole)} trained parameters), whose gradients nobody would average under ddp. Divide what "
+                    "is around the parts too, by fully_shard(model), or choose fsdp2, which averages it."
                 )
             share_in_evaluation(model, model, saved_buffers)
             return model

@@ -82,8 +82,7 @@ class TensorParallelStrategy(Strategy):
         plain = self.plain(model)
         check_division(plain, self.batch)
         self.check_plan(plain)
-        if not reduced_by_fsdp(plain):  # whose parameters may stay on the host
-            model = steps.place(model)
+        model = steps.place(model)
         self._share_start(plain)
         self._known = [(known, ids) for known, ids in self._known if known is not plain]
         self._known.append((plain, set(map(id, plain.parameters()))))

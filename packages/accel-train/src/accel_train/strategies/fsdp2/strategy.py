@@ -147,7 +147,10 @@ class FSDP2Strategy(Strategy):
         plain = self.plain(model)
         by_script = is_sharded_by_script(plain, self.batch)
         self.check_plan(plain)
-        lists = [] if by_script else self._divide(plain)
+        if by_script:
+            model, lists = steps.place(model), []  # what the script has left whole
+        else:
+            lists = self._divide(plain)
         prepared = steps.compile(model)
         watch = Watch(plain, self._find_whole, lists)
         self._watches.append(watch)
