@@ -69,6 +69,11 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
     devices = {tensor.device.type for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
     if devices <= {"cpu"} and device.type == "cpu" and type(model).to is nn.Module.to:
         return model  # nothing can be elsewhere; walking the modules to find that out takes most of `prepare`
+    managed = reduced_by_fsdp(plain_module(model))
+    if managed:  # where FSDP has put them, which may be the host
+        tensors = (*model.parameters(), *model.buffers())
+        place_whole((tensor for tensor in tensors if id(tensor) not in managed), device)
+        return model
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise PrepareError(
@@ -76,11 +81,6 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
             f"{device}. Load a checkpoint first (load_checkpoint_in_model), or build the model without "
             "init_empty_weights()."
         )
-    managed = reduced_by_fsdp(plain_module(model))
-    if managed:  # where FSDP has put them, which may be the host
-        tensors = (*model.parameters(), *model.buffers())
-        place_whole((tensor for tensor in tensors if id(tensor) not in managed), device)
-        return model
     # A move to XLA puts new parameters in the place of the old ones, for each name another.
     tied = find_tied_parameters(model) if device.type == "xla" else []
     moved = model.to(device)
