@@ -21,6 +21,9 @@ PAGES = [
 LONG = {
     "packages/accel-cli/README.md",
     "docs/concepts/device-mesh.md",
+    "docs/concepts/processes-and-ports.md",
+    "docs/concepts/samples.md",
+    "docs/concepts/what-each-rank-holds.md",
     "docs/from-accelerate.md",
     "docs/from-pytorch.md",
     "docs/installation.md",
@@ -28,9 +31,9 @@ LONG = {
         f"docs/guides/{guide}.md"
         for guide in (
             "as-accelerate", "checkpoint-parts", "checkpoints", "clusters", "collectives", "containers", "ddp",
-            "evaluation", "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node",
+            "evaluation", "fsdp", "hugging-face", "launching", "local-sgd", "memory-estimates", "multi-node", "muon",
             "other-checkpoints", "pipeline-inference", "preemption", "processes", "rehearse", "restarts",
-            "several-models", "timeouts", "troubleshooting",
+            "several-models", "timeouts", "troubleshooting", "weights-to-an-inference-engine",
         )
     ),
 }  # fmt: skip

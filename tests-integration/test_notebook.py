@@ -59,6 +59,7 @@ def test_a_function_of_a_cell_trains_on_two_processes_and_again():
     assert text(cells[4]) == "False\n"
 
 
+@pytest.mark.full
 def test_a_failing_rank_shows_its_traceback_in_the_notebook():
     broken = (
         "def broken():\n    if PartialState().process_index == 1:\n        raise ValueError('bad cell')\n"

@@ -330,7 +330,7 @@ def assert_same_run(launches, name, size, *, whole_name=None, repeats=False):
 @pytest.mark.parametrize(
     ("who", "size"),
     [
-        ("one", 2),
+        pytest.param("one", 2, marks=pytest.mark.full),
         pytest.param("all", 2, marks=pytest.mark.full),
         pytest.param("one", 4, marks=pytest.mark.full),
         pytest.param("all", 4, marks=pytest.mark.full),

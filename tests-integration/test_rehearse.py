@@ -198,8 +198,8 @@ def facts_of(name, rank, folder):
     [
         ("ddp", 2, "adamw"),
         ("fsdp2", 4, "adamw"),
-        ("tp", 4, "adamw"),
-        ("hsdp", 4, "adamw"),
+        pytest.param("tp", 4, "adamw", marks=pytest.mark.full),
+        pytest.param("hsdp", 4, "adamw", marks=pytest.mark.full),
         ("ddp", 2, "muon"),
         pytest.param("fsdp2", 2, "muon", marks=pytest.mark.full),
     ],

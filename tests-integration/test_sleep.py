@@ -158,10 +158,10 @@ def assert_equal(found: Any, expected: Any) -> None:
 CELLS = [
     ("single", 1, {}),
     ("ddp", 2, {}),
-    ("ddp", 4, {}),
+    pytest.param("ddp", 4, {}, marks=pytest.mark.full),
     ("fsdp2", 2, {}),
     pytest.param("fsdp2", 4, {}, marks=pytest.mark.full),
-    ("hsdp", 4, {}),
+    pytest.param("hsdp", 4, {}, marks=pytest.mark.full),
     ("tp", 2, {}),
     ("offload", 2, {}),
 ]

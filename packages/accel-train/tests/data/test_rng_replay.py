@@ -359,7 +359,7 @@ QUICK = ("own generator, full batches",)
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(0, 2), (2, 4), pytest.param(0, 1, marks=pytest.mark.full), pytest.param(3, 0, marks=pytest.mark.full)],
+    [(0, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((2, 4), (0, 1), (3, 0)))],
 )
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full) for kind in STEADY]
