@@ -37,8 +37,6 @@ from testkit import worlds
 
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
 """Strategies, and the processes that each is tried on."""
-WINDOWS_SAVED = ("single", "ddp")
-"""Strategies that save gradients of an unfinished window."""
 FEATURES, HIDDEN = 6, 8
 
 
@@ -351,8 +349,6 @@ class Found:
     """What a run has seen, batch by batch, and where it ended."""
 
     batches: list[Any] = field(default_factory=list)
-    savable: list[int] = field(default_factory=list)
-    """After which of them the strategy can save a state."""
     at_end: Any = None
 
 
@@ -453,8 +449,6 @@ class Script:
                 rest = self.accelerator.skip_first_batches(rest, progress.batch)
             for batch in rest:
                 found.batches.append(self._batch(batch))
-                if self.accelerator.sync_gradients or case.strategy in WINDOWS_SAVED:
-                    found.savable.append(progress.batches)
                 if progress.batches in saves:
                     handle = self.accelerator.save_state(asynchronous=case.background)
                 if progress.batches == stop_at:
@@ -563,7 +557,7 @@ def problem_of(case: Case, folder: str) -> str | None:
         warnings.simplefilter("ignore")
         whole = Script(case, f"{folder}/whole", resume=False).run()
         count = len(whole.batches)
-        places = [at for at in whole.savable if at < count]
+        places = range(1, count)  # inside accumulation windows too
         if not places:
             return None
         save = places[int(case.save * len(places))]
