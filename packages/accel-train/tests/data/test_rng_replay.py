@@ -1,5 +1,6 @@
 """A loader that is saved, and loaded into a fresh one, yields what the interrupted one would have yielded."""
 
+import copy
 import pickle
 import random
 import sys
@@ -406,6 +407,33 @@ def test_t5_two_ranks_go_on_with_another_number_of_workers():
         for case, places in answers.items():
             for place, (whole, parts) in places.items():
                 assert parts == whole, (case, place)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_t5_a_seedable_order_from_the_loaders_own_generator_goes_on(workers):
+    """Workers read ahead while the epoch begins again, and the order is drawn after its seed was set."""
+
+    def make_loader():
+        loader = DataLoader(
+            range(12), shuffle=True, generator=torch.Generator().manual_seed(3), num_workers=workers
+        )
+        return prepare_data_loader(loader, use_seedable_sampler=True, use_stateful_dataloader=True)
+
+    torch.manual_seed(0)
+    loader, whole = make_loader(), []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            whole.append(batch.item())
+            if len(whole) == 4:
+                state = copy.deepcopy(loader.state_dict())
+    torch.manual_seed(5)
+    loader, rest = make_loader(), []
+    loader.load_state_dict(state)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        rest += [batch.item() for batch in loader]
+    assert rest == whole[4:]
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "seedable", "subset", "own generator", "stream"])

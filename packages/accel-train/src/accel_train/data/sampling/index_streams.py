@@ -169,7 +169,9 @@ class ArithmeticStream(IndexStream):
             with contextlib.nullcontext() if recorded else self._later():
                 self._order, self.record = self._source.draw(self._sharing, self._recorded)
             # A generator may have other users. Workers ask for indices further ahead than the interrupted run did.
-            self._order.catch_up(recorded.get("drawn", 0), recorded.get("exhausted", False), self._later)
+            # A seed was set just now, in the loader's own generator too, and all draws belong to it.
+            later = contextlib.nullcontext if "seed" in recorded else self._later
+            self._order.catch_up(recorded.get("drawn", 0), recorded.get("exhausted", False), later)
         return self._order
 
     def begin(self) -> None:
