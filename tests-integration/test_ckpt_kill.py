@@ -16,7 +16,7 @@ from accel_ckpt.disk import Disk
 from testkit import worlds
 
 # 200 kills take a minute on an idle machine, and six beside other programs.
-MOMENTS = [12, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]
+MOMENTS = [20, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]
 SIZE = 100_000  # elements: a few MB, so that a save takes long enough to be hit
 
 

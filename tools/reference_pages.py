@@ -139,14 +139,13 @@ def navigation(topics: Sequence[Topic]) -> list[dict[str, Any]]:
 
 def summary(module: str, name: str) -> str:
     """The first sentence of what a docstring says about a name; empty for a constant without one."""
-    if module.partition(".")[0] not in PACKAGES:
+    home = _home(module, name)
+    if home is None:
         return ""
-    body = source(module).body
+    body = source(home).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return _first_sentence(ast.get_docstring(node) or "")
-        if isinstance(node, ast.ImportFrom) and node.module and name in [one.name for one in node.names]:
-            return summary(node.module, name)
         if name in _assigned(node):
             if isinstance(node.value, ast.Name):
                 return f"Another name of `{node.value.id}`."
@@ -154,6 +153,16 @@ def summary(module: str, name: str) -> str:
                 case ast.Expr(ast.Constant(str(text))):
                     return _first_sentence(text)
     return ""
+
+
+def _home(module: str, name: str) -> str | None:
+    """The module that defines a name which another one may import; None: it is not of the packages."""
+    if module.partition(".")[0] not in PACKAGES:
+        return None
+    for node in source(module).body:
+        if isinstance(node, ast.ImportFrom) and node.module and name in [one.name for one in node.names]:
+            return _home(node.module, name)
+    return module
 
 
 def _assigned(node: ast.stmt) -> list[str]:
@@ -210,16 +219,11 @@ def _extends_documented(module: str, name: str) -> bool:
 
 def _bases(module: str, name: str) -> list[str]:
     """The base classes of a class, without ``typing``'s; none for other things."""
-    if module.partition(".")[0] not in PACKAGES:
-        return []
-    for node in source(module).body:
+    home = _home(module, name)
+    for node in source(home).body if home is not None else ():
         if isinstance(node, ast.ClassDef) and node.name == name:
             given = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
             return [one for one in map(ast.unparse, given) if one not in ("Generic", "Protocol")]
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for one in node.names:
-                if (one.asname or one.name) == name:
-                    return _bases(node.module, one.name)
     return []
 
 

@@ -133,7 +133,7 @@ def interrupted(kind: dict[str, Any], folder: Any) -> None:
     torch.testing.assert_close(resumed, whole[5:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
+EVERY_STAGE = pytest.mark.parametrize(
     "kind",
     [
         {"stage": 0},
@@ -146,23 +146,14 @@ def interrupted(kind: dict[str, Any], folder: Any) -> None:
     ],
     ids=str,
 )
+
+
+@EVERY_STAGE
 def test_a_run_resumes_with_its_loss_scale_inside_a_window_that_overflows(tmp_path, kind):
     worlds.run(interrupted, 2, kind, tmp_path / "state")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"stage": 0},
-        {"stage": 2},
-        pytest.param({"stage": 1}, marks=FULL),
-        pytest.param({"stage": 3}, marks=FULL),
-        pytest.param({"stage": 1, "offload": True}, marks=FULL),
-        pytest.param({"stage": 2, "offload": True}, marks=FULL),
-        pytest.param({"stage": 3, "offload": True}, marks=FULL),
-    ],
-    ids=str,
-)
+@EVERY_STAGE
 def test_gradients_are_whole_in_a_step_after_which_the_scale_grows(kind):
     """The oracle computes in float32, without the step that overflows."""
     [wanted] = worlds.run(train, 1, {"stage": None, "precision": "no"}, overflowing=(4,))

@@ -66,13 +66,16 @@ class EngineGradients:
     @property
     def noted(self) -> bool:
         """Whether the gradients are complete, or changes of them are recorded for the step."""
-        changed = self._coefficient is not None or self._limit is not None or self.has_factor
-        return changed or self._complete
+        return self._changes or self._complete
+
+    @property
+    def _changes(self) -> bool:
+        return self._coefficient is not None or self._limit is not None or self.has_factor
 
     @property
     def has_factor(self) -> bool:
         """Whether waiting gradients are to be multiplied in the step, so that a further loss is divided before."""
-        return not _is_one(self.factor)
+        return not (isinstance(self.factor, float) and self.factor == 1.0)
 
     def restart(self, waiting: bool) -> None:
         """Forget what is recorded; gradients were replaced, and wait or not."""
@@ -94,9 +97,7 @@ class EngineGradients:
         self._complete = False
         if self._lacks_loss_scale:
             loss = loss.float() * self.engine.optimizer.loss_scale
-        if isinstance(self.factor, float) and self.factor == 1.0:
-            return loss
-        return loss / self.factor
+        return loss / self.factor if self.has_factor else loss
 
     def after_backward(self) -> None:
         """Free 16-bit gradients that the engine has added to its sums, and would keep until the next backward."""
@@ -235,11 +236,11 @@ class EngineGradients:
         """
         if not self.waiting:
             return True
-        noted = self._coefficient is not None or self._limit is not None or self.has_factor
+        changes = self._changes
         with self._reduced_once(), self._clipping(), self._scale_grown_after():
             self.engine.step()
         stepped = bool(self.engine.was_step_applied())
-        if noted and stepped and not (self._applied or self.in_parameters):
+        if changes and stepped and not (self._applied or self.in_parameters):
             raise AccumulationError(
                 "DeepSpeed's engine has stepped without torch's hooks, so gradients were neither corrected for their "
                 "window nor clipped. An option of its configuration (zenflow, superoffload) replaces the optimizer's "
@@ -328,10 +329,6 @@ class EngineGradients:
                 optimizer.clear_hp_grads()
         self.waiting = False
         self._reset()
-
-
-def _is_one(factor: float | Tensor) -> bool:
-    return isinstance(factor, float) and factor == 1.0
 
 
 def _listed(group: Any) -> list[Tensor]:
