@@ -1,8 +1,12 @@
 """Pieces of messages: what is cut, and what others must not see."""
 
+import inspect
+import threading
+import warnings
+
 import pytest
 
-from accel_state.messages import did_you_mean, first_line, is_secret, nearest, shown, without_secrets
+from accel_state.messages import did_you_mean, first_line, is_secret, nearest, shown, warn, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,49 @@ def test_did_you_mean_names_the_nearest():
     assert did_you_mean("lunch", ["launch", "config"]) == "; did you mean launch?"
     assert did_you_mean("xyz", ["launch"], "; no idea") == "; no idea"
     assert nearest("num_proceses", ["num_processes"], cutoff=0.99) == []
+
+
+def inside(source, name):
+    """A function that is written in the module `name`."""
+    space = {"__name__": name, "warn": warn}
+    exec(compile(source, f"{name}.py", "exec"), space)
+    return space["run"]
+
+
+def test_a_warning_shows_the_line_that_uses_these_packages():
+    deep = inside("def run(way):\n    warn('slow', FutureWarning)", "accel_train.loop.deep")
+    through = inside("def run(call, *way):\n    call(way)", "torch.nn.modules.module")
+    with pytest.warns(FutureWarning, match="slow") as seen:
+        through(deep)
+        deep([])
+    lines = inspect.getsource(test_a_warning_shows_the_line_that_uses_these_packages).splitlines()
+    first = test_a_warning_shows_the_line_that_uses_these_packages.__code__.co_firstlineno
+    assert [each.filename for each in seen] == [__file__] * 2
+    assert [lines[each.lineno - first].strip() for each in seen] == ["through(deep)", "deep([])"]
+
+
+def test_a_library_that_uses_these_packages_is_shown_instead_of_its_caller():
+    ours = inside("def run():\n    warn('slow')", "accel_ckpt.loading")
+    library = inside("def run(call):\n    return call()", "transformers.trainer")
+    with pytest.warns(UserWarning, match="slow") as seen:
+        library(ours)
+    assert [(each.filename, each.lineno) for each in seen] == [("transformers.trainer.py", 2)]
+
+
+def test_a_warning_in_a_thread_of_these_packages_shows_itself():
+    ours = inside("\n\ndef run():\n    warn('slow')", "accel_ckpt.saving")
+    with pytest.warns(UserWarning, match="slow") as seen:
+        thread = threading.Thread(target=ours)
+        thread.start()
+        thread.join()
+    assert [(each.filename, each.lineno) for each in seen] == [("accel_ckpt.saving.py", 4)]
+
+
+def test_a_warning_is_told_once_for_a_line():
+    ours = inside("def run():\n    warn('slow')", "accel_ckpt.loading")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            ours()
+        ours()
+    assert len(seen) == 2

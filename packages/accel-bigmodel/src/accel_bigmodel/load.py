@@ -232,7 +232,7 @@ def _load(
         return MapPlacer(_destinations(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
 
     placer = do_together(make_placer, request.ranks(), doing=f"placing {request.checkpoint}")
-    return load_weights(model, request, placer, progress=Progress() if progress else iter, stacklevel=3)
+    return load_weights(model, request, placer, progress=Progress() if progress else iter)
 
 
 def _destinations(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Destination]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from accel_state.errors import ConfigError
+from accel_state.messages import warn
 
 __all__ = [
     "assign",
@@ -175,9 +175,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     lines = []
     for name, value in current_env.items():
         if not name or not value or any(mark in name + value for mark in _UNSAFE):
-            warnings.warn(
-                f"the variable {name} is omitted from the environment file: {value!r} is unsafe", stacklevel=2
-            )
+            warn(f"the variable {name} is omitted from the environment file: {value!r} is unsafe")
             continue
         lines.append(f"{name}={value}\n")
     return lines

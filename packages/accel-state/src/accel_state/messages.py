@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 __all__ = [
@@ -16,11 +19,20 @@ __all__ = [
     "nearest",
     "readable_size",
     "shown",
+    "warn",
     "without_secrets",
 ]
 
 HIDDEN = "***"
 """Text that is shown in place of a secret."""
+
+_INNER = frozenset(
+    (
+        *("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli", "accelerate"),
+        *("torch", "contextlib", "functools", "multiprocessing", "threading"),
+    )
+)
+"""Packages whose lines a warning does not show: these, and what stands between them and a script."""
 
 # A tokenizer, and a number of tokens, are none.
 _WORDS = (
@@ -37,6 +49,32 @@ _SETTING = re.compile(
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that is not empty; the name of its class if the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and show the line of the script, or of a library that uses these packages, that led here.
+
+    A depth counted by hand, as ``stacklevel`` of ``warnings.warn`` takes it, is wrong on another way to the same line,
+    and after each function that is split.
+    """
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    while frame is not None and _module_of(frame).partition(".")[0] in _INNER:
+        frame = frame.f_back
+    shown_at = frame or here  # in a thread or process of ours: the line that warns
+    warnings.warn_explicit(
+        message,
+        category,
+        shown_at.f_code.co_filename,
+        shown_at.f_lineno,
+        module=_module_of(shown_at),
+        registry=shown_at.f_globals.setdefault("__warningregistry__", {}),
+        module_globals=shown_at.f_globals,
+    )
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "<string>"))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 2, *, cutoff: float = 0.6) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
 from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
-from accel_state.messages import first_line
+from accel_state.messages import first_line, warn
 from accel_state.operations.collectives import broadcast
 from accel_state.world.process import PartialState, current_state
 
@@ -250,10 +249,9 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
 
     def write() -> None:
         if is_alone and len(states) > len(devices):
-            warnings.warn(
+            warn(
                 f"The random state is that of {len(states)} {here} devices, but this process has {len(devices)}: the "
                 "random numbers of the other devices are not continued.",
-                stacklevel=4,
             )
         for device, value in zip(devices, states, strict=False):
             module.set_rng_state(value, *_index(device))

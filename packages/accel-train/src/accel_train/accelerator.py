@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,6 +23,7 @@ from accel_state.errors import StateError
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.log import get_logger
+from accel_state.messages import warn
 from accel_state.monitoring.answers import training_heartbeat
 from accel_state.operations import collectives, differentiable
 from accel_state.world.process import PartialState
@@ -648,11 +648,10 @@ class Accelerator:
             checkpoint.refuse_used_folder(self._prepared)
         ranks = self._plan.strategy.loss.size
         if ranks > 1 and not self._prepared.prepared_models:
-            warnings.warn(
+            warn(
                 f"backward() was called on {ranks} ranks, but no model is prepared: each rank trains on its own "
                 "gradients, which are not averaged. Pass the model to accelerator.prepare() and train the model that "
                 "it returns.",
-                stacklevel=3,
             )
 
     def expert_tokens(self) -> dict[str, Tensor]:
@@ -801,7 +800,7 @@ class Accelerator:
         try:
             self.end_training()
         except TrackerError as error:  # what is saved must be continued, whatever became of the logs
-            warnings.warn(str(error), stacklevel=2)
+            warn(str(error))
         raise SystemExit(PREEMPTED)
 
     def resume(self) -> bool:

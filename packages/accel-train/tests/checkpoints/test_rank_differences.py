@@ -159,6 +159,28 @@ def test_other_ranks_continue_with_rank_0_and_say_so(tmp_path, ranks):
     assert worlds.run(load, ranks, folder, "ddp", ("schedulers",))[0][3][0].count("registered") == 0
 
 
+def kernels(folder, lr=None):
+    """Rank 1 has whole and divided parameters in one group, so that torch's multi-tensor kernel is off; lr: to save."""
+    accelerator, _, optimizer, _ = build("ddp")
+    if lr is not None:
+        [group] = optimizer.param_groups
+        if accelerator.process_index:
+            group["foreach"], group["lr"] = False, lr
+        accelerator.save_state(folder)
+    else:
+        accelerator.load_state(folder)
+    [group] = optimizer.param_groups
+    return group["foreach"], group["lr"]
+
+
+@pytest.mark.parametrize(("lr", "differing"), [(0.1, None), (0.7, {"optimizer_0": [1]})])
+def test_the_choice_of_a_kernel_is_no_difference(tmp_path, lr, differing):
+    folder = str(tmp_path / "state")
+    worlds.run(kernels, 2, folder, lr)
+    assert open_training_state(folder).shared["progress"].get("differing") == differing
+    assert worlds.run(kernels, 2, folder) == [(None, 0.1), (None, lr)]
+
+
 def test_the_main_process_alone_saves_its_own(tmp_path):
     folder = str(tmp_path / "state")
     worlds.run(save, 2, folder, "ddp", False, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from accel_ckpt.modules.devices import existing_device, parse_device
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
+from accel_state.messages import warn
 
 __all__ = [
     "check_all_have_values",
@@ -55,7 +55,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
         message = _unknown_names(unknown, _all_names(model))
         if strict:
             raise DeviceMapError(message)
-        warnings.warn(message, stacklevel=2)
+        warn(message)
     names = () if "" in device_map else _saved_names(model)
     uncovered = [name for name in names if entry_of(name, device_map) is None]
     if uncovered:

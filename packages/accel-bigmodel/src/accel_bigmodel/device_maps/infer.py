@@ -19,7 +19,6 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -36,6 +35,7 @@ from accel_bigmodel.device_maps.greedy import Assignment, assign_greedily
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType
+from accel_state.messages import warn
 
 __all__ = [
     "check_tied_parameters_in_config",
@@ -172,10 +172,9 @@ def _warn_about_buffers(usage: Usage, budgets: Mapping[DeviceKey, float]) -> Non
     if not accelerators or usage.buffers == 0:
         return
     if all(usage.room(device, budgets) < usage.buffers for device in accelerators):
-        warnings.warn(
+        warn(
             f"the buffers of the offloaded modules take {usage.buffers} bytes, and no accelerator has that much left "
             "in its budget; offload_buffers=True offloads them too",
-            stacklevel=4,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from accel_bigmodel.hooks.offloaded_tensors import (
     tensor_locations,
     wrapped_like,
 )
+from accel_state.messages import warn
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -167,9 +167,8 @@ def attach_layerwise_casting_hooks(
     needed = {id(parameter) for part in others for parameter in part.parameters(recurse=False)}
     shared = [name for name, layer in layers.items() if any(id(p) in needed for p in layer.parameters())]
     if shared:
-        warnings.warn(
+        warn(
             f"{', '.join(shared)} keep their dtype, because they share parameters with modules that are not cast",
-            stacklevel=2,
         )
     for name, layer in layers.items():
         if name not in shared:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -11,6 +10,7 @@ import torch
 
 from accel_bigmodel.errors import QuantizationError
 from accel_ckpt.tensor_storage import parse_dtype
+from accel_state.messages import warn
 
 __all__ = ["BnbQuantizationConfig", "QuantizationConfig", "TorchAoQuantizationConfig"]
 
@@ -81,7 +81,7 @@ class BnbQuantizationConfig:
         wanted = self.torch_dtype or (torch.float16 if self.load_in_8bit else compute)
         object.__setattr__(self, "torch_dtype", _dtype_of(self, "torch_dtype", wanted))
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
-            warnings.warn("llm_int8_threshold has no effect with load_in_4bit; leave it out", stacklevel=3)
+            warn("llm_int8_threshold has no effect with load_in_4bit; leave it out")
         if self.load_in_8bit and self.bnb_4bit_cpu_packing:
             raise QuantizationError("bnb_4bit_cpu_packing has no effect with load_in_8bit; leave it out")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import nn
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_ckpt.modules.ties import find_tied_parameters
+from accel_state.messages import warn
 
 __all__ = [
     "SelectedLayer",
@@ -123,8 +123,7 @@ def warn_of_unknown(model: nn.Module, config: QuantizationConfig) -> None:
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     unknown = [each for each in asked if not any(is_named(name, [each]) for name in names)]
     if unknown:
-        warnings.warn(
+        warn(
             f"skip_modules or keep_in_fp32_modules contain {', '.join(unknown)}, but no module of "
             f"{type(model).__name__} has such a name",
-            stacklevel=4,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from accel_ckpt.modules.versions import renamed_versions, versions_metadata, wit
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import named_index
 from accel_ckpt.tensor_storage import DTYPE_NAMES
+from accel_state.messages import warn
 
 __all__ = ["merge_fsdp_weights", "merge_weights"]
 
@@ -156,10 +156,9 @@ def _warn_of_extra(checkpoint: Path) -> None:
         return
     extra = open_training_state(checkpoint, verify=False).extra_state(0)
     if extra:
-        warnings.warn(
+        warn(
             f"{checkpoint}: these entries are not tensors, so they are not merged: {listed([*extra])}. "
             "load_checkpoint_in_model takes them from the training state",
-            stacklevel=3,
         )
 
 

@@ -8,11 +8,11 @@ import os
 import re
 import socket
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from accel_ckpt.disk import LOCAL, Disk, fcntl
+from accel_state.messages import warn
 
 __all__ = [
     "TemporaryFolder",
@@ -126,7 +126,7 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
                 continue
             # An empty one may be a living save's, made this moment and not yet locked.
             if holds_something:
-                warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
+                warn(f"a save that did not finish left {path}; it is removed")
             removed.append(path)
     return removed
 
@@ -145,10 +145,9 @@ def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:
         return True
     except OSError as error:
         # From one place and with one text for each folder, so that Python says it once.
-        warnings.warn(
+        warn(
             f"{path} is no longer needed and could not be removed: {error}. Every save tries again; the checkpoints "
             "beside it are complete",
-            stacklevel=1,
         )
         return False
     return True
@@ -257,12 +256,9 @@ def _put_back(path: Path, target: Path, disk: Disk) -> None:
     except FileNotFoundError:  # another rank was faster
         return
     except OSError as error:  # a file system that is read only, or a folder of another user
-        warnings.warn(
+        warn(
             f"a save was interrupted while it replaced {target}, and the previous one could not be put back: {error}. "
             f"It is complete in {path}",
-            stacklevel=1,
         )
         return
-    warnings.warn(
-        f"a save was interrupted while it replaced {target}; the previous one is put back", stacklevel=3
-    )
+    warn(f"a save was interrupted while it replaced {target}; the previous one is put back")

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME,
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
 from accel_ckpt.format.writer import FileRecord, replace_file, write_bytes
+from accel_state.messages import warn
 
 __all__ = ["LocalFolder"]
 
@@ -122,9 +122,8 @@ class LocalFolder(Folder):
         try:
             doomed = self.complete_checkpoints(prefix)[:-keep]
         except OSError as error:  # such as a manifest of another user
-            warnings.warn(
+            warn(
                 f"no older checkpoint in {self.path} was removed: {error}. Every save tries again",
-                stacklevel=1,
             )
             return []
         return [path for path in doomed if _prune(path, disk)]
@@ -194,9 +193,8 @@ def _prune(path: Path, disk: Disk) -> bool:
         if not path.exists():  # another process was faster
             return False
         # From one place and with one text for each checkpoint, so that Python says it once.
-        warnings.warn(
+        warn(
             f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again",
-            stacklevel=1,
         )
         return False
 
@@ -215,9 +213,7 @@ def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
                 f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
                 f"removed: {error}. Remove it, or save to another folder"
             ) from error
-        warnings.warn(
-            f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1
-        )
+        warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}")
 
 
 def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:

@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,7 +39,7 @@ from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
 from accel_ckpt.format.writer import FileRecord
-from accel_state.messages import readable_size
+from accel_state.messages import readable_size, warn
 
 __all__ = ["LocalTransaction"]
 
@@ -80,9 +79,7 @@ class LocalTransaction(Transaction):
             try:
                 self.disk.remove_tree(self.scratch)
             except OSError as error:
-                warnings.warn(
-                    f"{self.scratch} could not be removed, the next save will: {error}", stacklevel=2
-                )
+                warn(f"{self.scratch} could not be removed, the next save will: {error}")
         self._folder.release()
         self._folder = None
 
@@ -195,9 +192,8 @@ class LocalTransaction(Transaction):
             self.disk.remove_tree(old)
         except OSError as error:
             self._keep = old.exists()
-            warnings.warn(
+            warn(
                 f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
-                stacklevel=2,
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from accel_ckpt.format.sharding import is_divided, places_of
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import tied_aliases
+from accel_state.messages import warn
 
 __all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 
@@ -160,9 +160,8 @@ def _open_dcp(folder: Path) -> PiecedWeights:
     names = {by_key[key]: plain for key, plain in entries.items()}
     left_out = [name for name in names if name not in content.tensors]
     if left_out:
-        warnings.warn(
+        warn(
             f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}",
-            stacklevel=2,
         )
     return PiecedWeights(
         {plain: content.tensors[name] for name, plain in names.items() if name in content.tensors}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from accel_ckpt.modules.tensors import refuse_without_values, set_data
 from accel_ckpt.parts import fill_part, is_sharded
 from accel_ckpt.tensor_storage import parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
+from accel_state.messages import warn
 
 __all__ = [
     "LoadReport",
@@ -114,9 +114,7 @@ def _read_file(path: Path, places: Mapping[str, torch.device | None]) -> dict[st
         return dict(content) if isinstance(content, Mapping) else content
     kind = MappedShard(path).header.metadata.get("format")
     if kind is None:
-        warnings.warn(
-            f"{path} does not say which framework wrote it; it is read as written by PyTorch", stacklevel=3
-        )
+        warn(f"{path} does not say which framework wrote it; it is read as written by PyTorch")
     elif kind != "pt":
         raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")
     source = MappedWeights(WeightFiles((path,)))
@@ -437,7 +435,6 @@ def load_weights(
     placer: Placer,
     *,
     progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
-    stacklevel: int = 2,
 ) -> LoadReport:
     """Load weights into a model, wherever a placer puts them.
 
@@ -448,7 +445,6 @@ def load_weights(
         request: which weights, and how they are compared.
         placer: decides where tensors go.
         progress: wraps the iteration over the steps, to show progress.
-        stacklevel: the frame that warnings point at: 1 is the caller of this function, 2 its caller.
     """
     coordinator, checkpoint = request.ranks(), request.checkpoint
     source: WeightSource
@@ -457,7 +453,7 @@ def load_weights(
     else:
         source = open_weights(checkpoint, revision=request.revision, token=request.token)
     with collector_paused() as resume_collector:
-        return _fill_model(model, source, request, placer, progress, stacklevel + 3, resume_collector)
+        return _fill_model(model, source, request, placer, progress, resume_collector)
 
 
 def _as_compared(
@@ -478,7 +474,6 @@ def _fill_model(
     request: Request,
     placer: Placer,
     progress: Callable[[Sequence[Step]], Iterable[Step]],
-    warning_level: int,
     resume_collector: Callable[[], None],
 ) -> LoadReport:
     coordinator = request.ranks()
@@ -488,12 +483,12 @@ def _fill_model(
     tops = translating_modules(tensors, names)
     if not tops:
         load = _Load(model, source, request, placer, tensors, None)
-        return load.run(progress, warning_level, resume_collector)
+        return load.run(progress, resume_collector)
     translation = Translation(source, names, tensors, tops, request.strict)
     try:
         do_together(translation.run, coordinator, doing=doing)
         load = _Load(model, translation, request, placer, tensors, translation)
-        return load.run(progress, warning_level, resume_collector)
+        return load.run(progress, resume_collector)
     except BaseException:
         translation.undo()
         raise
@@ -526,7 +521,6 @@ class _Load:
     def run(
         self,
         progress: Callable[[Sequence[Step]], Iterable[Step]],
-        warning_level: int,
         resume_collector: Callable[[], None],
     ) -> LoadReport:
         """Compare everything, then fill the model."""
@@ -556,12 +550,11 @@ class _Load:
                 lambda: self._judged(plan, differing, rest), coordinator, doing=doing
             )
             if plan.missing_extra and not self._request.strict:
-                warnings.warn(
+                warn(
                     f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is",
-                    stacklevel=warning_level,
                 )
             if not self._is_judged_after:
-                _warn(report, self._model, checkpoint, warning_level + 1)
+                _warn(report, self._model, checkpoint)
             source.begin(
                 [step.source for step in steps_to_do] + [n for n in plan.extra if n not in source.objects]
             )
@@ -572,7 +565,7 @@ class _Load:
             placer.abandon()
             raise
         if self._is_judged_after:
-            _warn(report, self._model, checkpoint, warning_level + 1)
+            _warn(report, self._model, checkpoint)
         return report
 
     def _judged(
@@ -772,17 +765,15 @@ def _advice_on_names(model: nn.Module) -> str:
     )
 
 
-def _warn(report: LoadReport, model: nn.Module, checkpoint: object, level: int) -> None:
+def _warn(report: LoadReport, model: nn.Module, checkpoint: object) -> None:
     advice = _advice_on_names(model) if report.missing and report.unexpected else ""
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
-            warnings.warn(
+            warn(
                 f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}",
-                stacklevel=level,
             )
     if report.unexpected:
-        warnings.warn(
+        warn(
             f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
             f"tensors of these names: {listed(report.unexpected)}{advice}",
-            stacklevel=level,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 import xxhash
 
 from accel_ckpt.saving.draft import fingerprints
+from accel_state.messages import warn
 
 __all__ = ["replica_marks", "warn_of_drift"]
 
@@ -52,9 +52,8 @@ def warn_of_drift(what: str, names: Sequence[str], marks: Sequence[str]) -> None
             if any(found[place] != marks[0][place] for found in others.values())
         ]
         problem = f"{differ[0]} (the first of {len(differ)} tensors) has other values on rank {ranks} than on rank 0"
-    warnings.warn(
+    warn(
         f"the replicas of {what} have drifted apart: {problem}. The checkpoint holds those of rank 0, and a run that "
         "loads it continues with them on all ranks. Replicas stay equal if every rank calls the wrapped model, "
         "whose backward averages gradients, and changes weights alike",
-        stacklevel=2,
     )

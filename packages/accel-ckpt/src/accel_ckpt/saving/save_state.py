@@ -7,7 +7,6 @@ names that give their path in the tree, everything else to tagged JSON (``accel_
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan
 from accel_ckpt.saving.plan import convert_file_size_to_int
+from accel_state.messages import warn
 
 __all__ = ["StateCollector", "StateContent", "Tree", "begin_save", "save_collected", "save_training_state"]
 
@@ -194,10 +194,9 @@ def begin_save(
         raise
     transaction.nbytes = plan.nbytes
     if plan.drifted is not None:
-        warnings.warn(
+        warn(
             f"{transaction.directory}: values that must be equal on all ranks have drifted apart: {plan.drifted}. The "
             "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks",
-            stacklevel=2,
         )
     return transaction, plan
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -43,6 +42,7 @@ from accel_ckpt.training.object_parts import (
 from accel_ckpt.training.rank_trees import Marks, RankTree, ranks_that_differ
 from accel_ckpt.training.state_part import SavedTrees, StatePart, Trees
 from accel_ckpt.training.tree_fill import TreeFill
+from accel_state.messages import warn
 
 __all__ = ["Checkpointer", "RandomState", "Stateful"]
 
@@ -328,11 +328,10 @@ class _Collector:
                     [marks.get(path, "") for marks, _ in collected],
                 )
             for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
-                warnings.warn(
+                warn(
                     f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose value is saved "
                     "for all. Pass state that differs between ranks as save(…, per_rank=…), and to "
                     "load()",
-                    stacklevel=2,
                 )
         return self._content
 

@@ -24,6 +24,7 @@ from accel_ckpt.training.low_bit_states import pack_low_bit, unpack_low_bit
 from accel_ckpt.training.tree_fill import Like, TreeFill
 
 __all__ = [
+    "KERNEL_OPTIONS",
     "check_optimizer_state",
     "load_optimizer_state",
     "name_positions",
@@ -47,7 +48,7 @@ def _names(value: Any) -> bool:
     return isinstance(value, str)
 
 
-_KERNELS = ("foreach", "fused")
+KERNEL_OPTIONS = ("foreach", "fused")
 """Options that only choose how a step is computed on this device and for these parameters, divided or not."""
 FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
 """The form of an optimizer's state by parameter name."""
@@ -152,7 +153,7 @@ def load_optimizer_state(
     groups = [
         # The state may lack a group that is frozen here.
         (saved[frozenset(group_names)].pop(0) if group_names or not group["params"] else group)
-        | {key: group[key] for key in _KERNELS if key in group}
+        | {key: group[key] for key in KERNEL_OPTIONS if key in group}
         | {"params": list(group["params"])}
         for group_names, group in zip(compared, current["param_groups"], strict=True)
     ]

@@ -8,7 +8,6 @@ Results are not part of the autograd graph.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from accel_state.communication.serialization import (
     unpack,
 )
 from accel_state.errors import CollectiveMismatchError, ConfigError, NotAvailableError
+from accel_state.messages import warn
 from accel_state.trees import TreeSpec, flatten, recursively_apply, tensor_leaves
 from accel_state.world.process import PartialState, channel_of
 
@@ -686,10 +686,9 @@ def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:
 def _padded_size(leaf: Tensor, dim: int) -> int:
     """Size along ``dim``, or -1 if the tensor is not padded."""
     if leaf.is_nested:
-        warnings.warn(
+        warn(
             "nested tensors are not padded; convert them first with torch.nested.to_padded_tensor",
             CannotPadNestedTensorWarning,
-            stacklevel=3,
         )
         return -1
     return int(leaf.shape[dim]) if -leaf.dim() <= dim < leaf.dim() else -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -31,6 +30,7 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
+from accel_state.messages import warn
 from accel_state.monitoring.answers import attach, explain_by
 from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.rehearsal import Rehearsal, rehearse
@@ -483,7 +483,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     topology = topology if member is None else member.topology
     if topology.rank == 0 and NAMES_TOLD not in environ:
         for sentence in misspelt_variables(environ):
-            warnings.warn(sentence, stacklevel=3)
+            warn(sentence)
     if override is None:
         set_current_device(device)
     if member is not None and device.type == "cpu" and rehearsal is None:
@@ -566,9 +566,8 @@ def _check_unused(options: dict[str, Any], backend: str) -> None:
         )
     unused = sorted(set(options) - {"backend"})
     if unused:
-        warnings.warn(
+        warn(
             f"{', '.join(unused)} have no effect, because the script has already created the process group",
-            stacklevel=5,
         )
 
 
@@ -582,9 +581,8 @@ def _share_cores(topology: Topology) -> None:
     threads = max(1, cores // topology.local_world_size)
     torch.set_num_threads(threads)
     if topology.rank == 0:
-        warnings.warn(
+        warn(
             f"OMP_NUM_THREADS is not set, so each process uses {threads} thread{'' if threads == 1 else 's'}: "
             f"{cores} physical cores for {topology.local_world_size} processes on this node. Set OMP_NUM_THREADS to "
             "choose another number",
-            stacklevel=4,
         )

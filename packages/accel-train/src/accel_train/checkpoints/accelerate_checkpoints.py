@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 import accel_ckpt
+from accel_state.messages import warn
 from accel_train.checkpoints.chosen_parts import ALL, Parts
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.errors import OptionError
@@ -46,11 +46,10 @@ def warn_of_newer(chosen: Path) -> None:
     """Warn of newer folders that are ignored because they are not complete."""
     newer = [path.name for path in accel_ckpt.checkpoints_from(chosen.parent, number_of(chosen) + 1)]
     if newer:
-        warnings.warn(
+        warn(
             f"{chosen.name} is loaded and not {newer[-1]}, the newest in {chosen.parent}: "
             f"{', '.join(newer)} is not complete on every rank: the manifest or a file that it lists is missing or has "
             "another size. Copy the whole folder again if there is another copy of it, or remove it.",
-            stacklevel=4,
         )
 
 
@@ -119,12 +118,11 @@ def read(
 
 def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
     parts = ", ".join(f"{count} {name}" for name, count in checkpoint.parts().items() if count)
-    warnings.warn(
+    warn(
         f"{checkpoint.directory} was written by Accelerate ({checkpoint.kind}, {len(checkpoint.ranks)} ranks; "
         f"{parts}). "
         "Nothing in it tells a complete save from one that was cut off."
         + "".join(f" {note[0].upper()}{note[1:]}." for note in notes),
-        stacklevel=2,
     )
 
 

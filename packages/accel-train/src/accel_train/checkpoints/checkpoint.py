@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_sharded
+from accel_state.messages import warn
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.chosen_parts import ALL, choose
@@ -233,10 +233,9 @@ def _warn_of_training_weights(prepared: Prepared, model: nn.Module) -> None:
         groups = optimizer.param_groups
         training = any(group.get("train_mode") for group in groups)
         if training and any(id(parameter) in own for group in groups for parameter in group["params"]):
-            warnings.warn(
+            warn(
                 f"save_model() saves the weights at which {type(optimizer.optimizer).__name__} takes its gradients, "
                 "not the averaged ones. Call optimizer.eval() before it, and optimizer.train() before the next step.",
-                stacklevel=5,
             )
 
 
@@ -390,7 +389,7 @@ def refuse_used_folder(prepared: Prepared) -> None:
         try:
             problem = _why_taken(prepared, automatic_folder(prepared.project))
         except accel_ckpt.ObjectStorageError as error:  # perhaps on this rank only, and a save looks again
-            warnings.warn(f"could not check for checkpoints of another run: {error}", stacklevel=4)
+            warn(f"could not check for checkpoints of another run: {error}")
             return
         if problem is not None:
             raise OptionError(problem)
@@ -508,10 +507,9 @@ def load_state(
     with collector_paused():
         apply(prepared, saved, pairs, strict)
     if saved.left_out and prepared.process.is_main_process:
-        warnings.warn(
+        warn(
             f"load_state() restored {', '.join(sorted(saved.parts))} of {saved.directory}. This stays as it is here: "
             f"{', '.join(saved.left_out)}",
-            stacklevel=3,
         )
     if prepared.project.automatic_checkpoint_naming and saved.parts == ALL:
         base = automatic_folder(prepared.project)

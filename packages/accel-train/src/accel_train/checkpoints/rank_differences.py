@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_ckpt.format.forms import OTHERS, check_form, natural
 from accel_ckpt.format.saved_tensors import SavedTensor
+from accel_ckpt.training.optimizers import KERNEL_OPTIONS
 from accel_ckpt.training.rank_trees import Marks, RankTree
 from accel_state.log import get_logger
 from accel_state.trees import recursively_apply
@@ -116,9 +117,10 @@ def _is_optimizer(name: str) -> bool:
 
 
 def _options(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's tree without states and names of parameters."""
+    """An optimizer's tree without states, names of parameters, and options that are never restored."""
     rest = {key: value for key, value in tree.items() if key not in _STATE}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"]]
+    left_out = {"params", *KERNEL_OPTIONS}
+    groups = [{k: v for k, v in group.items() if k not in left_out} for group in tree["param_groups"]]
     return {**rest, "param_groups": groups}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_state.enums import RNGType
+from accel_state.messages import warn
 from accel_state.seeding import synchronize_rng_states
 from accel_train.data.epoch import Restored
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate
@@ -101,12 +101,11 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
 def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) -> None:
     """Say that batches before the saved position are read again, where the script does not skip any."""
     if restored.batches and not skipped and loader.ranks.index == 0:
-        warnings.warn(
+        warn(
             f"The loaded state was saved after {restored.batches} batches of this epoch, but this loop begins with the "
             "first batch, so these batches are trained on again. To continue after them, pass the Accelerator "
             "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
             f"accelerator.skip_first_batches(loader, {restored.batches}). The loop may also skip them itself.",
-            stacklevel=4,
         )
 
 
@@ -226,10 +225,9 @@ def open_with_workers(
     saved = None if restored is None or not restored.is_of(loader.ranks) else restored.workers
     if saved is not None and saved["count"] != count:
         if saved["states"]:
-            warnings.warn(
+            warn(
                 f"The state was saved with {saved['count']} workers, this loader has {count}: the random numbers that "
                 "the dataset draws in workers do not continue but start from new seeds.",
-                stacklevel=7,
             )
         saved = None
     turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
+from accel_state.messages import warn
 from accel_state.world.process import PartialState
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.combined import CombinedLoader
@@ -229,10 +229,9 @@ def _keeps_order(loader: DataLoader[Any], ranks: Ranks, stateful: bool) -> bool:
     """Whether workers return batches in order: by the loader's option, unless a batch's place has a meaning."""
     if loader.in_order or not loader.num_workers or (ranks.world_size == 1 and not stateful):
         return loader.in_order
-    warnings.warn(
+    warn(
         "in_order=False was changed to True: all processes must read batches of the same round in a step, and a "
         "saved position inside the epoch must mean the same when it is loaded.",
-        stacklevel=4,
     )
     return True
 
@@ -245,11 +244,10 @@ def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | Non
         if parts == ranks.size:
             return kind
         if parts != 1 and declared is None:
-            warnings.warn(
+            warn(
                 f"{type(owner).__name__} yields one of {parts} parts, and that part is divided again among "
                 f"{ranks.size} ranks: samples are lost unless all ranks hold the same part. Make {ranks.size} parts, "
                 "or only one; pre_sharded=False declares that this is intended.",
-                stacklevel=4,
             )
     return _Sharded.PRE_SHARDED_UNEVEN if declared else _Sharded.NO
 
@@ -281,11 +279,10 @@ def _check_kind(loader: DataLoader[Any], ranks: Ranks) -> None:
         return
     lost = [name for name in ("__iter__", "__len__") if getattr(kind, name) is not getattr(DataLoader, name)]
     if lost:
-        warnings.warn(
+        warn(
             f"{kind.__name__} overrides {' and '.join(lost)} of DataLoader, which has no effect after prepare(): a "
             "prepared loader reads the dataset itself. Move the change to the dataset or to collate_fn, or wrap the "
             "prepared loader.",
-            stacklevel=4,
         )
 
 

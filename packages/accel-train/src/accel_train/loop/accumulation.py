@@ -15,7 +15,6 @@ the last micro-batch: until then an engine may keep gradients where nobody else 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_state.messages import warn
 from accel_state.operations.collectives import gather, reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
@@ -284,12 +284,11 @@ class Accumulator:
         if not cut.ended:
             return
         cut.ended = False
-        warnings.warn(
+        warn(
             f"accumulate() begins once more for the last batch of {_describe(owner)}. Its micro-batch number "
             f"{cut.part - 1} was expected to be the last: that update used only a part of the window. The number of "
             "micro-batches is predicted from the batch before, and known from the next epoch on. Cut all batches "
             "alike, or end windows by their length alone: GradientAccumulationPlugin(sync_with_dataloader=False).",
-            stacklevel=5,
         )
 
     def _planned(self, owner: _Loader | None, parts: int = 1, more: int = 0) -> int:
@@ -538,12 +537,11 @@ class Accumulator:
         if found and self._strategy.loss.rank == 0:
             number, parameter = found[0]
             count = "a parameter" if len(found) == 1 else f"{len(found)} parameters"
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} trains {count} of no prepared model, the first of shape "
                 f"{tuple(parameter.shape)} (group {number}). {self._strategy.name} does not average their gradients, "
                 f"so each of {self._strategy.loss.size} ranks trains its own values, unless the script "
                 "averages them. Pass the module that holds them to prepare().",
-                stacklevel=5,
             )
 
     def _average(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_state.messages import warn
 from accel_state.operations.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, NoGradientError
@@ -110,12 +110,11 @@ class FirstWindows:
                 continue  # another prepared optimizer may have stepped them
             self._own_steps += 1
             if self._own_steps == _OWN_STEPS and self._strategy.loss.rank == 0:
-                warnings.warn(
+                warn(
                     f"Parameters of {type(optimizer.optimizer).__name__} change, and step() of the optimizer that "  # type: ignore[attr-defined]
                     "prepare() returned is never called: the script steps the optimizer that it passed, and perhaps "
                     "reads a loader that is not divided among ranks. Use what prepare() returns: `model, optimizer, "
                     "loader = accelerator.prepare(model, optimizer, loader)`.",
-                    stacklevel=5,
                 )
                 return
 
@@ -138,12 +137,11 @@ class FirstWindows:
             return
         self._single = self._single + 1 if passes == 1 else 0
         if self._single == _SINGLE_STEPS:
-            warnings.warn(
+            warn(
                 "The optimizer steps after each backward() outside of accumulate(), and gradient_accumulation_steps="
                 f"{num_steps} divides each loss by {num_steps}: every update has 1/{num_steps} of its gradient. Put "
                 "the body of the loop into `with accelerator.accumulate(model):`, or use "
                 "gradient_accumulation_steps=1. If the losses make up for it, ignore this.",
-                stacklevel=5,
             )
 
     def saw_backward(self, models: tuple[nn.Module, ...]) -> None:
@@ -179,11 +177,10 @@ class FirstWindows:
         if self._equal == _EQUAL_LOSSES:
             self._compares = False
             if self._strategy.batch.rank == 0:
-                warnings.warn(
+                warn(
                     f"{self._strategy.batch.size} ranks computed equal losses in each of their first {_EQUAL_LOSSES} "
                     "steps, and no data loader is prepared: they seem to train on the same samples. Pass the loader "
                     "to prepare(), which gives each rank its part: `loader = accelerator.prepare(loader)`.",
-                    stacklevel=6,
                 )
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -234,10 +231,9 @@ def check_trains(
             "the optimizer was probably built before a part of the model was replaced, and the new part is not "
             "trained. Build it after the last change of the model."
         )
-    warnings.warn(
+    warn(
         f"{whose}, while {name!r} of {type(model).__name__} has one and is in no prepared optimizer "
         f"({len(waiting)} such parameters): {effect}",
-        stacklevel=4,
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gzip
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_state.constants import PROFILE_PATTERN_NAME
+from accel_state.messages import warn
 from accel_train.plugins import ProfileKwargs
 
 __all__ = ["profile"]
@@ -44,11 +44,10 @@ def profile(handler: ProfileKwargs, rank: int, barrier: Callable[[], None]) -> I
     if traces is None:
         return
     if not traces.written:
-        warnings.warn(
+        warn(
             f"No trace was written to {handler.output_trace_dir}: the profiler's schedule {handler.schedule_option} "
             f"never got past waiting in {profiler.step_num} steps. Call the profiler's step() once per step of the "
             "loop, or wait for fewer.",
-            stacklevel=3,
         )
     barrier()
 

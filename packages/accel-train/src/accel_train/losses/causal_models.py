@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from accel_ckpt.parts import fsdp_modules
+from accel_state.messages import warn
 from accel_train.errors import LossError, OptionError, PrepareError
 from accel_train.losses.cross_entropy import DEFAULT_CHUNK_SIZE
 from accel_train.losses.lazy_logits import LazyLogits, Product
@@ -180,10 +180,9 @@ class ChunkedLoss:
         """Warn once that all logits were computed."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"use_chunked_loss: {operation!r} used the logits of {type(self._owner).__name__}, so all of them were "
                 "computed, and took the memory that the chunked loss saves. The loss alone needs none. (Said once.)",
-                stacklevel=2,
             )
 
 

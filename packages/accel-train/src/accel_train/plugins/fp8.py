@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from accel_state.config.sections.fp8 import Fp8Section
 from accel_state.errors import MissingDependencyError, NotAvailableError
 from accel_state.handlers import KwargsHandler
 from accel_state.host.available import is_torchao_available, is_transformer_engine_available
+from accel_state.messages import warn
 from accel_train.errors import ArgumentTypeError, OptionError
 
 __all__ = ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]
@@ -211,10 +211,9 @@ class FP8RecipeKwargs(TERecipeKwargs):
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        warnings.warn(
+        warn(
             "FP8RecipeKwargs is deprecated; use TERecipeKwargs, or AORecipeKwargs for torchao.",
             FutureWarning,
-            stacklevel=3,
         )
         # The launcher's AO is about recipes of which this is none.
         self.backend = str(self.backend or "TE").upper()

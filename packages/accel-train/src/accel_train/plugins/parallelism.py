@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from accel_state.config.launched import launched_config
 from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, experts_misfit, misfit, stages_misfit
 from accel_state.config.sections.parallelism import PIPELINE_SCHEDULES, ParallelismSection
+from accel_state.messages import warn
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
 if TYPE_CHECKING:
@@ -49,10 +49,9 @@ class TorchTensorParallelConfig:
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
-            warnings.warn(
+            warn(
                 "enable_async_tp=True has no effect: torch overlaps tensor parallelism in compiled models only.",
                 UserWarning,
-                stacklevel=3,
             )
 
 
@@ -499,10 +498,9 @@ class ParallelismConfig:
                     f"{name}_handler takes {kind.__name__}(…), got {type(handler).__name__}: {handler!r:.80}."
                 )
             elif handler is not None and size == 1:
-                warnings.warn(
+                warn(
                     f"{name}_handler is given and {name}_size is 1, so its options have no effect.",
                     UserWarning,
-                    stacklevel=4,
                 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.enums import DynamoBackend, RNGType
 from accel_state.errors import NotAvailableError
 from accel_state.handlers import KwargsHandler
+from accel_state.messages import warn
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 from accel_train.plugins import (
     DataLoaderConfiguration,
@@ -205,10 +205,9 @@ def accumulation_plugin(
     if wanted is None or wanted == number:
         return asked
     if plugin is not None or number != 1:
-        warnings.warn(
+        warn(
             f"The launcher asks for {wanted} gradient accumulation steps and the script for {number}; "
             f"{used.num_steps or 1} is used.",
-            stacklevel=3,
         )
     return used
 
@@ -238,11 +237,10 @@ def loader_config(
     """The options of loaders; the deprecated `split_batches` becomes one of them."""
     config = config or DataLoaderConfiguration()
     if split_batches is not None:
-        warnings.warn(
+        warn(
             "Accelerator(split_batches=…) is deprecated; use "
             "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=…)).",
             FutureWarning,
-            stacklevel=3,
         )
         config = dataclasses.replace(config, split_batches=split_batches)
     return config

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from accel_state.messages import warn
 from accel_train.data.packing import PackingCollator
 from accel_train.sequence.batches import takes
 from accel_train.sequence.documents import is_of_transformers
@@ -34,11 +34,10 @@ def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None
             for module in filter(is_of_transformers, model.modules()):
                 reason = _mixes(module)
                 if reason is not None:
-                    warnings.warn(
+                    warn(
                         f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
                         f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: "  # type: ignore[union-attr]
                         f"{reason}",
-                        stacklevel=5,
                     )
                     return
 

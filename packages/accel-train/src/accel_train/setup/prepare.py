@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_ckpt.parts import is_sharded
+from accel_state.messages import warn
 from accel_train.data import DataLoaderDispatcher, DataLoaderShard, PreparedLoader
 from accel_train.data.combined import CombinedLoader, single_loaders
 from accel_train.data.lengths import check_lengths
@@ -415,10 +415,9 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
     try:
         for loader in (single for given in loaders for single in single_loaders(given)):
             if isinstance(loader, DataLoaderDispatcher):
-                warnings.warn(
+                warn(
                     "even_batches can only be overridden for loaders whose ranks read for themselves; a dispatching "
                     "loader always gives every rank the same number of batches.",
-                    stacklevel=4,
                 )
                 continue
             sampler = loader.share() if isinstance(loader, DataLoaderShard) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_ckpt.modules.named_model import NamedModel
+from accel_state.messages import warn
 from accel_state.operations.collectives import reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
@@ -96,10 +96,9 @@ class DDPStates(StateAdapter):
         if inner is None or "power_sgd" not in state:
             return
         if hook is None:
-            warnings.warn(
+            warn(
                 "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
                 "have corrected are dropped.",
-                stacklevel=2,
             )
         else:
             hook.load_state_dict(state["power_sgd"], inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -11,6 +10,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
+
+from accel_state.messages import warn
 
 __all__ = ["PowerSGD"]
 
@@ -72,10 +73,9 @@ class PowerSGD:
     def _check_layout(self, index: int) -> None:
         if self._expected is None or self._expected.get(index) == self._layout[index]:
             return
-        warnings.warn(
+        warn(
             "The buckets of DDP hold other gradients than when the state was saved, so PowerSGD begins with new "
             "approximations and without the errors of before: the run does not continue exactly.",
-            stacklevel=2,
         )
         self._expected = None
         for name in _TENSORS:
@@ -133,10 +133,9 @@ class PowerSGD:
         if not layout or wrapped.find_unused_parameters:  # buckets do not change then
             return True
         if wrapped.static_graph:
-            warnings.warn(
+            warn(
                 "PowerSGD starts again: with static_graph=True DDP cannot form the buckets of the saved state. "
                 "Leave static_graph out to continue exactly.",
-                stacklevel=2,
             )
             return False
         parameters = dict(wrapped.module.named_parameters())

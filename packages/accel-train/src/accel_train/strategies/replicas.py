@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -20,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ckpt.parts import is_sharded
+from accel_state.messages import warn
 from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, PrepareError
 from accel_train.optimizer_parameters import parameter_ids
@@ -228,10 +228,9 @@ class Replicas:
             raise AccumulationError(f"{what} Sparse gradients cannot be averaged afterwards.")
         item.late = True
         if self._ranks.index == 0:
-            warnings.warn(
+            warn(
                 f"{what} They are averaged now, and after every backward from here on: results are right, and each "
                 "backward reduces twice.",
-                stacklevel=5,
             )
 
     def check_finished(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, MutableMapping
 from typing import TypeVar
 
+from accel_state.messages import warn
 from accel_train.errors import OptionError
 from accel_train.registry import Registry
 from accel_train.tracking.base import GeneralTracker
@@ -90,10 +90,9 @@ def register_tracker_class(tracker_class: C) -> C:
             )
     name = str(tracker_class.name)
     if name in LOGGER_TYPE_TO_CLASS:
-        warnings.warn(
+        warn(
             f"The tracker {name!r} was {LOGGER_TYPE_TO_CLASS[name].__qualname__} and is {tracker_class.__qualname__} "
             "from now on.",
-            stacklevel=2,
         )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
     return tracker_class

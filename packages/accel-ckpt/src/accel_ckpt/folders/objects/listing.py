@@ -18,7 +18,6 @@ import logging
 import re
 import secrets
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.writer import BLOCK_HASHED
 from accel_ckpt.locations import RemotePath
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.messages import warn
 
 __all__ = [
     "Mark",
@@ -207,9 +207,7 @@ def prune_checkpoints(base: RemotePath, keep: int, prefix: str) -> list[Path]:
     try:
         doomed = complete_checkpoints(base, prefix)[:-keep]
     except CheckpointError as error:
-        warnings.warn(
-            f"whether there are older checkpoints to remove in {base} is not known: {error}", stacklevel=3
-        )
+        warn(f"whether there are older checkpoints to remove in {base} is not known: {error}")
         return []
     return [path for path in doomed if _prune(path)]
 
@@ -224,10 +222,9 @@ def _prune(path: Path) -> bool:
         mark.remove()
     except CheckpointError as error:
         # From one place and with one text for each checkpoint, so that Python says it once.
-        warnings.warn(
+        warn(
             f"the older checkpoint {path} could not be removed, and stays, whole or in part: {error}. Every save tries "
             "again",
-            stacklevel=1,
         )
         return False
     return True
@@ -299,12 +296,10 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
                 store.delete(name for name in dead if marks[name]["name"] == about)
                 continue
             # The marks stay for another look: a request of the dead process may still be on its way.
-            warnings.warn(
-                f"a save that did not finish left objects in {target}; they are removed", stacklevel=2
-            )
+            warn(f"a save that did not finish left objects in {target}; they are removed")
             cleaned.append(target)
         except CheckpointError as error:
-            warnings.warn(f"what a dead save or a removal left in {target} stays: {error}", stacklevel=1)
+            warn(f"what a dead save or a removal left in {target} stays: {error}")
     return cleaned
 
 

@@ -7,7 +7,6 @@ are there → manifest, in one request → what it replaces is removed → the m
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from accel_ckpt.folders.objects.uploads import UploadDisk
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.writer import FileRecord, FileWriter
 from accel_ckpt.locations import RemotePath
+from accel_state.messages import warn
 
 __all__ = ["ObjectTransaction"]
 
@@ -80,9 +80,8 @@ class ObjectTransaction(Transaction):
                 self._mark.remove()  # the files of other ranks may still be there: then the next save removes it
                 self._marked = False
         except CheckpointError as error:
-            warnings.warn(
+            warn(
                 f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}",
-                stacklevel=2,
             )
         if folder is not None:
             folder.remove()
@@ -196,9 +195,8 @@ class ObjectTransaction(Transaction):
             remove_unlisted(self._remote, set())
             self._mark.remove()
         except CheckpointError as error:
-            warnings.warn(
+            warn(
                 f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}",
-                stacklevel=2,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import parse_json
 from accel_ckpt.format.writer import FileRecord
 from accel_ckpt.locations import RemotePath
+from accel_state.messages import warn
 
 __all__ = ["check_weights_folder", "fetch_file", "fetch_weights", "publish_weights", "write_object"]
 
@@ -93,7 +93,7 @@ def _remove_old(store: Store, names: Sequence[str], written: Sequence[str]) -> N
             raise CheckpointSaveError(
                 f"the new weights are saved, but readers choose {misleads[0]}. {left}. Remove them, or save elsewhere"
             ) from error
-        warnings.warn(left, stacklevel=1)
+        warn(left)
 
 
 def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -> None:
