@@ -109,7 +109,8 @@ class Trained:
                 return parts[found["path"] or ""]
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds an unfinished accumulation window of {name[:100]!r}, which is not a prepared model "
-            "or a part of one. Prepare the same models as the script that saved it."
+            "or a part of one. Prepare the same models as the script that saved it, with the same degrees (such as "
+            "pp_size), or continue from a checkpoint saved after a step."
         )
 
     def number_of(self, loader: Any) -> int | None:
@@ -465,7 +466,8 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     if unknown:
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
-            "no prepared model has. Prepare the same models and optimizers as the script that saved it."
+            "no prepared model of this rank has. Prepare the same models and optimizers as the script that saved it, "
+            "with the same degrees (such as pp_size), or continue from a checkpoint saved after a step."
         )
     for name, packed in tree["gradients"].items():
         whole = saved is None and name in held

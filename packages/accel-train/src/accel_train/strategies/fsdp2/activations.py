@@ -111,8 +111,9 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
         if length != 0:
             held = "keys and values" if length is None else f"the keys and values of {length} positions"
             raise PrepareError(
-                f"{name} holds {held} (as for prefix tuning), and a block that is recomputed in backward would append "
-                "to them again. Set activation_checkpointing=False."
+                f"{name} holds {held}, and a block that is recomputed in backward would append to them again. If they "
+                "are of a prefix (prefix tuning), set activation_checkpointing=False; if of other blocks of this "
+                "forward, which are not recomputed, set model.config.use_cache = False."
             )
     kwargs = {**kwargs, **dict.fromkeys(names), **({"use_cache": False} if "use_cache" in kwargs else {})}
     return tuple(None if place in at else value for place, value in enumerate(args)), kwargs
