@@ -119,6 +119,8 @@ def assert_equal(ranks: list[dict], expected: dict, within: float = 1e-9) -> Non
         torch.testing.assert_close(dict(rank["weights"]), dict(expected["weights"]), rtol=within, atol=within)
 
 
+SHARDED = {"pp_size": 2, "dp_shard_size": 2}
+LINEARS: dict = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 40}
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"]
 
 
@@ -127,6 +129,27 @@ def test_every_schedule_on_two_ranks(schedule: str) -> None:
     ranks = worlds.run(train, 2, {"pp_size": 2}, {"schedule": schedule, "num_micro_batches": 4}, inside=True)
     assert_equal(ranks, one_process(1))
     assert all(rank["own"] < 0.7 * sum(p.numel() for p in chain().parameters()) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "reshard", [True, pytest.param(False, marks=pytest.mark.full)], ids=["gathers again", "keeps gathered"]
+)
+@pytest.mark.parametrize(
+    "schedule",
+    [name if "zero" in name else pytest.param(name, marks=pytest.mark.full) for name in SCHEDULES],
+)
+def test_every_schedule_with_sharded_stages(schedule: str, reshard: bool) -> None:
+    """A window of two batches. Zero bubbles compute the gradients of weights apart from those of inputs."""
+    ranks = worlds.run(
+        train,
+        4,
+        SHARDED,
+        {"schedule": schedule, "num_micro_batches": 4},
+        windows=2,
+        inside=True,
+        plugin={**LINEARS, "reshard_after_forward": reshard},
+    )
+    assert_equal(ranks, one_process(2, windows=2))
 
 
 def test_the_script_computes_the_loss() -> None:
@@ -150,8 +173,6 @@ def test_stages_of_divided_tensors() -> None:
     assert_equal(worlds.run(train, 4, {"pp_size": 2, "tp_size": 2}, {}, tp=True), one_process(1))
 
 
-SHARDED = {"pp_size": 2, "dp_shard_size": 2}
-LINEARS: dict = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 40}
 PLUGINS = {
     "prefetch, checkpointing, offload": {
         **LINEARS,

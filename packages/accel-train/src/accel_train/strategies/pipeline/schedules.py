@@ -230,6 +230,19 @@ class _TorchStage(PipelineStage):
             return output["loss"]
         return tuple(tensors_of(output, f"Stage {self.stage_index} of the pipeline"))
 
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Gather parameters before half a backward, which looks for the ones that computed the outputs.
+
+        Resharded units have others, whose gradients would be missing without a word; a whole backward gathers itself.
+        """
+        if backward_type != "full":
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
