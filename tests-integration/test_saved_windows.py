@@ -317,3 +317,71 @@ def test_parts_of_zeros_stay_parts(tmp_path):
     for gradient, unused in worlds.run(without_gradients, 2, tmp_path / "state"):
         assert torch.equal(gradient, torch.zeros(1, WIDTH, dtype=torch.float64))
         assert unused is None
+
+
+LAYOUTS = {"single": {}, "fsdp2": {"dp_shard_size": 2}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}
+
+
+def in_layout(name):
+    """Layers that each layout divides, with an optimizer that moves a parameter whose gradient is zero."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**LAYOUTS[name]) if LAYOUTS[name] else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if name == "fsdp2" else None,
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, WIDTH), nn.Linear(WIDTH, 1)).double()
+    if name == "tp":
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def steps_with_zeros(before, folder, load):
+    accelerator, model, optimizer = in_layout(before)
+    ranks, empty = accelerator.strategy.batch, []
+    torch.manual_seed(1)
+    batches = torch.randn(4, 8, WIDTH, dtype=torch.float64)
+    if load:
+        accelerator.load_state(folder)
+        empty = [p.grad is None or bool(local(p.grad).any()) for p in model.parameters()]
+        optimizer.step()  # with zeros: momentum and decay
+    for x in batches[2:] if load else batches[:2]:
+        accelerator.backward(model(x.chunk(ranks.size)[ranks.index]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    if not load:
+        accelerator.save_state(folder)
+    return empty, accelerator.get_state_dict(model)
+
+
+def local(tensor):
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("single", "tp"),
+        ("fsdp2", "pp"),
+        ("pp", "fsdp2"),
+        ("pp", "tp"),
+        pytest.param("tp", "single", marks=FULL),
+        pytest.param("single", "pp", marks=FULL),
+        pytest.param("tp", "pp", marks=FULL),
+    ],
+)
+def test_zeros_are_no_open_window_for_another_layout(tmp_path, before, after):
+    """`zero_grad(set_to_none=False)` leaves gradients that add nothing, and any layout can have them."""
+    ranks = {name: 2 if degrees else 1 for name, degrees in LAYOUTS.items()}
+    worlds.run(steps_with_zeros, 1, "single", tmp_path / "wanted", False)
+    [(_, wanted)] = worlds.run(steps_with_zeros, 1, "single", tmp_path / "wanted", True)
+    worlds.run(steps_with_zeros, ranks[before], before, tmp_path / "state", False)
+    for empty, weights in worlds.run(steps_with_zeros, ranks[after], after, tmp_path / "state", True):
+        assert not any(empty)
+        torch.testing.assert_close(dict(weights), dict(wanted), rtol=1e-9, atol=1e-11)

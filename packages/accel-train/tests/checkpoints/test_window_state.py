@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import CorruptCheckpointError, StateMismatchError
 from accel_train import Accelerator, AccumulationError
-from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, is_open, load
+from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, holds_gradients, load
 from accel_train.strategies.base import Capabilities, Strategy
 from accel_train.strategies.state_adapter import StateAdapter
 from testkit.small_run import build
@@ -146,20 +146,20 @@ def trained_here(accelerator):
 
 def test_between_steps_nothing_is_open():
     accelerator, _ = open_window(steps=1, taken=1)
-    assert is_open(dumped(accelerator)), "gradients wait for a step"
+    assert holds_gradients(dumped(accelerator)), "gradients wait for a step"
     accelerator._optimizers[0].step()
     tree = dumped(accelerator)
-    assert not is_open(tree)
+    assert not holds_gradients(tree)
     assert (tree["windows"], tree["gradients"]) == ([], {})
 
 
 def test_a_window_is_open_also_before_its_first_gradient():
     accelerator, (model, *_) = open_window(taken=0)
-    assert not is_open(dumped(accelerator))
+    assert not holds_gradients(dumped(accelerator))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.zeros(2, 4)).sum() * 0, num_items=1)
     tree = dumped(accelerator)
-    assert is_open(tree)
+    assert holds_gradients(tree)
     assert tree["gradients"] == {"model_0.weight": "zeros", "model_0.bias": "zeros"}
 
 
@@ -384,7 +384,7 @@ class Holding(Hiding):
     [
         ("weight", torch.ones(10, 4), ["sum", "1"], None),
         ("weight", "zeros", ["whole", "avg"], None),
-        ("bias", "zeros", ["whole", "whole"], r"window for model_0\.bias, which no prepared model has"),
+        ("bias", "zeros", ["whole", "whole"], r"window for model_0\.bias, which no prepared model of this rank has"),
         ("weight", torch.ones(4, 10), ["sum", "1"], r"shape \[4, 10\] for model_0\.weight, whose shape is \[10, 4\]"),
         ("weight", torch.ones(10, 4), ["sum"], r"divided as \['sum'\] over a mesh; here the mesh has 2 dimensions"),
         ("weight", torch.ones(10, 4), ["sum", "2"], r"divided as \['sum', '2'\]"),
@@ -394,7 +394,7 @@ def test_gradients_that_are_held_back_are_checked(register, name, values, placem
     register(Holding)
     saved = {f"model_0.{name}": {"values": values, "placements": placements}}
     tree = told({}, engine="hiding", held_back=saved)
-    assert is_open(told({}, held_back=saved, windows=[]))
+    assert holds_gradients(told({}, held_back=saved, windows=[]))
     strategy = Accelerator(strategy="hiding").strategy
     if message is None:
         check(embedding(), tree, strategy, same_ranks=True)

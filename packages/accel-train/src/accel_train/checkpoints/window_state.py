@@ -36,7 +36,6 @@ __all__ = [
     "dump",
     "for_other_ranks",
     "holds_gradients",
-    "is_open",
     "load",
 ]
 
@@ -150,7 +149,7 @@ class WindowStates(StatePart):
         if "windows" not in saved.known:
             return None
         windows: Mapping[str, Any] = saved.known["windows"]
-        if saved.own is None and (windows["windows"] or is_open(windows)):
+        if saved.own is None and (windows["windows"] or holds_gradients(windows)):
             raise accel_ckpt.StateMismatchError(
                 f"{saved.directory} was saved inside an accumulation window and holds no state of rank {saved.rank}, "
                 "whose gradients it would need. Load a checkpoint that is complete, or one that was saved between two "
@@ -159,13 +158,13 @@ class WindowStates(StatePart):
         # The main process saves alone only where no window is unfinished, so what it saved holds for any rank.
         same = saved.ranks == saved.world_size or saved.saved_by < saved.world_size
         check(self._trained, windows, self._strategy, same_ranks=same)
-        if same:
+        if same and _fits(self._trained, windows, self._strategy, same_ranks=True):
             return windows
         trees = [saved.of_rank(rank)["windows"] for rank in range(saved.world_size)]
         for tree in trees:
-            check(self._trained, tree, self._strategy, same_ranks=False)
+            check(self._trained, tree, self._strategy, same_ranks=same)
         windows = for_other_ranks(trees, saved.ranks, saved.rank)
-        check(self._trained, windows, self._strategy, same_ranks=False)
+        check(self._trained, windows, self._strategy, same_ranks=same)
         return windows
 
     def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
@@ -411,15 +410,8 @@ def _held_back(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def is_open(tree: Mapping[str, Any]) -> bool:
-    """Whether a tree holds gradients that wait for a step."""
-    return bool(tree["gradients"] or _held_back(tree) or tree.get("engine_waits")) or any(
-        window["backwards"] for window in [*tree["windows"], tree["manual"]]
-    )
-
-
 def holds_gradients(tree: Mapping[str, Any]) -> bool:
-    """Whether a tree holds gradients with a value: not only those that were filled with zeros."""
+    """Whether a tree holds gradients that wait for a step: not only what `zero_grad(set_to_none=False)` leaves."""
     counting = any(window["backwards"] for window in [*tree["windows"], tree["manual"]])
     return (
         counting
@@ -448,13 +440,8 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     check_form(tree.get("engine_waits", False), bool, f"{where}['engine_waits']")
     saved, parameters = tree.get("engine"), trained.parameters()
     held = strategy.states.held_back(parameters)
-    same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
-    fits = (
-        _owns_gradients(strategy, parameters, held)
-        if saved is None
-        else saved == strategy.name and same_ranks
-    )
-    if is_open(tree) and not fits:
+    if holds_gradients(tree) and not _fits(trained, tree, strategy, same_ranks=same_ranks):
+        same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
         raise accel_ckpt.StateMismatchError(
             "the checkpoint was saved inside an accumulation window, whose gradients have the form of "
             + (f"the strategy {saved!r}" if saved is not None else "plain tensors")
@@ -462,21 +449,32 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
             + ("" if same_ranks or saved is None else " on another number of ranks, or with other degrees")
             + ". Continue with the same strategy, degrees and number of ranks, or from a checkpoint saved after a step"
         )
-    unknown = sorted((set(tree["gradients"]) - set(parameters)) | (set(_held_back(tree)) - set(held)))
+    # Zeros are also of parameters that another rank has here, such as those of another stage.
+    valued = {name for name, packed in tree["gradients"].items() if not isinstance(packed, str)}
+    unknown = sorted((valued - set(parameters)) | (set(_held_back(tree)) - set(held)))
     if unknown:
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
             "no prepared model of this rank has. Prepare the same models and optimizers as the script that saved it, "
             "with the same degrees (such as pp_size), or continue from a checkpoint saved after a step."
         )
-    for name, packed in tree["gradients"].items():
+    for name in valued:
         whole = saved is None and name in held
         shape = held[name].shape if whole else local_part(parameters[name].detach()).shape
-        _check_gradient(name, packed, parameters[name], list(shape))
+        _check_gradient(name, tree["gradients"][name], parameters[name], list(shape))
     for name, entry in _held_back(tree).items():
         _check_gradient(name, entry["values"], parameters[name], list(held[name].shape))
         _check_placements(name, entry["placements"], held[name])
     _check_owners(trained, tree)
+
+
+def _fits(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same_ranks: bool) -> bool:
+    """Whether the gradients of a tree have the form that this strategy's have on this rank; see `check`."""
+    engine = tree.get("engine")
+    if engine is not None:
+        return bool(engine == strategy.name and same_ranks and tree["averaged_over"] == strategy.loss.size)
+    parameters = trained.parameters()
+    return _owns_gradients(strategy, parameters, strategy.states.held_back(parameters))
 
 
 def _check_placements(name: str, placements: Sequence[str], held: HeldBack) -> None:
