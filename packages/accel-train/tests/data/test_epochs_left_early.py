@@ -177,6 +177,56 @@ def test_a_state_of_a_left_epoch_continues_it():
     assert torch.cat(list(resumed)).tolist() == order(1)
 
 
+KINDS = {
+    "sampler": lambda: DataLoader(range(SIZE), batch_size=4, sampler=ByEpoch()),
+    "workers": lambda: DataLoader(range(SIZE), batch_size=4, shuffle=True, num_workers=2),
+    "dispatched": lambda: DataLoader(range(SIZE), batch_size=4, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+}
+
+
+def resumable(kind):
+    return prepare_data_loader(
+        KINDS[kind](),
+        num_processes=1,
+        process_index=0,
+        use_stateful_dataloader=True,
+        use_seedable_sampler=True,
+        dispatch_batches=kind == "dispatched",
+        device=torch.device("cpu"),
+        put_on_device=True,
+        data_seed=3,
+    )
+
+
+def gone_back(kind, back):
+    """Two epochs, and what a run reads that resumes after batch 5 of the second; a bad step at batch 3 is undone."""
+    loader = resumable(kind)
+    seen = []
+    for epoch in range(2):
+        for number, batch in enumerate(loader, 1):
+            seen += batch.tolist()
+            if (epoch, number) == (0, 2):
+                first_epoch = loader.state_dict()
+            if (epoch, number) == (1, 2):
+                second_epoch = loader.state_dict()
+            if (epoch, number) == (1, 3) and back:
+                loader.load_state_dict(second_epoch if back == "a batch" else first_epoch)
+            if (epoch, number) == (1, 5):
+                saved = loader.state_dict()
+    seen += torch.cat(list(loader)).tolist()
+    resumed = resumable(kind)
+    resumed.load_state_dict(saved)
+    return seen, torch.cat(list(resumed)).tolist(), torch.cat(list(resumed)).tolist()
+
+
+@pytest.mark.parametrize("back", ["a batch", "an epoch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_goes_on_after_a_load_saves_where_it_is(kind, back):
+    """Not where the loaded state was: the batches in between would be read again."""
+    assert gone_back(kind, back) == gone_back(kind, None)
+
+
 def test_a_script_that_counts_by_the_loader_and_skips_by_its_state_loses_no_epoch():
     loader = prepared("seedable")
     for _ in loader:

@@ -117,8 +117,16 @@ class Epoch:
         return None
 
     def go_on(self, iteration: Iteration) -> None:
-        """An iteration that began before the one that runs goes on; a loop that was left in between counts."""
-        if self.running is not None and self.running.closed:
+        """An iteration that began before the one that runs, or before a load, goes on.
+
+        A loop that was left in between counts. A state that was loaded in the middle of a loop, as to go back after a
+        bad step, no longer says where the loader is.
+        """
+        if self.running is None:
+            self.restored = None
+            if not self.chosen:
+                self.iteration = iteration.epoch
+        elif self.running.closed:
             self.iteration = self.following()
         self.running = iteration
 
