@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -66,4 +69,33 @@ def _mixes(module: Any) -> str | None:
             "it makes no mask for documents while config.use_cache is True. Set model.config.use_cache = False, or "
             "pass use_cache=False in each call; generate() has a setting of its own."
         )
+    if _masks_without_positions(type(module).forward):
+        return (
+            "it makes its mask without position_ids. Load it with a kernel of FlashAttention, or give each document a "
+            "sequence of its own."
+        )
     return None
+
+
+def _masks_without_positions(forward: Callable[..., Any]) -> bool:
+    """Whether a forward makes causal masks with functions of transformers, and gives none of them `position_ids`.
+
+    They are arguments, or keys of a mapping of arguments. False where there is no source code to look at.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    except (OSError, TypeError):  # of the command line, or compiled
+        return False
+    nodes = list(ast.walk(ast.parse(source)))
+    masks = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id.startswith("create_")
+        and node.func.id.endswith("causal_mask")
+    ]
+    given = [argument for mask in masks for argument in (*mask.args, *(each.value for each in mask.keywords))]
+    named = any(isinstance(node, ast.Name) and node.id == "position_ids" for node in given)
+    as_key = any(isinstance(node, ast.Constant) and node.value == "position_ids" for node in nodes)
+    return bool(masks) and not (named or as_key)
