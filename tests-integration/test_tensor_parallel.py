@@ -536,3 +536,76 @@ def test_fp16_is_that_of_one_process():
     assert plain(2)[1] == pytest.approx(wanted[1], rel=5e-2), "and near the exact norms"
     for found in worlds.run(half, 2, True):
         check(found, wanted, bound=5e-3)
+
+
+# Whole parameters that compute with divided values
+
+
+class Heads(nn.Module):
+    """Attention without attention: a norm over each head, whose weight no plan for matrices divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        heads = self.norm(self.up(x).unflatten(-1, (-1, WIDTH)))
+        return self.down(torch.tanh(heads).flatten(-2))
+
+
+def train_heads(degrees, divides_norm):
+    """What a rank warns of, and the weights after two steps of two micro-batches."""
+    import warnings
+
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    options = {} if degrees is None else {"parallelism_config": ParallelismConfig(**degrees)}
+    if "dp_shard_size" in (degrees or {}):
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    torch.manual_seed(0)
+    model = Heads().double()
+    if degrees:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if divides_norm:
+            plan["norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    ranks = accelerator.strategy.batch
+    x, _ = data().tensors
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in x[:16].split(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch.chunk(ranks.size)[ranks.index]).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    told = [str(each.message) for each in seen if "drift apart" in str(each.message)]
+    return told, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [(2, {"tp_size": 2}), pytest.param(4, {"tp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.full)],
+)
+def test_a_whole_parameter_with_a_summand_of_its_gradient_is_named(ranks, degrees):
+    """Each rank would step the norm with the gradient of its own heads."""
+    [(_, wanted)] = worlds.run(train_heads, 1, None, False)
+    for divides_norm in (False, True):
+        found = worlds.run(train_heads, ranks, degrees, divides_norm)
+        assert sum(len(told) for told, _ in found) == (not divides_norm)
+        if not divides_norm:
+            assert "1 of 1 parameters" in found[0][0][0]
+            assert "the first 'norm.weight'" in found[0][0][0]
+            continue
+        for _, weights in found:
+            torch.testing.assert_close(dict(weights), dict(wanted), rtol=1e-9, atol=1e-11)

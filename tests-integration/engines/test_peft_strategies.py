@@ -36,7 +36,12 @@ class Run:
     """The script on ranks; under "tp" both ranks read the same samples."""
 
     def __init__(self, strategy, folder, zeroed=False):
-        from accel_train import Accelerator, DeepSpeedPlugin, TorchTensorParallelPlugin
+        from accel_train import (
+            Accelerator,
+            DeepSpeedPlugin,
+            DistributedDataParallelKwargs,
+            TorchTensorParallelPlugin,
+        )
 
         if strategy.startswith("deepspeed"):
             config = {
@@ -46,8 +51,9 @@ class Run:
             self.accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         elif strategy == "tp":
             self.accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
-        else:
-            self.accelerator = Accelerator(cpu=True)
+        else:  # four ranks would otherwise add in another order after a resume
+            handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+            self.accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
         model = divided(folder) if strategy == "tp" else make()
         if zeroed:
             for parameter in trained(model):

@@ -28,7 +28,7 @@ from accel_state.messages import warn
 from accel_state.operations.collectives import gather, reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
-from accel_train.loop.first_windows import FirstWindows, check_trains
+from accel_train.loop.first_windows import FirstWindows, check_trains, compare_whole_gradients
 from accel_train.loop.observers import StepObserver
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
@@ -480,6 +480,9 @@ class Accumulator:
         if not closure and not self._strategy.capabilities.prepares_together:
             plain = [self._strategy.plain(model) for model in self._all_models]
             check_trains(optimizer, plain, self._all_optimizers)
+            mesh, together = self._strategy.options.mesh, self._strategy.replicas_of(optimizer) is not None
+            if mesh.degrees["tp"] > 1 and together and self.steps_together and not self._rehearsed:
+                compare_whole_gradients(optimizer, plain, mesh)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ranks are about to take the same step, with gradients that are there."""

@@ -8,19 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ckpt.parts import is_sharded
 from accel_state.messages import warn
 from accel_state.operations.collectives import reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, NoGradientError
+from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.strategies.base import Strategy
+from accel_train.strategies.gradients import local_part
 
-__all__ = ["FirstWindows", "check_trains", "explain_no_gradient"]
+__all__ = ["FirstWindows", "check_trains", "compare_whole_gradients", "explain_no_gradient"]
 
 _MICRO_BATCHES = 16
 _EQUAL_LOSSES = 2
 _SINGLE_STEPS = 3  # in a row; a window may be cut short by the end of an epoch
 _OWN_STEPS = 2
+_COMPARED = 4096  # elements of a gradient
+_DIFFERENCE = 0.1  # of a gradient's norm; that of rounding is far less, that of a summand about 1
 
 
 class FirstWindows:
@@ -235,6 +240,56 @@ def check_trains(
         f"{whose}, while {name!r} of {type(model).__name__} has one and is in no prepared optimizer "
         f"({len(waiting)} such parameters): {effect}",
     )
+
+
+@torch.no_grad()
+def compare_whole_gradients(
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], mesh: Mesh
+) -> None:
+    """Warn of parameters that a plan of tensor parallelism leaves whole, and that get other gradients on other ranks.
+
+    The input of such a parameter is divided: a norm over the heads of a rank, for example. Each rank then has a summand
+    of its gradient, and steps with that. Collective, once for an optimizer.
+
+    Args:
+        optimizer: about to step for the first time.
+        models: the prepared ones, without wrappers.
+        mesh: with several ranks of tensor parallelism. FSDP may shard what they hold alike over other ranks.
+    """
+    names = {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+    holders = mesh.holders
+    whole = [
+        parameter
+        for parameter in parameters_of(optimizer)
+        if parameter.requires_grad
+        and id(parameter) in names
+        and (not is_sharded(parameter) or parameter.device_mesh == holders)
+    ]
+    if not whole:
+        return
+    values = torch.stack([_sample(parameter.grad) for parameter in whole])
+    low, high = reduce(torch.stack([-values, values]), "max", group=mesh.alike.group)
+    differ = (low + high).amax(1) > _DIFFERENCE * high[:, 0]
+    first = next(
+        (parameter for parameter, differs in zip(whole, differ.tolist(), strict=True) if differs), None
+    )
+    if first is not None and mesh.alike.index == 0 == mesh.batch.index:  # of stages each
+        warn(
+            f"{int(differ.sum())} of {len(whole)} parameters that tensor parallelism leaves whole have other gradients "
+            f"on other ranks, the first {names[id(first)]!r}: their values will drift apart. What they compute with is "
+            "divided, so each rank has a summand of their gradient; or ranks draw other random numbers there. Add "
+            "their modules to the plan of parallelize_module, for a norm over the heads of a rank as "
+            "SequenceParallel(sequence_dim=2), or let transformers divide the model.",
+        )
+
+
+def _sample(gradient: Tensor | None) -> Tensor:
+    """The norm of the first elements, and their sum with weights that differ; zeros without a gradient."""
+    if gradient is None or gradient.is_sparse:
+        return torch.zeros(2, dtype=torch.float64)
+    part = local_part(gradient).flatten()[:_COMPARED].to("cpu", torch.float64)
+    weights = torch.arange(part.numel(), dtype=torch.float64).cos()
+    return torch.stack([torch.linalg.vector_norm(part), part @ weights])
 
 
 def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
