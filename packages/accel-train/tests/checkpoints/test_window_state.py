@@ -66,6 +66,16 @@ def test_gradients_of_zeros_come_back_as_zeros(tmp_path):
     assert torch.equal(restored.weight.grad, torch.zeros(1, 4))
 
 
+def test_zeros_that_come_back_are_no_gradients_of_an_earlier_window(tmp_path):
+    accelerator, (model, optimizer, *_) = open_window(steps=2, taken=2)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 4)).sum(), num_items=2)
+    accelerator.save_state(tmp_path / "inside")
+
+
 def test_a_window_of_a_model_that_was_not_prepared_cannot_be_saved(tmp_path):
     accelerator = Accelerator(gradient_accumulation_steps=4)
     build(accelerator)

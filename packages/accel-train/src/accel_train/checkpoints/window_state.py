@@ -23,6 +23,7 @@ from accel_state.messages import first_line
 from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.optimizer_parameters import parameters_of
 from accel_train.state_part import SavedTrees, StatePart, Trees
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import any_divided, local_part
@@ -379,6 +380,14 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], st
     for name, parameter in parameters.items():
         parameter.grad = _unpack(gradients[name], parameter) if name in gradients else None
     states.hold_back(parameters, kept)
+    zeros = {
+        id(parameters[name])
+        for name, packed in tree["gradients"].items()
+        if name in parameters and isinstance(packed, str)
+    }
+    for optimizer in trained.optimizers:
+        if zeros.issuperset(id(p) for p in parameters_of(optimizer) if p.grad is not None):
+            optimizer.note_zeros()
     for saved in tree["windows"]:
         models = tuple(trained.model_called(name) for name in saved["models"])
         _load_window(accumulator.window_of(models), saved, trained)

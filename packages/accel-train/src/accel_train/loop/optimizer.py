@@ -226,6 +226,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Whether gradients were filled with zeros, to which no backward has added since."""
         return bool(self._zeros) and self._zeros == _versions_of(self.optimizer)
 
+    def note_zeros(self) -> None:
+        """Note that a loaded state has filled its gradients with zeros again."""
+        self._zeros = _versions_of(self.optimizer)
+
     @property
     def steps_in_backward(self) -> bool:
         """Whether this is an optimizer of lomo-optim, which updates in backward, so that `step()` does nothing."""
