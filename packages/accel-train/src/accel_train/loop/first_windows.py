@@ -263,7 +263,7 @@ def compare_whole_gradients(
         for parameter in parameters_of(optimizer)
         if parameter.requires_grad
         and id(parameter) in names
-        and (not is_sharded(parameter) or parameter.device_mesh == holders)
+        and (not is_sharded(parameter) or getattr(parameter, "device_mesh", None) == holders)
     ]
     if not whole:
         return

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.gradients import EngineGradients, regrouped
 from accel_train.strategies.megatron.layout import Dims, Heads, Whole
@@ -113,7 +114,7 @@ def gradients(chunk):
         step=lambda: (True, None, None),
         zero_grad=lambda set_to_none: None,
     )
-    return EngineGradients(chunk, optimizer, SimpleNamespace())
+    return EngineGradients(chunk, optimizer, SimpleNamespace(), ComputedLosses())
 
 
 def test_a_window_begins_with_its_first_backward():

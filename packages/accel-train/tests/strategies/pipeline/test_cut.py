@@ -19,6 +19,12 @@ class Named(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.head = nn.Linear(4, 2)
 
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
 
 class OfTransformers(Named):
     """What tells models of transformers from others."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, OptionError
-from accel_train.strategies.computed_loss import computed_loss
+from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied, weighted_mean
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.context import ContextPart
@@ -60,6 +60,8 @@ class MegatronEngine(nn.Module):
         self._plugin = plugin
         self._trained = trained
         self.loss_factor = 1.0
+        #: Of calls that have computed gradients.
+        self.losses = ComputedLosses()
         self.before_backward: Callable[[], bool] = lambda: True
         self.scale: Callable[[float], None] = lambda factor: None
 
@@ -275,7 +277,7 @@ class MegatronEngine(nn.Module):
         if not trains:
             return EngineOutput(value, logits)
         return EngineOutput(
-            computed_loss(value, factor, functools.partial(self._rescale, first, factor)), logits
+            self.losses.of_call(value, factor, functools.partial(self._rescale, first, factor)), logits
         )
 
     def _from_last(self, value: Tensor | None, shape: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accel_ckpt import NamedModel
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
@@ -124,9 +125,11 @@ class EngineGradients:
         chunk: the stage inside Megatron's data-parallel wrapper.
         optimizer: Megatron's optimizer.
         plugin: has the norm to which every step clips.
+        losses: of calls that have computed gradients.
     """
 
-    def __init__(self, chunk: Any, optimizer: Any, plugin: MegatronLMPlugin) -> None:
+    def __init__(self, chunk: Any, optimizer: Any, plugin: MegatronLMPlugin, losses: ComputedLosses) -> None:
+        self._losses = losses
         self._chunk = chunk
         self._optimizer = optimizer
         self._plugin = plugin
@@ -191,7 +194,12 @@ class EngineGradients:
                 parameter.main_grad.clamp_(-value, value)
 
     def step(self) -> bool:
-        """Step, and drop the gradients; returns whether it stepped."""
+        """Step, and drop the gradients; returns whether it stepped.
+
+        Raises:
+            AccumulationError: the loss of a call did not go through backward, although its gradients are computed.
+        """
+        self._losses.check("use pp_degree=1 and no num_micro_batches")
         self.complete()
         stepped, _, _ = self._optimizer.step()
         self.drop()
@@ -199,6 +207,7 @@ class EngineGradients:
 
     def drop(self) -> None:
         """Drop waiting gradients."""
+        self._losses.drop()
         self._chunk.zero_grad_buffer()
         self._optimizer.zero_grad(set_to_none=True)
         self.waiting = self._complete = False

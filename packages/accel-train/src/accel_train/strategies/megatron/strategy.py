@@ -253,10 +253,10 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         groups = regrouped(built, model, optimizer)
         chunk = self._wrapped(built)
         own = make_optimizer(optimizer, groups, options, chunk)
-        gradients = EngineGradients(chunk, own, self.plugin)
+        engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=True)
+        gradients = EngineGradients(chunk, own, self.plugin, engine.losses)
         state = EngineState(built, self._groups, chunk, own)
         state.use_groups(groups)
-        engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=True)
         engine.before_backward, engine.scale = gradients.before_backward, gradients.scale
         empty_out(model)
         return _Trained(engine, model, state, optimizer, gradients, [list(group) for group in groups])
@@ -321,6 +321,8 @@ class MegatronStrategy(EngineStrategy[_Trained]):
                 "model.eval(). Call model.train(), and use the loss that the model returns."
             )
         loss.backward()  # type: ignore[no-untyped-call]
+        for item in self.made:
+            item.engine.losses.account()
 
     # Complete gradients
 

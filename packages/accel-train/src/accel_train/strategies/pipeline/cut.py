@@ -13,6 +13,7 @@ from accel_ckpt.modules.names import listed
 from accel_state.balance import balanced_starts
 from accel_train.errors import PrepareError
 from accel_train.plugins.parallelism import PipelineParallelConfig
+from accel_train.strategies.pipeline.chains import check_chain
 
 __all__ = ["Cut", "cut_model", "takes_embeddings"]
 
@@ -57,12 +58,14 @@ def cut_model(model: nn.Module, config: PipelineParallelConfig, count: int) -> C
         count: number of stages.
 
     Raises:
-        PrepareError: the model's modules or their order are not known, a name is unknown, a stage would be empty, or
-            two stages would share a parameter.
+        PrepareError: the model's modules or their order are not known, a name is unknown, its forward does more than
+            call them, a stage would be empty, or two stages would share a parameter.
     """
     chain = not takes_embeddings(model)
     names, blocks = _modules_in_order(model, config)
     _check_complete(model, names)
+    if chain:
+        check_chain(model, names)
     if config.cuts is None:
         stages = _balanced(model, names, blocks, count)
     else:

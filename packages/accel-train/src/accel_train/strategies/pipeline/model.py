@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
 from accel_train.plugins.parallelism import PipelineParallelConfig
-from accel_train.strategies.computed_loss import computed_loss
+from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.outputs import EngineOutput
 from accel_train.strategies.pipeline.exchange import Exchange, Form
 from accel_train.strategies.pipeline.foresight import Foreseen, Foresight, made_up
@@ -84,8 +84,8 @@ class PipelineModel(nn.Module):
         self._passes: list[_Pass] = []
         self.loss_factor = 1.0
         self.reduces = True
-        #: A call has computed gradients that `accelerator.backward` has not accounted for.
-        self.unaccounted = False
+        #: Of calls that have computed gradients.
+        self.losses = ComputedLosses()
         #: Gradients of earlier calls of the window wait.
         self.accumulated = False
         self.scale: Callable[[float], None] = lambda factor: None
@@ -327,37 +327,32 @@ class PipelineModel(nn.Module):
                 before_last=lambda: _reduce(self._stages[0], self.reduces),
             )
 
-    @property
-    def has_unused_gradients(self) -> bool:
-        """Whether outputs have gradients that went through no stage, or a call's gradients are not accounted for."""
-        return self.unaccounted or any(item.has_gradients for item in self._passes)
-
-    def drop_gradients(self) -> None:
-        """Gradients of parameters are dropped; calls whose backward is to come still wait for it.
+    def check_losses(self) -> None:
+        """Check that gradients of all calls went through all stages.
 
         Raises:
-            AccumulationError: a call has computed gradients, which backward has not accounted for.
+            AccumulationError: a loss went to `loss.backward()`, or to no backward although its gradients are computed.
         """
-        if self.unaccounted:
+        if any(item.has_gradients for item in self._passes):
             raise AccumulationError(
-                "zero_grad() was called between a call of the model and accelerator.backward(), and with this schedule "
-                "the call computes the gradients: they would be lost. Call zero_grad() before the model, or after the "
-                "step."
+                "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
+                "accelerator.backward(loss), which goes through all stages of the pipeline."
             )
+        self.losses.check("choose PipelineParallelConfig(schedule='gpipe')")
+
+    def drop_gradients(self) -> None:
+        """Gradients of parameters are dropped; calls whose backward computes gradients still wait for it."""
+        self.losses.drop()
         self._passes = [item for item in self._passes if not item.has_gradients]
         self.accumulated = False
 
     def forget_calls(self) -> None:
         """Forget calls whose backward has not run: a state is loaded."""
         self._passes.clear()
-        self.unaccounted = False
+        self.losses.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients of this rank's parameters, as that of an optimizer.
-
-        Raises:
-            AccumulationError: see `drop_gradients`.
-        """
+        """Drop gradients of this rank's parameters, as that of an optimizer."""
         self.drop_gradients()
         for stage in self._stages:
             stage.zero_grad(set_to_none)
@@ -401,8 +396,8 @@ class PipelineModel(nn.Module):
         [value] = self._exchange.share(
             None if total is None else [total], self._layout.owner(self._layout.stages - 1)
         )
-        first, self.accumulated, self.unaccounted = not self.accumulated, True, True
-        return EngineOutput(loss=computed_loss(value, factor, partial(self._rescale, first)))
+        first, self.accumulated = not self.accumulated, True
+        return EngineOutput(loss=self.losses.of_call(value, factor, partial(self._rescale, first)))
 
     def _rescale(self, first: bool, ratio: float) -> None:
         """The loss was multiplied after its gradients were computed."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_state.operations.collectives import broadcast, reduce
-from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, tensors_of_model
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import (
@@ -279,7 +279,7 @@ class PipelineStrategy(Strategy):
         super().backward(models, loss, pending=pending, kwargs=kwargs)
         for engine, _ in self._made:
             engine.run_backward()
-            engine.unaccounted = False
+            engine.losses.account()
             complete_gradients(engine, self.loss if engine.reduces else None)
 
     def replicas_of(self, optimizer: torch.optim.Optimizer) -> Ranks | None:
@@ -309,14 +309,11 @@ class PipelineStrategy(Strategy):
         """Step an optimizer.
 
         Raises:
-            AccumulationError: a loss went to `loss.backward()`, so that gradients did not go through all stages.
+            AccumulationError: a loss went to `loss.backward()`, so that gradients did not go through all stages; or to
+                no backward, although the call of the model has computed its gradients.
         """
         for engine, _ in self._made:
-            if engine.has_unused_gradients:
-                raise AccumulationError(
-                    "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
-                    "accelerator.backward(loss), which goes through all stages of the pipeline."
-                )
+            engine.check_losses()
             engine.accumulated = False
         self.precision.share_found(optimizer, lambda value: reduce(value, "max", group=self.pipeline_group))
         return super().step(optimizer, closure)
@@ -327,7 +324,7 @@ class PipelineStrategy(Strategy):
         return self.precision.loss_scale
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop gradients; not between a call of the model that computes them and its backward."""
+        """Drop gradients; also those of calls whose loss then cannot go through backward."""
         for engine, _ in self._made:
             engine.drop_gradients()
         super().zero_grad(optimizer, set_to_none)
