@@ -426,3 +426,64 @@ def test_buffers_are_cut_while_the_context_lasts():
         part = [*range(4 * rank, 4 * rank + 4), *range(12 - 4 * rank, 16 - 4 * rank)]
         assert inside == ((2, 8), part, part)
         assert kept == part
+
+
+# Models of the script's own that predict the next token
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place, self.head = nn.Embedding(20, 8), nn.Embedding(16, 8), nn.Linear(8, 20)
+        self.double()
+
+    def logits(self, input_ids, position_ids):
+        x = (self.embed(input_ids) + self.place(position_ids))[:, None]
+        return self.head(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0])
+
+
+class Named(Own):
+    """Its forward names all that it cannot know from a part of a sequence."""
+
+    def forward(self, input_ids, position_ids=None, labels=None, shift_labels=None, num_items_in_batch=None):
+        logits = self.logits(input_ids, position_ids).flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, shift_labels.flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+
+class Shifting(Own):
+    """It does not say that it shifts labels itself."""
+
+    def forward(self, input_ids, position_ids=None, labels=None):
+        logits = self.logits(input_ids, position_ids)[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def loss_of_own(kind):
+    import warnings
+
+    from accel_train import Accelerator, ParallelismConfig
+
+    ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(1))
+    wanted = Shifting()(ids, torch.arange(16).expand(2, 16), ids)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model, loader = accelerator.prepare(kind(), loader)
+    told = [str(each.message) for each in seen if "takes labels, which cp_size 2 cuts" in str(each.message)]
+    [loss] = [accelerator.reduce(model(**batch).detach(), "mean") for batch in loader]
+    return loss.item(), wanted.item(), len(told)
+
+
+def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process():
+    for loss, wanted, told in worlds.run(loss_of_own, 2, Named):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+        assert not told
+
+
+def test_a_model_that_may_shift_labels_itself_is_told_of():
+    (loss, wanted, told), (*_, other) = worlds.run(loss_of_own, 2, Shifting)
+    assert loss != pytest.approx(wanted, rel=1e-3), "it compares some positions with wrong tokens"
+    assert (told, other) == (1, 0)

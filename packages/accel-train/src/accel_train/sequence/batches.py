@@ -66,13 +66,17 @@ class ModelFacts:
 
     Attributes:
         positions: it takes `position_ids`.
-        is_causal: it shifts `labels` itself, unless it is given `shift_labels`.
+        is_causal: it predicts the next token.
+        shifts: it shifts `labels` itself, unless it is given `shift_labels`.
         counts: it divides the sum of its losses by `num_items_in_batch`.
+        may_shift: it takes `labels`, and whether it shifts them itself is not known.
     """
 
     positions: bool = False
     is_causal: bool = False
+    shifts: bool = False
     counts: bool = False
+    may_shift: bool = False
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFacts:
@@ -81,11 +85,16 @@ class ModelFacts:
         keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")  # of transformers
         base = getattr(model, "get_base_model", None)  # PEFT's models pass keyword arguments on
-        positions = "position_ids" in takes(model)
+        names = takes(model)
+        is_causal = loss == "ForCausalLMLoss" or "shift_labels" in names
+        known = keywords and loss in ("ForCausalLMLoss", "ForMaskedLMLoss")
         return cls(
-            positions=positions or (keywords and base is not None and "position_ids" in takes(base())),
-            is_causal=loss == "ForCausalLMLoss",
-            counts=keywords and loss in ("ForCausalLMLoss", "ForMaskedLMLoss"),
+            positions="position_ids" in names
+            or (keywords and base is not None and "position_ids" in takes(base())),
+            is_causal=is_causal,
+            shifts=(known and is_causal) or "shift_labels" in names,
+            counts=known or "num_items_in_batch" in names,
+            may_shift="labels" in names and not loss and not is_causal,
         )
 
 
@@ -97,10 +106,10 @@ def takes(model: nn.Module) -> list[str]:
 def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
     """Cut every tensor of (samples, positions, …) to the positions of this rank.
 
-    A mapping with `input_ids` or `inputs_embeds` also gets arguments that a transformers model would otherwise compute
-    from the positions that it sees: `position_ids`; `shift_labels`, because the label of a rank's last position is on
-    the next rank; and `num_items_in_batch`, so that the mean of the ranks' losses is the loss over all positions that
-    count.
+    A mapping with `input_ids` or `inputs_embeds` also gets arguments that a model of transformers, or one whose forward
+    names them, would otherwise compute from the positions that it sees: `position_ids`; `shift_labels`, because the
+    label of a rank's last position is on the next rank; and `num_items_in_batch`, so that the mean of the ranks' losses
+    is the loss over all positions that count.
 
     Args:
         batch: a batch of all positions, on any device.
@@ -152,13 +161,13 @@ def _additions(batch: Mapping[str, Any], length: int, facts: ModelFacts) -> dict
     if facts.positions and batch.get("position_ids") is None:
         more["position_ids"] = torch.arange(length, device=some.device).expand(some.shape[0], length)
     labels = batch.get("labels")
-    if not facts.counts or not isinstance(labels, Tensor) or labels.shape[1:2] != (length,):
+    if not isinstance(labels, Tensor) or labels.shape[1:2] != (length,):
         return more
-    if facts.is_causal:
+    if facts.shifts:
         if batch.get("shift_labels") is None:
             more["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         labels = more.get("shift_labels", batch.get("shift_labels"))
-    if batch.get("num_items_in_batch") is None:
+    if facts.counts and batch.get("num_items_in_batch") is None:
         assert isinstance(labels, Tensor)
         more["num_items_in_batch"] = (labels != _IGNORED).sum().clamp_(min=1)
     return more

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from accel_state.messages import warn
 from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
@@ -66,6 +67,14 @@ class SequenceParallel:
         _check_attention(model, self._place.name)
         if self._facts is None:
             self._facts = ModelFacts.of(model)
+            if self._facts.may_shift and self._place.index == 0:
+                warn(
+                    f"The forward of {type(model).__name__} takes labels, which {self._place.name} cuts as all tensors "
+                    "of a batch. If it compares each position with the next label (labels[:, 1:]), it compares wrong "
+                    "tokens where this rank's positions end. Then let it take shift_labels, of which the loader gives "
+                    "the shifted labels of this rank's positions, and num_items_in_batch, by which to divide the sum "
+                    "of its losses.",
+                )
         self._prepared.add(model)
         documents = PackedDocuments(model, self._attention.gather)
         watch = _Watch(self._attention, self._place.name, documents)

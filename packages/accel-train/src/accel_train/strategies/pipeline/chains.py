@@ -1,4 +1,4 @@
-"""Whether a model's own forward does what its stages will do: call its modules one after the other, and nothing else."""
+"""Whether the forward of a model does what its stages will: call its modules one after the other, and nothing else."""
 
 from __future__ import annotations
 
