@@ -813,6 +813,24 @@ def test_a_step_is_skipped_on_all_stages(
             torch.testing.assert_close(found[key], expected[key], rtol=5e-3, atol=2e-3)
 
 
+def norms_beside_a_frozen_stage() -> Tensor:
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = chain()
+    model[:4].requires_grad_(False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model[4:].parameters(), lr=0.1))
+    inputs, targets = batches(1)
+    accelerator.backward(nn.functional.mse_loss(model(inputs[:ROWS]), targets[:ROWS]))
+    return accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_frozen_stage_returns_the_norm_of_the_others() -> None:
+    first, second = worlds.run(norms_beside_a_frozen_stage, 2)
+    assert first.dtype == second.dtype == torch.float64
+    assert torch.equal(first, second)
+
+
 # Batches that are left out
 
 

@@ -359,6 +359,26 @@ def test_a_folder_of_updates(tmp_path):
     assert all(torch.equal(engine.tensors[name], expected[name]) for name in expected)
 
 
+def publish_stages(folder):
+    from torch import nn
+
+    from accel_train import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)))
+    number = WeightFolder(folder).publish(accelerator.weight_source(model, dtype=torch.bfloat16))
+    return number, accelerator.get_state_dict(model)
+
+
+def test_stages_are_published_in_another_dtype(tmp_path):
+    """A rank also describes the weights of other stages, in the dtype in which they are sent."""
+    number, weights = worlds.run(publish_stages, 2, str(tmp_path))[0]
+    wants = {name: torch.zeros_like(value, dtype=torch.bfloat16) for name, value in weights.items()}
+    assert WeightFolder(tmp_path).receive(wants) == number
+    assert all(torch.equal(wants[name], value.bfloat16()) for name, value in weights.items())
+
+
 def train_for_vllm(folder, port):
     address = Path(folder, "address")
     while not address.exists():

@@ -34,6 +34,21 @@ def test_floating_point_weights_are_sent_in_another_dtype_and_integers_in_their_
     assert sent["ids"].dtype == torch.int64
 
 
+def test_what_other_ranks_hold_has_the_dtype_in_which_it_is_sent():
+    def rank(coordinator):
+        mine, others = ("a", "b") if coordinator.rank == 0 else ("b", "a")
+        state = {mine: [Part.whole(whole((2, 2)))], others: Part.nothing((2, 2))}
+        offers = OfferedWeights(lambda: state, dtype="bfloat16", coordinator=coordinator)
+        return {name: [part.tensor.dtype for part in _listed(leaf)] for name, leaf in offers.state().items()}
+
+    for found in transfers.run(2, rank):
+        assert found == {"a": [torch.bfloat16], "b": [torch.bfloat16]}
+
+
+def _listed(leaf):
+    return leaf if isinstance(leaf, list) else [leaf]
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, "complex64", "no dtype"])
 def test_no_dtype_for_weights(dtype):
     with pytest.raises(ValueError, match="dtype"):

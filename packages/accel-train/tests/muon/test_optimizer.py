@@ -249,6 +249,18 @@ def test_a_group_that_muon_cannot_step_is_refused(parameter, options, error, mes
         MuonWithAdamW([{"params": [nn.Parameter(parameter)], **options}])
 
 
+@pytest.mark.parametrize(("key", "meant"), [("use_moun", "use_muon"), ("weigth_decay", "weight_decay")])
+def test_a_misspelt_key_of_a_group_is_refused(key, meant):
+    with pytest.raises(OptionError, match=f"the key '{key}'; did you mean '{meant}'"):
+        MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2, 2))], key: False}])
+
+
+def test_a_group_may_have_keys_of_the_script():
+    optimizer = MuonWithAdamW([{"params": [nn.Parameter(torch.ones(2, 2))], "name": "body", "scale": 2}])
+    assert (optimizer.param_groups[0]["name"], optimizer.param_groups[0]["scale"]) == ("body", 2)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10, cycle_momentum=False)
+
+
 def test_a_parameter_of_two_groups_is_refused():
     parameter = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(ValueError, match="more than one parameter group"):

@@ -141,7 +141,8 @@ class OfferedWeights:
             dtype = self.about[name].dtype
             if isinstance(leaf, torch.Tensor):
                 return converted.setdefault((id(leaf), dtype), leaf.detach().to(dtype))
-            return [Part(part.tensor.to(dtype), part.offsets, part.shape) for part in parts_of(leaf)] or leaf
+            parts = [Part(part.tensor.to(dtype), part.offsets, part.shape) for part in parts_of(leaf)]
+            return parts or Part.nothing(shape_of(leaf), dtype)
 
         return {name: sent(name, leaf) for name, leaf in self._state().items() if is_leaf(leaf)}
 

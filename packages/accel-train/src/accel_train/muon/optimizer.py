@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt.parts import is_sharded, parts_of
+from accel_state.messages import nearest
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.muon.holders import ALONE, Holders, Team, holders_of, of_ranks, team_of
 from accel_train.muon.newton_schulz import COEFFICIENTS, EPS, STEPS
@@ -133,6 +134,10 @@ class MuonWithAdamW(DividesSteps, torch.optim.Optimizer):
             OptionError: as when the optimizer is made.
             IncompatibleOptionsError: likewise.
         """
+        known = {"params", "use_muon", *self._options[True], *self._options[False]}
+        for name in param_group.keys() - known:  # others are the script's own, or a scheduler's
+            if near := nearest(name, known, cutoff=0.8):
+                raise OptionError(f"A group of MuonWithAdamW has the key {name!r}; did you mean {near[0]!r}?")
         muon = bool(param_group.setdefault("use_muon", True))
         for name, value in self._options[muon].items():
             param_group.setdefault(name, value)

@@ -301,6 +301,8 @@ class PipelineStrategy(Strategy):
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """Norm of the gradients of all stages, a 0-d tensor; changes nothing."""
         own = super().gradient_norm(parameters, norm_type)
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            own = own.to(parameters[0].dtype)  # that of the other stages, so that all ranks return the same
         return combine_norms(own, norm_type, self.pipeline_group, self.options.device)
 
     def step(
