@@ -227,6 +227,8 @@ def test_shapes_that_are_refused():
     hidden, weight, _, labels = inputs()
     with pytest.raises(OptionError, match="12 labels"):
         chunked_cross_entropy(hidden, weight, labels[1:])
+    with pytest.raises(OptionError, match=r"6 labels \(shape \(3, 2\)\) .* of shape \(2, 3\)"):
+        chunked_cross_entropy(torch.randn(2, 3, 5), torch.randn(17, 5), torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(OptionError, match=r"\(13, 6\) and the head's weight \(17, 5\)"):
         chunked_cross_entropy(hidden, weight[:, 1:], labels)
     with pytest.raises(ArgumentTypeError, match="int32"):

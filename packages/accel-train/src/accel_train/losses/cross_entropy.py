@@ -179,10 +179,11 @@ def _check(
             "expected (…, H) and (V, H). A weight without elements is divided among ranks at this moment: call the "
             "loss inside the model's forward."
         )
-    if labels.shape != hidden.shape[:-1] and labels.numel() != hidden.shape[:-1].numel():
+    one_list = 1 in (labels.dim(), hidden.dim() - 1)  # of which shape it was flattened is not known
+    if labels.shape != hidden.shape[:-1] and (not one_list or labels.numel() != hidden.shape[:-1].numel()):
         raise OptionError(
             f"There are {labels.numel()} labels (shape {tuple(labels.shape)}) for {hidden.shape[:-1].numel()} hidden "
-            f"states (shape {tuple(hidden.shape)}), expected one label for each."
+            f"states (shape {tuple(hidden.shape)}), expected one label for each, of shape {tuple(hidden.shape[:-1])}."
         )
 
 
