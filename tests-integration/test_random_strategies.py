@@ -1,32 +1,44 @@
 """Random runs that move between strategies and numbers of ranks: all numbers are those of one process in float64.
 
-`testkit.random_strategies` draws a run from a number and says how to repeat one.
+`testkit.random_strategies` and `testkit.random_language_models` draw a run from a number, and say how to repeat one.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from testkit.random_strategies import Case, describe, failures
+from testkit import random_language_models, random_strategies
 
-SAMPLE, CASES = 6, 300
+KINDS = {"small": random_strategies, "language": random_language_models}
+SAMPLES = {"small": 5, "language": 2}
+CASES = {"small": 300, "language": 150}
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def test_a_sample_of_runs():
-    assert_right(range(SAMPLE))
+@kinds
+def test_a_sample_of_runs(kind: str) -> None:
+    assert_right(kind, SAMPLES[kind])
 
 
 @pytest.mark.full
-@pytest.mark.timeout(5400)
-def test_three_hundred_runs():
-    assert_right(range(CASES))
+@pytest.mark.timeout(7200)
+@kinds
+def test_many_runs(kind: str) -> None:
+    assert_right(kind, CASES[kind])
 
 
-def assert_right(numbers):
-    found = failures(numbers)
-    assert not found, "\n\n".join(describe(number, why) for number, why in found.items())
+def assert_right(kind: str, count: int) -> None:
+    if kind == "language":
+        pytest.importorskip("transformers")
+    module: ModuleType = KINDS[kind]
+    found = module.failures(range(count))
+    assert not found, "\n\n".join(module.describe(number, why) for number, why in found.items())
 
 
-def test_a_number_is_one_run():
-    assert Case.draw(5) == Case.draw(5)
-    assert Case.draw(5) != Case.draw(6)
+@kinds
+def test_a_number_is_one_run(kind: str) -> None:
+    draw = KINDS[kind].Case.draw
+    assert draw(5) == draw(5)
+    assert draw(5) != draw(6)
