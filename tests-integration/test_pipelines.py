@@ -998,6 +998,9 @@ def refused_inside_stages(kind: str) -> tuple[str, bool]:
         "no such module": lambda: prepared({"ignored_modules": "head"}),
         "two origins": lambda: prepared({"checkpoint": "there"}, {"param_init_fn": halves}),
         "no files": lambda: prepared({"checkpoint": "nowhere"}, meta=True),
+        "selective": lambda: prepared(
+            {"activation_checkpointing": "selective"}, {"schedule": "zbv_zero_bubble"}
+        ),
     }
     try:
         cases[kind]()
@@ -1018,6 +1021,7 @@ def refused_inside_stages(kind: str) -> tuple[str, bool]:
         ("no such module", "PrepareError: ignored_modules='head' matches no module of Sequential"),
         ("two origins", "IncompatibleOptionsError: PipelineParallelConfig(param_init_fn=…) and FullySharded"),
         ("no files", "CheckpointNotFoundError: "),
+        ("selective", "IncompatibleOptionsError: activation_checkpointing='selective' keeps results for one"),
     ],
 )
 def test_mistakes_in_options_of_stages(kind: str, message: str) -> None:

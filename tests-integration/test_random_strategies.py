@@ -12,7 +12,7 @@ import pytest
 from testkit import random_language_models, random_strategies
 
 KINDS = {"small": random_strategies, "language": random_language_models}
-SAMPLES = {"small": 5, "language": 2}
+SAMPLES = {"small": 3, "language": 1}
 CASES = {"small": 300, "language": 150}
 kinds = pytest.mark.parametrize("kind", KINDS)
 

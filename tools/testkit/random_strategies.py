@@ -259,6 +259,8 @@ def _leg(chance: random.Random, layout: str, until: int, items: bool) -> Leg:
     if layout.startswith("pp"):
         fused = ["1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"]
         schedule = chance.choice(["gpipe", *fused]) if inside else "gpipe"
+        if plugin is not None and "zero" in schedule and plugin["activation_checkpointing"] == "selective":
+            plugin["activation_checkpointing"] = True  # the other is refused
         pipeline = {"schedule": schedule, "num_micro_batches": chance.choice([None, 2, 3, 6])}
     return Leg(
         layout, until, plugin, pipeline, inside, chance.random() < 0.8, in_background=chance.random() < 0.3

@@ -72,6 +72,11 @@ class Schedule:
     any_stages: bool
     turns: bool = False
 
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.name.endswith("zero_bubble")
+
     def takes(self, micro_batches: int, layout: Layout) -> bool:
         """Whether it can run so many micro-batches."""
         if self.name == "1f1b":

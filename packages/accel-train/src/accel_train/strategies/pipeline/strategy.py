@@ -73,6 +73,14 @@ class PipelineStrategy(Strategy):
         self._sharding = config if sharding else FullyShardedDataParallelPlugin()
         if sharding:
             check_plugin(config, self.precision)
+        schedule = SCHEDULES.get(self.pipeline.schedule or "")
+        recomputed = self._sharding.activation_checkpointing
+        if schedule is not None and schedule.halves and not isinstance(recomputed, bool):
+            raise IncompatibleOptionsError(
+                f"activation_checkpointing={recomputed!r} keeps results for one backward, and schedule="
+                f"{schedule.name!r} runs two, of inputs and of weights. Use activation_checkpointing=True, or another "
+                "schedule."
+            )
         for name in ("checkpoint", "param_init_fn"):
             if getattr(self.pipeline, name) is not None and self._origin is self._sharding:
                 raise IncompatibleOptionsError(
