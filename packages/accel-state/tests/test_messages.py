@@ -108,3 +108,12 @@ def test_a_warning_is_told_once_for_a_line():
             ours()
         ours()
     assert len(seen) == 2
+
+
+def test_a_warning_that_every_save_would_repeat_is_told_once():
+    ours = inside("def run():\n    warn('full', once=True)", "accel_ckpt.folders")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        ours()
+        ours()
+    assert [(each.filename, each.lineno) for each in seen] == [("accel_ckpt.folders.py", 2)]

@@ -51,15 +51,20 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str, category: type[Warning] = UserWarning, *, once: bool = False) -> None:
     """Warn, and show the line of the script, or of a library that uses these packages, that led here.
 
     A depth counted by hand, as ``stacklevel`` of ``warnings.warn`` takes it, is wrong on another way to the same line,
     and after each function that is split.
+
+    Args:
+        message: the text.
+        category: its class.
+        once: show the line that warns, so that Python says the same text once, wherever it is reached from.
     """
     here = sys._getframe(1)
     frame: FrameType | None = here
-    while frame is not None and _module_of(frame).partition(".")[0] in _INNER:
+    while not once and frame is not None and _module_of(frame).partition(".")[0] in _INNER:
         frame = frame.f_back
     shown_at = frame or here  # in a thread or process of ours: the line that warns
     warnings.warn_explicit(

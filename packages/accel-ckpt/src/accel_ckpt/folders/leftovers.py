@@ -148,6 +148,7 @@ def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:
         warn(
             f"{path} is no longer needed and could not be removed: {error}. Every save tries again; the checkpoints "
             "beside it are complete",
+            once=True,
         )
         return False
     return True
@@ -259,6 +260,7 @@ def _put_back(path: Path, target: Path, disk: Disk) -> None:
         warn(
             f"a save was interrupted while it replaced {target}, and the previous one could not be put back: {error}. "
             f"It is complete in {path}",
+            once=True,
         )
         return
     warn(f"a save was interrupted while it replaced {target}; the previous one is put back")

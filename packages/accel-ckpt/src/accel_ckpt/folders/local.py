@@ -124,6 +124,7 @@ class LocalFolder(Folder):
         except OSError as error:  # such as a manifest of another user
             warn(
                 f"no older checkpoint in {self.path} was removed: {error}. Every save tries again",
+                once=True,
             )
             return []
         return [path for path in doomed if _prune(path, disk)]
@@ -195,6 +196,7 @@ def _prune(path: Path, disk: Disk) -> bool:
         # From one place and with one text for each checkpoint, so that Python says it once.
         warn(
             f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again",
+            once=True,
         )
         return False
 
@@ -213,7 +215,7 @@ def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
                 f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
                 f"removed: {error}. Remove it, or save to another folder"
             ) from error
-        warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}")
+        warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}", once=True)
 
 
 def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:

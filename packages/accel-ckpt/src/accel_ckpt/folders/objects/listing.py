@@ -225,6 +225,7 @@ def _prune(path: Path) -> bool:
         warn(
             f"the older checkpoint {path} could not be removed, and stays, whole or in part: {error}. Every save tries "
             "again",
+            once=True,
         )
         return False
     return True
@@ -299,7 +300,7 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
             warn(f"a save that did not finish left objects in {target}; they are removed")
             cleaned.append(target)
         except CheckpointError as error:
-            warn(f"what a dead save or a removal left in {target} stays: {error}")
+            warn(f"what a dead save or a removal left in {target} stays: {error}", once=True)
     return cleaned
 
 

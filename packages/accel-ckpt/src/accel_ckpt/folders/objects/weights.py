@@ -93,7 +93,7 @@ def _remove_old(store: Store, names: Sequence[str], written: Sequence[str]) -> N
             raise CheckpointSaveError(
                 f"the new weights are saved, but readers choose {misleads[0]}. {left}. Remove them, or save elsewhere"
             ) from error
-        warn(left)
+        warn(left, once=True)
 
 
 def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -> None:
