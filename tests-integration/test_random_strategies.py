@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 
 from testkit import random_language_models, random_strategies
+from testkit.random_runs import describe, failures
 
 KINDS = {"small": random_strategies, "language": random_language_models}
 SAMPLES = {"small": 3, "language": 1}
@@ -32,9 +31,8 @@ def test_many_runs(kind: str) -> None:
 def assert_right(kind: str, count: int) -> None:
     if kind == "language":
         pytest.importorskip("transformers")
-    module: ModuleType = KINDS[kind]
-    found = module.failures(range(count))
-    assert not found, "\n\n".join(module.describe(number, why) for number, why in found.items())
+    found = failures(KINDS[kind], range(count))
+    assert not found, "\n\n".join(describe(KINDS[kind], number, why) for number, why in found.items())
 
 
 @kinds

@@ -3,18 +3,16 @@
 A case is drawn from one number: a kind of model, how its rows are labelled or packed, windows, and one or two legs,
 each under a strategy of its own. The oracle computes every document alone, on one process in float64. To repeat one:
 
-    PYTHONPATH=tools python -m testkit.random_language_models 17
+    PYTHONPATH=tools python -m testkit.random_runs random_language_models 17
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import math
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from testkit import worlds
 from testkit.float64 import Float64
 from testkit.language_models import config_of
+from testkit.random_runs import difference, ranks_of
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 96
 
@@ -51,12 +50,6 @@ LAYOUTS: dict[str, dict[str, int] | None] = {
     "ep x cp": {"dp_shard_size": 2, "cp_size": 2, "ep_size": 2},
 }
 """Strategies by their degrees; `ep_size` counts ranks of the others."""
-
-
-def ranks_of(layout: str) -> int:
-    """The processes of a layout."""
-    degrees = LAYOUTS[layout] or {}
-    return math.prod(degree for name, degree in degrees.items() if name != "ep_size")
 
 
 @dataclass(frozen=True)
@@ -335,64 +328,19 @@ def problem_of(number: int) -> str | None:
     case = Case.draw(number)
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         legs = [
-            worlds.run(train_leg, ranks_of(layout), case, index, f"{folder}/state", timeout=300)
+            worlds.run(train_leg, ranks_of(LAYOUTS[layout]), case, index, f"{folder}/state", timeout=300)
             for index, layout in enumerate(case.layouts)
         ]
     wanted = one_process(case)
     for kind in ("losses", "norms"):
         found = [value for ranks in legs for value in getattr(ranks[0], kind)]
-        if difference := _difference(case, found, getattr(wanted, kind)):
-            return f"{kind}: {difference}"
+        if problem := difference(found, getattr(wanted, kind), _bound(case)):
+            return f"{kind}: {problem}"
     for rank, seen in enumerate(legs[-1]):
-        if difference := _difference(case, seen.weights, wanted.weights):
-            return f"weights of rank {rank}: {difference}"
+        if problem := difference(seen.weights, wanted.weights, _bound(case)):
+            return f"weights of rank {rank}: {problem}"
     return None
 
 
-def _difference(case: Case, found: Any, wanted: Any) -> str | None:
-    # Muon sends its updates in bfloat16.
-    bounds = {"rtol": 1e-5, "atol": 1e-6} if case.optimizer == "muon" else {"rtol": 1e-7, "atol": 1e-8}
-    try:
-        torch.testing.assert_close(found, wanted, **bounds)
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
-def failures(numbers: Sequence[int]) -> dict[int, str]:
-    """Number of a case that fails → why."""
-    found: dict[int, str] = {}
-    for number in numbers:
-        try:
-            problem = problem_of(number)
-        except worlds.RankError as error:
-            problem = str(error)
-        if problem is not None:
-            found[number] = problem
-    return found
-
-
-def describe(number: int, why: str) -> str:
-    """A failure with the command that repeats it."""
-    return f"PYTHONPATH=tools python -m testkit.random_language_models {number}\n{why}"
-
-
-def main() -> None:
-    """Repeat cases: `python -m testkit.random_language_models <first> [<last>]`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    options = parser.parse_args()
-    numbers = range(options.first, (options.last or options.first) + 1)
-    if len(numbers) == 1:
-        for name, value in asdict(Case.draw(options.first)).items():
-            print(f"{name:12} {value}")
-    found = failures(numbers)
-    for number, why in found.items():
-        print(describe(number, why), end="\n\n")
-    print(f"{len(numbers) - len(found)} of {len(numbers)} cases agree with one process")
-    raise SystemExit(bool(found))
-
-
-if __name__ == "__main__":
-    main()
+def _bound(case: Case) -> float:
+    return 1e-5 if case.optimizer == "muon" else 1e-7  # Muon sends its updates in bfloat16

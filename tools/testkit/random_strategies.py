@@ -4,12 +4,11 @@ A case is drawn from one number: a model, an optimizer, windows, and legs. Each 
 strategy of its own, saves, and the next one loads. All that the script sees and all weights must be those of one
 process that reads the same rows in float64. To repeat one:
 
-    PYTHONPATH=tools python -m testkit.random_strategies 17
+    PYTHONPATH=tools python -m testkit.random_runs random_strategies 17
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
+from testkit.random_runs import difference, ranks_of
 
 FEATURES, HIDDEN, EXPERTS = 8, 12, 4
 ROWS = 12  # of a batch over all ranks; 1 to 4 groups of ranks divide it
@@ -54,14 +54,6 @@ LAYOUTS: dict[str, dict[str, int] | None] = {
 """Strategies by their degrees; `ep_size` counts ranks of the others."""
 WHOLE = ("single", "ddp", "ddp of 3", "fsdp2", "fsdp2 of 3", "fsdp2 of 4", "hsdp")
 """Those that continue inside each other's windows."""
-
-
-def ranks_of(layout: str) -> int:
-    """The processes of a layout."""
-    ranks = 1
-    for name, degree in (LAYOUTS[layout] or {}).items():
-        ranks *= 1 if name == "ep_size" else degree
-    return ranks
 
 
 # The model
@@ -519,7 +511,7 @@ def problem_of(number: int) -> str | None:
     case = Case.draw(number)
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         legs = [
-            worlds.run(train_leg, ranks_of(leg.layout), case, index, folder, timeout=180)
+            worlds.run(train_leg, ranks_of(LAYOUTS[leg.layout]), case, index, folder, timeout=180)
             for index, leg in enumerate(case.legs)
         ]
     first = [ranks[0] for ranks in legs]
@@ -532,63 +524,18 @@ def problem_of(number: int) -> str | None:
     for kind in ("losses", "norms", "outputs"):
         for rank in range(min(map(len, legs))):
             found = [value for ranks in legs for value in getattr(ranks[rank], kind)]
-            if difference := _difference(case, found, getattr(wanted, kind)):
-                return f"{kind} of rank {rank}: {difference}"
+            if problem := difference(found, getattr(wanted, kind), _bound(case)):
+                return f"{kind} of rank {rank}: {problem}"
     for rank, seen in enumerate(legs[-1]):
         if list(seen.weights) != list(wanted.weights):
             return f"rank {rank} has the weights {list(seen.weights)}"
-        if difference := _difference(case, seen.weights, wanted.weights):
-            return f"weights of rank {rank}: {difference}"
+        if problem := difference(seen.weights, wanted.weights, _bound(case)):
+            return f"weights of rank {rank}: {problem}"
         averages = {name: seen.averages[name] for name in wanted.averages}
-        if difference := _difference(case, averages, wanted.averages):
-            return f"averages of rank {rank}: {difference}"
+        if problem := difference(averages, wanted.averages, _bound(case)):
+            return f"averages of rank {rank}: {problem}"
     return None
 
 
-def _difference(case: Case, found: Any, wanted: Any) -> str | None:
-    # Muon sends its updates in bfloat16.
-    bounds = {"rtol": 1e-6, "atol": 1e-7} if case.optimizer == "muon" else {"rtol": 1e-8, "atol": 1e-9}
-    try:
-        torch.testing.assert_close(found, wanted, **bounds)
-    except AssertionError as error:
-        return str(error)
-    return None
-
-
-def failures(numbers: Sequence[int]) -> dict[int, str]:
-    """Number of a case that fails → why."""
-    found: dict[int, str] = {}
-    for number in numbers:
-        try:
-            problem = problem_of(number)
-        except worlds.RankError as error:
-            problem = str(error)
-        if problem is not None:
-            found[number] = problem
-    return found
-
-
-def describe(number: int, why: str) -> str:
-    """A failure with the command that repeats it."""
-    return f"PYTHONPATH=tools python -m testkit.random_strategies {number}\n{why}"
-
-
-def main() -> None:
-    """Repeat cases: `python -m testkit.random_strategies <first> [<last>]`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    options = parser.parse_args()
-    numbers = range(options.first, (options.last or options.first) + 1)
-    if len(numbers) == 1:
-        for name, value in asdict(Case.draw(options.first)).items():
-            print(f"{name:12} {value}")
-    found = failures(numbers)
-    for number, why in found.items():
-        print(describe(number, why), end="\n\n")
-    print(f"{len(numbers) - len(found)} of {len(numbers)} cases agree with one process")
-    raise SystemExit(bool(found))
-
-
-if __name__ == "__main__":
-    main()
+def _bound(case: Case) -> float:
+    return 1e-6 if case.optimizer == "muon" else 1e-8  # Muon sends its updates in bfloat16

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from accel_train.errors import AccumulationError
 
-__all__ = ["ComputedLosses"]
+__all__ = ["ComputedLosses", "raw_backward"]
+
+
+def raw_backward() -> AccumulationError:
+    """The error for a loss that did not go through `accelerator.backward`."""
+    return AccumulationError(
+        "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
+        "accelerator.backward(loss), which goes through all stages of the pipeline."
+    )
 
 
 class _Call:
@@ -95,10 +103,7 @@ class ComputedLosses:
         if not self._open:
             return
         if any(call.reached for call in self._open):
-            raise AccumulationError(
-                "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
-                "accelerator.backward(loss), which goes through all stages of the pipeline."
-            )
+            raise raw_backward()
         count = len(self._open)
         whose = "The loss of a call" if count == 1 else f"The losses of {count} calls"
         raise AccumulationError(

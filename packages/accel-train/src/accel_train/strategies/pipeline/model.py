@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
 from accel_train.plugins.parallelism import PipelineParallelConfig
-from accel_train.strategies.computed_loss import ComputedLosses
+from accel_train.strategies.computed_loss import ComputedLosses, raw_backward
 from accel_train.strategies.outputs import EngineOutput
 from accel_train.strategies.pipeline.exchange import Exchange, Form
 from accel_train.strategies.pipeline.foresight import Foreseen, Foresight, made_up
@@ -334,10 +334,7 @@ class PipelineModel(nn.Module):
             AccumulationError: a loss went to `loss.backward()`, or to no backward although its gradients are computed.
         """
         if any(item.has_gradients for item in self._passes):
-            raise AccumulationError(
-                "A loss of the model went to loss.backward(), which ends at what the last stage returned. Call "
-                "accelerator.backward(loss), which goes through all stages of the pipeline."
-            )
+            raise raw_backward()
         self.losses.check("choose PipelineParallelConfig(schedule='gpipe')")
 
     def drop_gradients(self) -> None:

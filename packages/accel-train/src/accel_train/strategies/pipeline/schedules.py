@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from accel_ckpt.parts import fsdp_modules
 from accel_train.strategies.pipeline.exchange import Exchange, Form, wait
 from accel_train.strategies.pipeline.stages import Stage, tensors_of
 
@@ -243,18 +243,16 @@ class _TorchStage(PipelineStage):
         Resharded units have others, whose gradients would be missing without a word; a whole backward gathers itself.
         """
         if backward_type != "full":
-            for module in self.submod.modules():
-                if isinstance(module, FSDPModule):
-                    module.unshard()
+            for module in fsdp_modules(self.submod):
+                module.unshard()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
             return
-        for module in self.submod.modules():  # gradients stay whole on this rank until the window ends
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in fsdp_modules(self.submod):  # gradients stay whole on this rank until the window ends
+            module.reshard()
 
 
 class Fused:
