@@ -16,6 +16,8 @@ from testkit import worlds
 FEATURES, ROWS = 6, 8
 INSIDE = {"loss_function": nn.functional.mse_loss}
 SCRIPT, FUSED = {"schedule": "gpipe"}, {"schedule": "1f1b", **INSIDE}
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"]
+CHOSEN = [({"dp_shard_size": 2}, "gpipe"), ({"dp_shard_size": 2}, "1f1b"), ({"dp_replicate_size": 2}, "1f1b")]
 BOTH = pytest.mark.parametrize("handler", [SCRIPT, FUSED], ids=["gpipe", "1f1b"])
 
 
@@ -239,6 +241,91 @@ def test_batches_of_other_sizes(handler: dict[str, Any], evaluated: bool) -> Non
     for outputs, losses in worlds.run(sizes, 2, handler, evaluated):
         torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
         assert losses == pytest.approx(seen, rel=1e-9)
+
+
+SHORT = (8, 8, 5, 1, 8, 7, 2)
+"""Rows of batches, of which some are too few for a schedule, or divisible by one and themselves only."""
+
+
+def cut_of_any_size(
+    schedule: str | None, degrees: dict[str, int] | None, steps: int, each: bool = False
+) -> tuple[int, list[float], dict[str, Tensor]]:
+    """The number of the replica, sums of outputs and losses by batch, and the weights at the end.
+
+    Args:
+        schedule: None: plain PyTorch, and the losses are means over replicas.
+        degrees: beside those of the pipeline, of which replicas get batches of different sizes; None: there is one.
+        steps: batches of a window.
+        each: gradients are reduced in each batch of a window.
+    """
+    from accel_train import GradientAccumulationPlugin
+
+    model, accelerator, replica = chain(), None, 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if schedule is not None:
+        plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=each)
+        handler = {"schedule": schedule, **({} if schedule == "gpipe" else INSIDE)}
+        accelerator = accelerator_of(handler, degrees, gradient_accumulation_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        replica = accelerator.strategy.batch.index
+    draws, found = torch.Generator().manual_seed(3), []
+    for number, rows in enumerate(SHORT, 1):
+        x = torch.randn(2, 8, FEATURES, dtype=torch.float64, generator=draws)
+        parts = [x[0, :rows], x[1, : max(1, rows - 1)]]  # of the replicas
+        if accelerator is None:
+            losses = [loss_of(model, part, part) for part in (parts if degrees else parts[:1])]
+            loss = sum(losses) / len(losses)
+            (loss / steps).backward()
+            if number % steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            part = parts[replica]
+            with accelerator.accumulate(model):
+                loss = loss_of(model, part, part, schedule != "gpipe")
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                model(part)  # other ranks than the last have a part in it
+        found.append(float(loss))
+    return replica, found, dict(accelerator.get_state_dict(model) if accelerator else model.state_dict())
+
+
+def check_any_size(ranks: int, schedule: str, degrees: dict[str, int] | None, steps: int, each: bool) -> None:
+    _, losses, weights = cut_of_any_size(None, degrees, steps)
+    found = worlds.run(cut_of_any_size, ranks, schedule, degrees, steps, each)
+    replicas = {replica: theirs for replica, theirs, _ in found}
+    means = [sum(each) / len(each) for each in zip(*replicas.values(), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-12)
+    for _, _, theirs in found:
+        torch.testing.assert_close(theirs, weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_short_batches_of_all_schedules(schedule: str, steps: int) -> None:
+    check_any_size(2, schedule, None, steps, each=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degrees", "steps", "each"),
+    [
+        pytest.param(
+            *(schedule, degrees, steps, each),
+            marks=() if (degrees, schedule) in CHOSEN else pytest.mark.full,
+            id=f"{schedule} {next(iter(degrees)).removesuffix('_size')} {steps}{' each' if each else ''}",
+        )
+        for schedule in SCHEDULES
+        for degrees in ({"dp_replicate_size": 2}, {"dp_shard_size": 2})
+        for steps, each in ((1, False), (7, False), (7, True))
+    ],
+)
+def test_replicas_cut_their_batches_into_other_numbers(
+    schedule: str, degrees: dict[str, int], steps: int, each: bool
+) -> None:
+    """FSDP gathers and reduces in the same order, however many micro-batches a replica has."""
+    check_any_size(4, schedule, degrees, steps, each)
 
 
 def odd_after_evaluation() -> str:

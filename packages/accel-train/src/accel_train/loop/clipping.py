@@ -26,7 +26,7 @@ def clip_grad_norm_(
     observers: Iterable[StepObserver] = (),
 ) -> Tensor:
     """See `Accelerator.clip_grad_norm_`; `complete` is false inside an accumulation window."""
-    chosen = _listed(parameters)
+    chosen = strategy.gathered.parts_of(_listed(parameters))
     if not complete:
         return strategy.gradient_norm(chosen, norm_type) / strategy.precision.loss_scale
     _unscale_owners(strategy, optimizers, chosen)
@@ -45,7 +45,7 @@ def clip_grad_value_(
     complete: bool,
 ) -> None:
     """See `Accelerator.clip_grad_value_`."""
-    chosen = _listed(parameters)
+    chosen = strategy.gathered.parts_of(_listed(parameters))
     if complete:
         _unscale_owners(strategy, optimizers, chosen)
         strategy.clip_grad_value_(chosen, clip_value)
@@ -60,7 +60,7 @@ def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 
 def _unscale_owners(
-    strategy: Strategy, optimizers: Sequence[AcceleratedOptimizer], parameters: list[Tensor]
+    strategy: Strategy, optimizers: Sequence[AcceleratedOptimizer], parameters: Sequence[Tensor]
 ) -> None:
     """Undo the loss scale of fp16, which goes through the optimizers that own the parameters."""
     if strategy.precision.scaler is None:

@@ -24,6 +24,7 @@ from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
 from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
 from accel_train.ranks import Ranks
+from accel_train.strategies.gathered_units import GatheredUnits
 from accel_train.strategies.gradients import (
     any_divided,
     any_nonfinite,
@@ -314,6 +315,7 @@ class Strategy:
         draws: ranks that may draw different random numbers while they train.
         loss: ranks over which gradients are averaged when a window ends, and items are summed.
         states: saves and loads the states of what was prepared.
+        gathered: units of FSDP that a forward may have left whole.
     """
 
     name: ClassVar[str] = "single"
@@ -330,6 +332,7 @@ class Strategy:
         self.loss: Ranks = options.mesh.loss
         self.precision = options.precision
         self.states = self.adapter(self)
+        self.gathered = GatheredUnits()
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
@@ -357,6 +360,8 @@ class Strategy:
             As many objects of each kind as were given, in the same order.
         """
         models = [self.prepare_model(model, steps) for model in parts.models]
+        for model in models:
+            self.gathered.add(self.plain(model), model)
         return Parts(models, parts.optimizers, parts.schedulers, parts.loaders)
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
@@ -401,6 +406,7 @@ class Strategy:
 
     def release(self) -> None:
         """Forget everything prepared: `free_memory()` was called."""
+        self.gathered.clear()
 
     # One micro-batch
 
@@ -537,6 +543,7 @@ class Strategy:
         Returns:
             Whether it stepped (False: gradients were not finite), and the return value of its `step`.
         """
+        self.gathered.free()
         if isinstance(optimizer, DividesSteps):
             optimizer.divide_among(self.replicas_of(optimizer))
         return self.precision.step(optimizer, closure)

@@ -231,6 +231,7 @@ class DDPStrategy(Strategy):
 
     def release(self) -> None:
         """Forget wrappers that were not used yet, and copies that ranks train for themselves."""
+        super().release()
         self._unchecked.clear()
         self.local.clear()
         self._replicas.clear()

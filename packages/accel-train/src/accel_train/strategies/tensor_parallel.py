@@ -97,6 +97,7 @@ class TensorParallelStrategy(Strategy):
 
     def release(self) -> None:
         """Forget the prepared models."""
+        super().release()
         self._known.clear()
 
     def _share_start(self, model: nn.Module) -> None:

@@ -144,15 +144,16 @@ class Divider:
         if gathered:
             self._precision.before_sharding(unit, self._units.whole)
 
-    def divide(self, model: nn.Module) -> None:
+    def divide(self, model: nn.Module, *, stays: bool = False) -> None:
         """Divide units, inner ones first, and then the module around them.
 
         Args:
             model: the model, or a part of one that is called by itself.
+            stays: a forward leaves units gathered, whatever the plugin says.
         """
         units = self._units.inside(model)
         formats = _formats(model)
-        reshard = self._plugin.reshard_after_forward
+        reshard = False if stays else self._plugin.reshard_after_forward
         for unit in [*units, model]:
             self.begin(unit)
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.

@@ -325,6 +325,7 @@ class FSDP2Strategy(Strategy):
 
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
+        super().release()
         self._watches.clear()
         self._blocks.clear()
         self._whole.clear()

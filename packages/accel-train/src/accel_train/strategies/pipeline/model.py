@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from accel_ckpt.parts import reshard
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 from accel_train.strategies.computed_loss import ComputedLosses, raw_backward
@@ -20,6 +21,7 @@ from accel_train.strategies.outputs import EngineOutput
 from accel_train.strategies.pipeline.exchange import Exchange, Form
 from accel_train.strategies.pipeline.foresight import Foreseen, Foresight, made_up
 from accel_train.strategies.pipeline.schedules import (
+    FORWARD_FIRST,
     SCHEDULES,
     Forwarded,
     Fused,
@@ -164,6 +166,8 @@ class PipelineModel(nn.Module):
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
         weights = self._weights(micro_batches)
         if fused:
+            if not schedule.takes(len(micro_batches), self._layout):
+                schedule = FORWARD_FIRST
             return self._run_fused(schedule, micro_batches, key, weights)
         trains = trains and schedule.kind is None
         return self._run_forward(micro_batches, key, weights, trains=trains, only_loss=has_loss and trains)
@@ -257,9 +261,12 @@ class PipelineModel(nn.Module):
                 f"A batch has {rows} rows, which num_micro_batches={given} does not divide. Change one of them: each "
                 "batch of a rank is cut into that many micro-batches of one size."
             )
-        for count in range(min(wanted, rows), 0, -1):
-            if rows % count == 0 and (schedule is None or schedule.takes(count, self._layout)):
-                return count
+        fewer = [count for count in range(min(wanted, rows), 0, -1) if rows % count == 0]
+        more = [] if given else [count for count in range(wanted + 1, rows + 1) if rows % count == 0]
+        taken = (n for n in (*fewer, *more) if schedule is None or schedule.takes(n, self._layout))
+        count = next(taken, fewer[0] if short else None)
+        if count is not None:
+            return count
         raise DataError(
             f"A batch of {rows} rows cannot be cut into at least {self._layout.stages} micro-batches of one size, "
             f"which the schedule {schedule.name if schedule else None!r} needs for {self._layout.stages} stages. Give "
@@ -282,17 +289,12 @@ class PipelineModel(nn.Module):
             return ({} if foreseen is None else foreseen.forms), foreseen
 
         forms, foreseen = self._known((torch.is_grad_enabled(), self.training, key), self._forms, begin)
-        stages = self._stages
-        for stage in stages if trains else ():
-            _reduce(stage, False)
         with torch.set_grad_enabled(trains):
             found = run_forward(
-                stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
+                self._stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
             )
-        for stage in stages:
-            if isinstance(stage, FSDPModule):
-                # It stays gathered else. The script's model, from which states are saved, does not contain it.
-                stage.reshard()
+        # States are saved from the script's model, which does not contain the stages' outermost units.
+        reshard(self.stages)
         outputs = [_Output.of(output, only_loss) for output in found.outputs]
         merged = _Output.merged(outputs, weights) if outputs else None
         if merged is None and foreseen is not None:
@@ -318,13 +320,14 @@ class PipelineModel(nn.Module):
         for item in [known for known in self._passes if known.has_gradients]:
             self._passes.remove(item)
             self.accumulated = True
+            _end_backward(self._stages[0], ends=False)
             run_backward(
                 self._stages[0],
                 self._layout,
                 self._exchange,
                 item.forwarded.saved,
                 item.taken(),
-                before_last=lambda: _reduce(self._stages[0], self.reduces),
+                before_last=lambda: _end_backward(self._stages[0], ends=True, reduces=self.reduces),
             )
 
     def check_losses(self) -> None:
@@ -548,9 +551,10 @@ def _key(value: Any) -> Any:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
 
 
-def _reduce(stage: nn.Module, reduces: bool) -> None:
-    """Whether FSDP reduces gradients in the next backward."""
+def _end_backward(stage: nn.Module, *, ends: bool, reduces: bool = False) -> None:
+    """Whether FSDP frees parameters in the next backward, and whether it reduces gradients."""
     if isinstance(stage, FSDPModule):
+        stage.set_reshard_after_backward(ends)
         stage.set_requires_gradient_sync(reduces)
 
 

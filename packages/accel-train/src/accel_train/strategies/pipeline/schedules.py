@@ -15,6 +15,7 @@ from accel_train.strategies.pipeline.exchange import Exchange, Form, wait
 from accel_train.strategies.pipeline.stages import Stage, tensors_of
 
 __all__ = [
+    "FORWARD_FIRST",
     "SCHEDULES",
     "Forwarded",
     "Fused",
@@ -97,6 +98,9 @@ SCHEDULES = {
         Schedule("zbv_zero_bubble", schedules.ScheduleZBVZeroBubble, 2, any_stages=False, turns=True),
     )
 }
+
+FORWARD_FIRST = Schedule("gpipe", schedules.ScheduleGPipe, 1, any_stages=False)
+"""For batches with too few rows for "1f1b": it computes the same, and keeps no more activations of so few."""
 
 
 @dataclass
@@ -234,6 +238,13 @@ class _TorchStage(PipelineStage):
         if self.is_last:
             return output["loss"]
         return tuple(tensors_of(output, f"Stage {self.stage_index} of the pipeline"))
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keep gradients and gathered parameters: shapes are given, so torch has tried nothing out.
+
+        It would drop the gradients of an open window where FSDP has reduced them, and gather once more than replicas
+        that know the shapes of their batch.
+        """
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

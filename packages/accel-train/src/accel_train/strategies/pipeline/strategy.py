@@ -146,7 +146,10 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             steps.convert(stage.module)
             if units is not None:
-                Divider(self._sharding, self.precision, self.options.mesh.holders, units).divide(stage)
+                # Gathered once in a call: replicas may cut their batches into other numbers of micro-batches.
+                Divider(self._sharding, self.precision, self.options.mesh.holders, units).divide(
+                    stage, stays=True
+                )
             for layer in stage.layers:
                 steps.compile_in_place(layer)
         checkpoint = self._origin.checkpoint
@@ -261,6 +264,7 @@ class PipelineStrategy(Strategy):
 
     def release(self) -> None:
         """Forget the prepared models."""
+        super().release()
         self._made.clear()
 
     def state_tensors(self, owner: nn.Module | torch.optim.Optimizer) -> Iterator[Kinded]:
