@@ -328,6 +328,32 @@ def test_replicas_cut_their_batches_into_other_numbers(
     check_any_size(4, schedule, degrees, steps, each)
 
 
+def weighted_error(output: Tensor, target: dict[str, Any]) -> Tensor:
+    [values], weights = target["values"], target["weights"]
+    return ((output - values).square().mean(1) * weights).mean()
+
+
+def nested_target(schedule: str | None) -> tuple[float, float]:
+    """The loss and the norm with a target of several tensors, in micro-batches of one row."""
+    model, (x, y) = chain(), rows_of(4)
+    target = {"values": (y,), "weights": torch.arange(4, dtype=torch.float64), "factor": 2}
+    if schedule is None:
+        loss = weighted_error(model(x), target)
+        loss.backward()
+        return loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    accelerator = accelerator_of({"schedule": schedule, "loss_function": weighted_error})
+    model = accelerator.prepare(model)
+    loss = model(x, target=target).loss
+    accelerator.backward(loss)
+    return loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_target_of_several_tensors(schedule: str) -> None:
+    for found in worlds.run(nested_target, 2, schedule):
+        assert found == pytest.approx(nested_target(None), rel=1e-12)
+
+
 def odd_after_evaluation() -> str:
     from accel_train import DataError
 

@@ -530,9 +530,13 @@ def test_saved_weights_load_into_the_plain_model(tmp_path) -> None:
 
 
 def language_model(kind: str, layers: int = 4):
-    from transformers import AutoModelForCausalLM, GPT2Config
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config
 
     torch.manual_seed(0)
+    if kind == "llama for tokens":
+        config = config_of("llama", layers)
+        config.num_labels, config.classifier_dropout = KINDS, 0.0
+        return AutoModelForTokenClassification.from_config(config).double()
     config = config_of(kind, layers) if kind != "gpt2" else GPT2Config(
         vocab_size=96, n_embd=32, n_layer=layers, n_head=4, n_positions=64, tie_word_embeddings=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -541,13 +545,27 @@ def language_model(kind: str, layers: int = 4):
     return model if "_" in kind else model.double()  # grouped products of experts are not of float64
 
 
-def padded() -> dict[str, Tensor]:
+KINDS = 5
+"""Of tokens."""
+
+
+def padded(kind: str = "") -> dict[str, Tensor]:
     """Sequences of different lengths, whose padding counts in no loss."""
     rows = ids()
     mask = torch.ones_like(rows)
     mask[1, 6:] = mask[4, 3:] = mask[7, 8:] = 0
     mask[2:4, 1:] = 0  # a micro-batch without a token that counts
-    return {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
+    labels = rows.masked_fill(mask == 0, -100)
+    if kind.endswith("for tokens"):
+        mask[2:4] = 1  # what only padding attends to is not a number
+        labels = (rows % KINDS).masked_fill(labels == -100, -100)
+        labels[2:4] = -100
+    batch = {"input_ids": rows, "attention_mask": mask, "labels": labels}
+    if kind.endswith("shifted"):  # fewer count than in `labels`
+        following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].clone()
+        following[0, :5] = following[6, 2:] = -100
+        batch["shift_labels"] = following
+    return batch
 
 
 def train_language_model(
@@ -555,11 +573,11 @@ def train_language_model(
 ):
     from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
 
-    model = language_model(kind)
+    model = language_model(kind.removesuffix(" shifted"))
     if recomputed:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    batch, seen = padded(), []
+    batch, seen = padded(kind), []
     accelerator = None
     if degrees is not None:
         parallelism = ParallelismConfig(**degrees, pp_handler=PipelineParallelConfig(**(handler or {})))
@@ -583,6 +601,7 @@ def train_language_model(
     return seen, dict(weights), output.logits, float(output.loss)
 
 
+TOKENS_MODULES = ["model.embed_tokens", "model.layers", "model.norm", "score"]
 GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
 
 
@@ -593,6 +612,10 @@ GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transfor
         ("llama", {"schedule": "gpipe"}),
         ("llama", {"schedule": "interleaved_zero_bubble"}),
         ("llama", {"cuts": ["model.layers.3"]}),
+        ("llama shifted", {}),
+        ("llama shifted", {"schedule": "gpipe"}),
+        ("llama for tokens", {"modules": TOKENS_MODULES}),
+        ("llama for tokens", {"modules": TOKENS_MODULES, "schedule": "gpipe"}),
         ("qwen3_moe", {}),
         ("gpt2", {"modules": GPT2_MODULES}),
         ("deepseek_v3", {}),
@@ -916,6 +939,17 @@ def refused(kind: str) -> str:
         for _ in range(2):
             accelerator.backward(model(x, target=x).loss * 3)
 
+    def computed(accelerator, model, x):
+        model(nn.Linear(FEATURES, FEATURES).double()(x))
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return (output - target).square().mean() * self.weight
+
     def zeroed(accelerator, model, x):
         loss = model(x, target=x).loss
         accelerator._optimizers[0].zero_grad()
@@ -934,6 +968,8 @@ def refused(kind: str) -> str:
         "second backward": lambda: step(made(), twice),
         "factor": lambda: step(made(fused), scaled),
         "zero_grad": lambda: step(made(fused), zeroed),
+        "computed inputs": lambda: step(made(), computed),
+        "loss with weights": lambda: step(made({"loss_function": Weighted()}), plain),
         "stages": lambda: made({"schedule": "gpipe", "stages_per_rank": 2}),
         "cp": lambda: made(degrees={"pp_size": 2, "cp_size": 1, "sp_size": 1, "dp_shard_size": 3}),
     }
@@ -960,6 +996,11 @@ def refused(kind: str) -> str:
         ("second backward", "AccumulationError: A second backward went through what the model returned"),
         ("factor", "AccumulationError: The loss was multiplied by 3 after the model returned it"),
         ("zero_grad", "AccumulationError: zero_grad() was called between a call of the model and"),
+        (
+            "computed inputs",
+            "ArgumentTypeError: Sequential was called with a tensor that requires a gradient",
+        ),
+        ("loss with weights", "PrepareError: loss_function=Weighted has trained parameters"),
         ("stages", "IncompatibleOptionsError: stages_per_rank=2, and the schedule 'gpipe' takes 1"),
         ("cp", "IncompatibleOptionsError: ParallelismConfig: the degrees pp 2 x dp_shard 3 multiply to 6"),
     ],

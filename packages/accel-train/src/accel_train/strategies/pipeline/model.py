@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_ckpt.parts import reshard
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
@@ -31,7 +32,7 @@ from accel_train.strategies.pipeline.schedules import (
     run_backward,
     run_forward,
 )
-from accel_train.strategies.pipeline.stages import TARGET, Stage, counted_tokens, is_causal
+from accel_train.strategies.pipeline.stages import TARGET, Stage, counted_labels, loss_kind
 
 __all__ = ["PipelineModel"]
 
@@ -78,6 +79,7 @@ class PipelineModel(nn.Module):
         self._config, self._device = config, device
         self._exchange = Exchange(group, device)
         self._chain = stages[0].chain
+        self._loss_kind = "" if self._chain else loss_kind(given)
         self._signature = inspect.signature(given.forward)
         #: Rows of the longest batch in training; shorter ones may be cut into fewer micro-batches.
         self.most_rows = 0
@@ -154,6 +156,11 @@ class PipelineModel(nn.Module):
             )
         has_loss = TARGET in named or (not self._chain and named.get("labels") is not None)
         trains = torch.is_grad_enabled()
+        if trains and any(value.requires_grad for value in _tensors((inputs, named))):
+            raise ArgumentTypeError(
+                f"{type(self.given).__name__} was called with a tensor that requires a gradient, and a pipeline gives "
+                "its inputs none. Put the modules that compute it into the model, or detach it."
+            )
         schedule = self._schedule(has_loss)
         fused = schedule.kind is not None and trains and self.training
         if fused and not has_loss:
@@ -200,23 +207,23 @@ class PipelineModel(nn.Module):
     def _weights(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         """The share of each micro-batch in the loss of the batch.
 
-        Causal language models average over tokens, which micro-batches have different numbers of; other losses are
-        taken for means over rows.
+        Language models average over labels, which micro-batches have different numbers of; other losses are taken for
+        means over rows.
         """
-        labels = [named.get("labels") for _, named in micro_batches]
         if "num_items_in_batch" in micro_batches[0][1]:
-            return [1.0] * len(labels)  # the script divides by the items of the whole batch
-        if labels[0] is None or not is_causal(self.given):
-            return [1 / len(labels)] * len(labels)
-        counts = torch.stack([counted_tokens(each) for each in labels if each is not None]).tolist()
+            return [1.0] * len(micro_batches)  # the script divides by the items of the whole batch
+        found = [counted_labels(self._loss_kind, named) for _, named in micro_batches]
+        known = [count for count in found if count is not None]
+        if not known:
+            return [1 / len(micro_batches)] * len(micro_batches)
+        counts = torch.stack(known).tolist()
         return [count / max(sum(counts), 1) for count in counts]
 
     def _cut(
         self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: Schedule | None
     ) -> tuple[list[MicroBatch], Any]:
         """Cut a batch into micro-batches; the key tells batches apart whose tensors differ in form."""
-        values = [*inputs, *named.values()]
-        tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
+        tensors = [value for value in _tensors((inputs, named)) if value.dim()]
         if not tensors:
             raise DataError("The model was called without a tensor that has rows. Pass the batch.")
         rows = max(tensor.shape[0] for tensor in tensors)
@@ -228,25 +235,16 @@ class PipelineModel(nn.Module):
             )
         count = self._count(rows, schedule)
 
-        def piece(value: Any, place: int) -> Any:
-            if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != rows:
+        def piece(value: Tensor, place: int) -> Tensor:
+            if not value.dim() or value.shape[0] != rows:
                 return value
             size = rows // count
             return value[place * size : (place + 1) * size]
 
         micro_batches = [
-            (
-                tuple(piece(value, n) for value in inputs),
-                {name: piece(value, n) for name, value in named.items()},
-            )
-            for n in range(count)
+            tree_map_only(Tensor, partial(piece, place=n), (inputs, named)) for n in range(count)
         ]
-        key = (
-            count,
-            *(_key(value) for value in inputs),
-            *((name, _key(value)) for name, value in named.items()),
-        )
-        return micro_batches, key
+        return micro_batches, (count, _key((inputs, named)))
 
     def _count(self, rows: int, schedule: Schedule | None) -> int:
         """Into how many micro-batches a batch is cut."""
@@ -547,8 +545,18 @@ class _Pass:
         return found
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
 def _key(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    return type(value)
 
 
 def _end_backward(stage: nn.Module, *, ends: bool, reduces: bool = False) -> None:

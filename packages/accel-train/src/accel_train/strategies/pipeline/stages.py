@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from accel_train.errors import PrepareError
 from accel_train.strategies.pipeline.cut import Cut
 
-__all__ = ["TARGET", "Absent", "Stage", "counted_tokens", "is_causal", "make_stages", "tensors_of"]
+__all__ = ["TARGET", "Absent", "Stage", "counted_labels", "loss_kind", "make_stages", "tensors_of"]
 
 _IGNORED = -100
+_CAUSAL = "ForCausalLM"
+_BY_LABEL = (_CAUSAL, "ForMaskedLM", "ForTokenClassification")
 TARGET = "target"
 """Argument of the prepared model that `PipelineParallelConfig.loss_function` gets."""
 
@@ -153,7 +155,7 @@ class Stage(nn.Module):
             self.module = _Chain(model, cut.stages[index], leaves=not self.is_last)
         else:
             self.module = _copied(model, "", self._places(model, cut))
-            self._is_causal = is_causal(model)
+            self._loss_kind = loss_kind(model)
 
     def _places(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
         """What replaces modules of the model."""
@@ -188,9 +190,9 @@ class Stage(nn.Module):
         if target is not None:
             assert self._loss_function is not None, "checked where the model is called"
             return {"loss": self._loss_function(output, target)}
-        labels = named.get("labels")
-        if labels is not None and not self.chain and self._is_causal and not counted_tokens(labels):
-            # The mean over no tokens is not a number; this micro-batch has no share in the loss.
+        counted = None if self.chain else counted_labels(self._loss_kind, named)
+        if counted is not None and not counted:
+            # The mean over no labels is not a number; this micro-batch has no share in the loss.
             return {**output, "loss": output["logits"].sum() * 0.0}
         return output
 
@@ -207,15 +209,29 @@ class Stage(nn.Module):
         return inputs, {**named, "use_cache": False}
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether a model of transformers computes the mean loss of following tokens from `labels`."""
-    kind = getattr(model, "loss_type", "")
-    return kind == "ForCausalLM" or (kind is None and type(model).__name__.endswith("LMHeadModel"))
+def loss_kind(model: nn.Module) -> str:
+    """The name that transformers has for the loss of a model; empty: it has none."""
+    kind: str | None = getattr(model, "loss_type", "")
+    if kind is None and type(model).__name__.endswith("LMHeadModel"):
+        return _CAUSAL
+    return kind or ""
 
 
-def counted_tokens(labels: Tensor) -> Tensor:
-    """How many tokens count in the loss: all but the first of each sequence, and those that are ignored."""
-    return (labels[..., 1:] != _IGNORED).sum()
+def counted_labels(kind: str, named: Mapping[str, Any]) -> Tensor | None:
+    """How many labels of a batch count in the mean loss of a model of transformers; None: it is a mean over rows.
+
+    Args:
+        kind: see `loss_kind`.
+        named: what the model is called with.
+    """
+    labels = named.get("labels")
+    if labels is None or kind not in _BY_LABEL:
+        return None
+    if kind == _CAUSAL:
+        following = named.get("shift_labels")  # the first label of a sequence follows nothing
+        labels = labels[..., 1:] if following is None else following
+    counted: Tensor = (labels != _IGNORED).sum()
+    return counted
 
 
 def make_stages(

@@ -129,6 +129,12 @@ class PipelineStrategy(Strategy):
                 f"The configuration of {type(plain).__name__} has output_router_logits=True, and a stage of a pipeline "
                 "knows the routers of its own layers alone. Set it to False before the model is built."
             )
+        function = self.pipeline.loss_function
+        if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+            raise PrepareError(
+                f"loss_function={type(function).__name__} has trained parameters, and only the last stage calls it: on "
+                f"other ranks they would stay as they are. Put them into {type(plain).__name__}, or freeze them."
+            )
         self.check_plan(plain)
         start = self._start(plain)  # the models are alike, so all ranks get the same errors
         cut = cut_model(plain, self.pipeline, self._layout.stages)
