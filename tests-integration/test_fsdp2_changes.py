@@ -58,6 +58,9 @@ class Ranks:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def look(self):
+        self.model(self.x)  # FSDP leaves the outermost unit gathered for a backward
+
     def evaluate(self):
         with torch.no_grad():
             self.model(self.x)
@@ -85,6 +88,9 @@ class Plain:
             out.float().square().mean().backward() if self.half else out.square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def look(self):
+        pass
 
     def evaluate(self):
         pass
@@ -115,12 +121,12 @@ def unfreeze_first(run):
 
 
 def unfreeze_gathered(run):
-    """An evaluation leaves the outermost unit gathered: what is unfrozen then are whole tensors."""
+    """What is unfrozen is gathered: there are whole tensors in its place."""
     run.steps()
-    run.evaluate()
+    run.look()
     thaw(run)
     run.steps()
-    run.evaluate()
+    run.look()
     run.model.head.requires_grad_(False)
     run.steps()
 
@@ -191,24 +197,31 @@ def test_t45_changes_in_replicas_of_divided_models():
 # Optimizers of gathered parameters
 
 
-def built_after_an_evaluation(run):
-    """Its parameters include the whole ones that an evaluation leaves in the model."""
+def built_after_a_forward(run):
+    """Its parameters include the whole ones that a forward leaves in the model for its backward."""
     run.steps()
-    run.evaluate()
+    run.look()
     run.rebuild()
     run.steps()
 
 
-def train_layers_and_evaluate(run):
+def train_layers_and_look(run, look="look"):
     run.optimizer = torch.optim.AdamW(run.model.layers.parameters(), lr=1e-2)
     if isinstance(run, Ranks):
         run.optimizer = run.accelerator.prepare(run.optimizer)
     run.steps()
-    run.evaluate()
+    getattr(run, look)()
 
 
 def a_group_added_after_an_evaluation(run):
-    train_layers_and_evaluate(run)
+    train_layers_and_look(run, "evaluate")
+    run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
+    run.model.zero_grad()
+    run.steps()
+
+
+def a_group_added_after_a_forward(run):
+    train_layers_and_look(run)
     run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
     run.model.zero_grad()  # divides the model again: only the group's tensors are still the whole ones
     if isinstance(run, Ranks):
@@ -223,7 +236,7 @@ def a_group_added_after_an_evaluation(run):
 
 def a_group_added_after_the_gradients_are_dropped(run):
     """`zero_grad` of the model has put the parts back, so the group gets them."""
-    train_layers_and_evaluate(run)
+    train_layers_and_look(run)
     run.model.zero_grad()
     run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
     run.steps()
@@ -232,8 +245,9 @@ def a_group_added_after_the_gradients_are_dropped(run):
 @pytest.mark.parametrize(
     "change",
     [
-        built_after_an_evaluation,
+        built_after_a_forward,
         a_group_added_after_an_evaluation,
+        a_group_added_after_a_forward,
         a_group_added_after_the_gradients_are_dropped,
     ],
     ids=lambda change: change.__name__,
@@ -258,11 +272,11 @@ def refused():
 
     run = Ranks("no", torch.float64)
     run.steps()
-    run.evaluate()
+    run.look()
     late = optimizer_of(run.model)
     run.steps()
     catch(lambda: run.accelerator.prepare(late))
-    run.evaluate()
+    run.look()
     used = torch.optim.AdamW([run.model.norm.weight], lr=1e-2)
     run.model.norm.weight.grad = torch.ones_like(run.model.norm.weight)
     used.step()

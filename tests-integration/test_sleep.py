@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from accel_ckpt.parts import reshard
 from accel_train import (
     Accelerator,
     AveragedWeights,
@@ -132,9 +131,8 @@ def trained(kind: str, strategy: str, sleeps: bool, **options: Any) -> dict[str,
             with torch.no_grad():
                 losses.append(loss_of(accelerator, model, number).cpu())
             model.train()
-            sleep()  # after a forward that leaves whole parameters
+            sleep()  # after an evaluation
     plain = accelerator.unwrap_model(model)
-    reshard(plain)  # an evaluation leaves whole parameters in their place
     assert [id(p) for p in model.parameters()] == identities
     assert plain.head.weight is plain.embed.weight
     weights = {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}

@@ -93,8 +93,7 @@ def averages(kind, decay):
     accelerator, model, optimizer, average = prepared(kind, decay)
     x = batches(5)
     train(accelerator, model, optimizer, average, x[:3])
-    with torch.no_grad():
-        model(x[0])  # leaves the outermost unit gathered
+    model(x[0])  # leaves the outermost unit gathered
     with average.applied():
         with torch.no_grad():
             model(x[0])
@@ -213,8 +212,7 @@ def of_other_parameters(kind, when):
         model = accelerator.prepare(model)
     else:
         model = accelerator.prepare(model)
-        with torch.no_grad():
-            model(x)  # leaves the outermost unit gathered
+        model(x)  # leaves the outermost unit gathered
         average = AveragedWeights(accelerator, model)
         average.update()
         accelerator.unwrap_model(model)[4] = nn.Linear(6, 4).double()

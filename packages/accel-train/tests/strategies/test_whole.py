@@ -54,8 +54,7 @@ def surgery(kind):
         optimizer.zero_grad()
 
     both()
-    with torch.no_grad():
-        model(x)  # leaves the outermost unit gathered
+    model(x)  # leaves the outermost unit gathered
     parts = [id(parameter) for parameter in optimizer.optimizer.param_groups[0]["params"]]
     with accelerator.whole_parameters(model), torch.no_grad():
         names = dict(model.named_parameters())

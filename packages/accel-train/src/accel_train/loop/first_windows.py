@@ -306,6 +306,6 @@ def explain_no_gradient(loss: Any, error: RuntimeError) -> None:
         raise NoGradientError(
             f"backward() got a loss of shape {tuple(loss.shape)} that depends on nothing that requires a gradient. "
             "Results of gather() and reduce() have none: a loss over the samples of all ranks needs "
-            "accelerator.gather_with_grad(). Otherwise the model is frozen, or the loss was computed under "
-            "torch.no_grad() or from detached tensors."
+            "accelerator.gather_with_grad(). Otherwise the model is frozen, or a pipeline in evaluation mode, or "
+            "the loss was computed under torch.no_grad() or from detached tensors."
         ) from error

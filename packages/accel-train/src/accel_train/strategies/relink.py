@@ -136,7 +136,7 @@ def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor])
             if (known and parameter in optimizer.state) or (not known and _is_freed(parameter)):
                 raise PrepareError(
                     f"{type(optimizer).__name__} was built while the parameters of a sharded model were gathered, as a "
-                    f"forward without gradients leaves them, and holds a whole one of shape {tuple(parameter.shape)} "
+                    f"forward leaves them for its backward, and holds a whole one of shape {tuple(parameter.shape)} "
                     f"(group {number}, place {place}), which gets no gradient. Build it from the model's parameters() "
                     "before such a forward, and prepare it before the model runs again."
                 )

@@ -54,7 +54,7 @@ class Divided:
     def _tell(self):
         self.told += 1
 
-    def evaluate(self):
+    def evaluate(self):  # without the hook of a strategy, which frees what this leaves gathered
         with torch.no_grad():
             self.model(samples())
 

@@ -12,9 +12,9 @@ __all__ = ["let_zero_grad_reach_parts"]
 def let_zero_grad_reach_parts(model: nn.Module) -> None:
     """Let `model.zero_grad()` drop the gradients of this rank's parts at any time.
 
-    FSDP2 leaves the outermost unit gathered after a forward without gradients, as an evaluation has it. Its parameters
-    are then whole values, whose gradients are dropped, while those of the parts stay, and the next backward adds to
-    them. The whole values are given up first; the next forward or backward gathers them again.
+    FSDP2 leaves the outermost unit gathered between a forward and its backward. Its parameters are then whole values,
+    whose gradients are dropped, while those of the parts stay, and the next backward adds to them. The whole values are
+    given up first; the next forward or backward gathers them again.
     """
     plain = model.zero_grad
 
