@@ -157,7 +157,7 @@ class Case:
         shuffle: the loader does.
         averages: an exponential moving average of weights is kept.
         legs: of the run.
-        events: what the script does after some micro-batches.
+        events: what the script does after some micro-batches; a "look" at the model comes between backward and step.
     """
 
     number: int
@@ -224,7 +224,7 @@ class Case:
             averages=chance.random() < 0.25,
             legs=tuple(legs),
             events={
-                at: chance.choice(["evaluate", "sleep", "gather", "rate", "go back"])
+                at: chance.choice(["evaluate", "look", "sleep", "gather", "rate", "go back"])
                 for at in range(1, total + 1)
                 if chance.random() < 0.15
             },
@@ -429,6 +429,9 @@ def train_leg(case: Case, index: int, folder: str) -> Seen:
             with accelerator.accumulate(model):
                 loss = model(x, target=y).loss if leg.inside else _loss(model(x), y, _items(case, items))
                 accelerator.backward(loss, **({"num_items": items.sum()} if case.items else {}))
+                if case.events.get(number + 1) == "look":
+                    with torch.no_grad():
+                        model(x)
                 groups = accelerator.strategy.batch.size if case.items else 1
                 seen.losses.append(float(accelerator.reduce(loss.detach(), "mean")) * groups)
                 seen.orders.append(list(dict.fromkeys(accelerator.gather(rows).tolist())))
