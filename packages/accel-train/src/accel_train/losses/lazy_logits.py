@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import EllipsisType
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -123,8 +123,12 @@ class LazyLogits(Tensor):
 
     They have the shape, dtype and device of logits and no storage. Operations on rows are applied to the hidden states,
     elementwise ones are noted, and a cross entropy computes chunks. Any other operation computes all logits first.
+
+    Attributes:
+        needs_weights: of the model, when they are used; see `GatheredUnits`.
     """
 
+    needs_weights: ClassVar[bool] = True
     _product: Product
     _steps: tuple[Step, ...]
     _divided: bool  # a DTensor takes its place, whose vocabulary is divided among ranks
