@@ -7,21 +7,28 @@ of its group; `accel_train.strategies.fsdp2.expert_tokens` sends them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from accel_ckpt.modules.experts import Experts
 from accel_ckpt.parts import is_sharded
+from accel_state.seeding import get_rng_state, set_rng_state
 from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
 
 __all__ = ["StackedExperts", "check_experts", "divide"]
 
 _ROWS = 4  # of the check that an output is a weighted sum
+_MANY = 16  # rows that one expert gets, and experts that are compared at once
+_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}  # float32 may be computed in TF32; fewer bits: 5e-2
+
+_Check = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
 
 def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> None:
@@ -34,8 +41,8 @@ def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> N
 
     Raises:
         PrepareError: there are none, their number cannot be divided, tensor parallelism has divided them, or what a
-            layer returns cannot be computed from parts: it is not the weighted sum of what its experts return, or an
-            expert of a list does not compute each token by itself.
+            layer returns cannot be computed from parts: it is not the weighted sum of what its experts return, an
+            expert does not compute each token by itself, or a rank's experts return something else than in the whole.
     """
     kind = type(model).__name__
     if not experts:
@@ -68,7 +75,7 @@ def check_experts(model: nn.Module, experts: Sequence[Experts], ranks: int) -> N
                 f"{each.name} of {kind} shares the parameter {outside[0]!r} with another module, which has no part of "
                 "it if experts are divided. Leave out ep_size, or untie the two."
             )
-        _check_parts(each, kind)
+        _check_parts(each, kind, ranks)
 
 
 def divide(experts: Experts, mesh: Any) -> None:
@@ -100,7 +107,7 @@ class StackedExperts:
         self._compute = experts.module.forward
         self._count = experts.count
         self._tokens = tokens
-        self._count_here(tokens.here)
+        _set_count(self._module, tokens.here)
         experts.module.forward = self
 
     def __call__(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -113,16 +120,12 @@ class StackedExperts:
         """
         if is_sharded(next(self._module.parameters())):
             return self._tokens.route(hidden_states, indices, weights, self._expert)
-        self._count_here(self._count)  # whole_parameters()
+        _set_count(self._module, self._count)  # whole_parameters()
         try:
             whole: Tensor = self._compute(hidden_states, indices, weights)
         finally:
-            self._count_here(self._tokens.here)
+            _set_count(self._module, self._tokens.here)
         return whole
-
-    def _count_here(self, count: int) -> None:
-        if hasattr(self._module, "num_experts"):
-            self._module.num_experts = count  # type: ignore[assignment] # a number of the script, no tensor
 
     def _expert(self, rows: Tensor, which: Tensor, counts: Sequence[int]) -> Tensor:
         """Each row's expert of this rank. Without rows one of zeros is computed, so that gradients are reduced."""
@@ -131,28 +134,37 @@ class StackedExperts:
             rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
             which = which.new_zeros(1)
         ones = torch.ones((rows.shape[0], 1), dtype=rows.dtype, device=rows.device)
-        with _local_parameters(self._module, self._tokens.share):
+        with _parameters_as(self._module, self._local):
             results: Tensor = self._compute(rows, which.unsqueeze(1), ones)
         return results[:0] if empty else results
 
+    def _local(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a `DTensor`; gradients are those of the `DTensor`, times the share of this rank.
+
+        Experts get gradients for the tokens of all ranks of a group, and FSDP averages over the ranks that hold the
+        same experts only. It has a divisor of its own, which only NCCL knows, and which it applies twice to 16 and to
+        64 bits where one rank holds an expert (PyTorch 2.13).
+        """
+        to_local = getattr(parameter, "to_local", None)
+        return parameter if to_local is None else _scaled_gradient(to_local(), self._tokens.share)
+
+
+def _set_count(module: nn.Module, count: int) -> None:
+    if hasattr(module, "num_experts"):
+        module.num_experts = count  # type: ignore[assignment] # a number of the script, no tensor
+
 
 @contextlib.contextmanager
-def _local_parameters(module: nn.Module, scale: float) -> Iterator[None]:
-    """Let a module see this rank's part of each `DTensor`; gradients are those of the `DTensor`, times `scale`.
-
-    Experts get gradients for the tokens of all ranks of a group, and FSDP averages over the ranks that hold the same
-    experts only. It has a divisor of its own, which only NCCL knows, and which it applies twice to 16 and to 64 bits
-    where one rank holds an expert (PyTorch 2.13).
-    """
+def _parameters_as(module: nn.Module, seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let a module see something else in the place of each parameter."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (each._parameters, dict(each._parameters)) for each in module.modules() if each._parameters
     ]
     try:
         for table, whole in tables:
             for name, parameter in whole.items():
-                to_local = getattr(parameter, "to_local", None)
-                if to_local is not None:
-                    table[name] = _scaled_gradient(to_local(), scale)
+                if parameter is not None:
+                    table[name] = seen(parameter)
         yield
     finally:
         for table, whole in tables:
@@ -183,81 +195,200 @@ def _likely(model: nn.Module) -> str:
     return ""
 
 
-def _check_parts(experts: Experts, kind: str) -> None:
+def _check_parts(experts: Experts, kind: str, ranks: int) -> None:
     """Check, with random tokens, that a layer can be computed in parts; where there are no values yet, nothing is.
+
+    Nothing of the model and of the global random state is different afterwards.
 
     Raises:
         PrepareError: it cannot, or not be tried.
     """
     tried = experts.members[0] if experts.members else experts.module
-    parameters = list(tried.parameters())
-    if experts.count < 2 or any(each.is_meta for each in parameters):
+    if experts.count < 2 or any(each.is_meta for each in tried.parameters()):
         return
-    training = {module: module.training for module in tried.modules()}
-    tried.eval()  # dropout draws other numbers for parts
+    random_state = get_rng_state()
     try:
-        found, error = _tried(experts, tried, parameters)
+        with torch.no_grad(), _undisturbed(tried):
+            _try_parts(experts, tried, f"{experts.name} of {kind}", ranks)
     finally:
-        for module, mode in training.items():
-            module.training = mode
-    if found is None:
-        raise PrepareError(
-            f"{experts.name} of {kind} cannot be tried with random tokens, of any size that its parameters have: "
-            f"{type(error).__name__}: {error!s:.200}. If it computes on an accelerator only, move the model there "
-            "before prepare(); else leave out ep_size."
-        ) from error
-    if found:
-        return
-    if experts.members:
-        raise PrepareError(
-            f"An expert of {experts.name} of {kind} returns something else for a token if it computes other tokens "
-            "with it, so tokens of several ranks cannot be computed together. Leave out ep_size."
-        )
-    raise PrepareError(
-        f"What {experts.name} of {kind} returns for a token is not the sum of weight x expert(token), so it "
-        "cannot be computed on several ranks. Leave out ep_size."
-    )
+        set_rng_state(random_state)
 
 
-@torch.no_grad()
-def _tried(
-    experts: Experts, tried: nn.Module, parameters: Sequence[Tensor]
-) -> tuple[bool | None, Exception | None]:
-    """Whether parts give the same; None: no size of a token can be computed, with the last error."""
+def _try_parts(experts: Experts, tried: nn.Module, name: str, ranks: int) -> None:
+    """Try it in evaluation mode, and in training mode unless a layer draws random numbers there."""
     generator = torch.Generator().manual_seed(0)
-    like, error = parameters[0], None
-    bound = 1e-4 if like.dtype in (torch.float32, torch.float64) else 5e-2
-    check = _rows_apart if experts.members else _experts_apart
-    inner = 0 if experts.members else 1  # behind that of experts
-    for features in sorted({size for each in parameters for size in each.shape[inner:]}):
-        rows = torch.randn((_ROWS, features), generator=generator).to(like)
+    _draw_buffers(tried, experts.count, generator)
+    tried.eval()
+    rows = _sized_rows(experts, tried, name, generator)
+    one = _one_expert(experts, tried)
+    checks: dict[str, _Check] = {
+        f"An expert of {name} returns something else for a token if it computes other tokens with it, so tokens of "
+        "several ranks cannot be computed together. A limit of tokens for each expert may be the reason, or a norm "
+        "over tokens. Leave out ep_size, or compute each token by itself": lambda: _rows_apart(one, rows)
+    }
+    if not experts.members:
+        checks |= {
+            f"What {name} returns for a token is not the sum of weight x expert(token), so it cannot be computed on "
+            "several ranks. Leave out ep_size": lambda: _experts_apart(tried, rows, experts.count, generator),
+            f"{name} returns something else on a rank that has {experts.count // ranks} of its {experts.count} "
+            "experts: only its parameters and num_experts are divided. Something with an entry for each expert that "
+            "is no parameter may be the reason, such as a buffer or a list, or a number of experts with another name. "
+            "Make it a parameter whose first of two or more dimensions is that of experts, or leave out ep_size": (
+                lambda: _ranks_apart(tried, rows, experts.count, ranks)
+            ),
+        }
+    _compare(checks, tried)
+    tried.train()
+    for each in tried.modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd):
+            each.eval()  # it draws other numbers for parts
+    if not _draws(one, rows):
+        _compare(checks, tried)
+
+
+def _compare(checks: dict[str, _Check], tried: nn.Module) -> None:
+    """Raise the message of the first check whose pairs differ, or which fails."""
+    parameters = list(tried.parameters())
+    bound = max(_BOUNDS.get(each.dtype, 5e-2) for each in parameters)
+    mode = "training" if tried.training else "evaluation"
+    for message, check in checks.items():
+        failure = None
         try:
-            together, apart = check(tried, rows, experts.count, generator)
+            if all(_are_close(whole, parts, bound) for whole, parts in check()):
+                continue
+        except Exception as error:  # other rows, or the whole module, can be computed
+            failure = error
+        what = "" if failure is None else f": {type(failure).__name__}: {failure!s:.200}"
+        raise PrepareError(f"{message}. It was tried with random tokens in {mode} mode{what}.") from failure
+
+
+def _are_close(whole: Tensor, parts: Tensor, bound: float) -> bool:
+    difference = torch.linalg.norm((whole - parts).float())
+    return bool(difference <= bound * torch.linalg.norm(whole.float()) + 1e-12)
+
+
+def _sized_rows(experts: Experts, tried: nn.Module, name: str, generator: torch.Generator) -> Tensor:
+    """Random tokens of a size that can be computed."""
+    parameters = list(tried.parameters())
+    inner = 0 if experts.members else 1  # behind that of experts
+    error = None
+    for features in sorted({size for each in parameters for size in each.shape[inner:]}):
+        rows = torch.randn((_MANY, features), generator=generator).to(parameters[0])
+        try:
+            if experts.members:
+                _one_expert(experts, tried)(rows).float()
+            else:
+                list(_experts_apart(tried, rows, experts.count, generator))
         except Exception as failure:  # another dimension is that of a token
             error = failure
             continue
-        difference = torch.linalg.norm((together - apart).float())
-        return bool(difference <= bound * torch.linalg.norm(together.float()) + 1e-12), None
-    return None, error
+        return rows
+    raise PrepareError(
+        f"{name} cannot be tried with random tokens, of any size that its parameters have: "
+        f"{type(error).__name__}: {error!s:.200}. If it computes on an accelerator only, move the model there "
+        "before prepare(); else leave out ep_size."
+    ) from error
+
+
+def _one_expert(experts: Experts, tried: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Computes one expert of rows."""
+
+    def listed(rows: Tensor) -> Tensor:
+        with _undisturbed(tried):
+            result: Tensor = tried(rows)
+        return result
+
+    def stacked(rows: Tensor) -> Tensor:
+        return _chosen(tried, rows, torch.full((len(rows),), experts.count - 1))
+
+    return listed if experts.members else stacked
+
+
+def _chosen(module: nn.Module, rows: Tensor, which: Tensor) -> Tensor:
+    """The result of each row's expert."""
+    return _forward(module, rows, which[:, None], rows.new_ones((len(rows), 1)))
+
+
+def _forward(module: nn.Module, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    with _undisturbed(module):
+        result: Tensor = module.forward(rows, indices.to(rows.device), weights)
+    return result
 
 
 def _experts_apart(
     module: nn.Module, rows: Tensor, count: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What a module returns for two experts of each token, and the weighted sum of what it returns for one."""
+    rows = rows[:_ROWS]
     weights = torch.rand((_ROWS, 2), generator=generator).to(rows)
-    ones = torch.ones_like(weights[:, :1])
-    indices = (torch.arange(_ROWS)[:, None] + torch.tensor([[0, 1]])).remainder(count).to(rows.device)
-    together = module(rows, indices, weights)
+    indices = (torch.arange(_ROWS)[:, None] + torch.tensor([[0, 1]])).remainder(count)
     first, second = (
-        module(rows, indices[:, place : place + 1], ones) * weights[:, place : place + 1]
-        for place in range(2)
+        _chosen(module, rows, indices[:, place]) * weights[:, place : place + 1] for place in range(2)
     )
-    return together, first + second
+    yield _forward(module, rows, indices, weights), first + second
 
 
-def _rows_apart(
-    module: nn.Module, rows: Tensor, count: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def _rows_apart(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What an expert returns for all tokens, and for each by itself."""
-    return module(rows), torch.cat([module(row) for row in torch.split(rows, 1)])
+    yield compute(rows), torch.cat([compute(row) for row in torch.split(rows, 1)])
+
+
+def _ranks_apart(module: nn.Module, rows: Tensor, count: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a module returns for one expert of each token, and what the rank that has these experts does.
+
+    Tokens of different experts, and tokens of one.
+    """
+    here = count // ranks
+    for first in range(0, count, here):
+        experts = torch.arange(first, first + here)
+        for which in (*experts.split(_MANY), experts[-1:].expand(_MANY)):
+            some = rows[: len(which)]
+            yield _chosen(module, some, which), _chosen_here(module, some, which - first, first, here)
+
+
+def _chosen_here(module: nn.Module, rows: Tensor, which: Tensor, first: int, here: int) -> Tensor:
+    """The result of each row's expert of a rank, computed as `StackedExperts` does there."""
+    with _undisturbed(module), _parameters_as(module, lambda each: each[first : first + here]):
+        _set_count(module, here)
+        return _chosen(module, rows, which)
+
+
+def _draws(compute: Callable[[Tensor], Tensor], rows: Tensor) -> bool:
+    """Whether random numbers are drawn, or whether that cannot be found out."""
+    before = _pytree.tree_leaves(get_rng_state())
+    try:
+        first, second = compute(rows), compute(rows)
+    except Exception:  # such as what needs gradients
+        return True
+    after = _pytree.tree_leaves(get_rng_state())
+    return not torch.equal(first, second) or not all(
+        torch.equal(old, new) if isinstance(old, Tensor) else old == new
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def _draw_buffers(module: nn.Module, count: int, generator: torch.Generator) -> None:
+    """Give copies of buffers with an entry for each expert other entries; they may be alike now, and change later."""
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and count in buffer.shape:
+                each._buffers[name] = (torch.rand(buffer.shape, generator=generator) + 0.5).to(buffer)
+
+
+@contextlib.contextmanager
+def _undisturbed(module: nn.Module) -> Iterator[None]:
+    """Let a module compute with copies of its buffers, lists and tables; afterwards it is as before."""
+    kept = [(vars(each), dict(vars(each))) for each in module.modules()]
+    try:
+        for now, before in kept:
+            now.update(
+                {name: copy.copy(each) for name, each in before.items() if type(each) in (list, dict, set)}
+            )
+            now["_buffers"] = {
+                name: None if each is None else each.clone() for name, each in before["_buffers"].items()
+            }
+        yield
+    finally:
+        for now, before in kept:
+            now.clear()
+            now.update(before)
