@@ -26,7 +26,6 @@ __all__ = ["StackedExperts", "check_experts", "divide"]
 
 _ROWS = 4  # of the check that an output is a weighted sum
 _MANY = 16  # rows that one expert gets, and experts that are compared at once
-_BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3}  # float32 may be computed in TF32; fewer bits: 5e-2
 
 _Check = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 
@@ -249,7 +248,7 @@ def _try_parts(experts: Experts, tried: nn.Module, name: str, ranks: int) -> Non
 def _compare(checks: dict[str, _Check], tried: nn.Module) -> None:
     """Raise the message of the first check whose pairs differ, or which fails."""
     parameters = list(tried.parameters())
-    bound = max(_BOUNDS.get(each.dtype, 5e-2) for each in parameters)
+    bound = max(map(_bound, parameters))
     mode = "training" if tried.training else "evaluation"
     for message, check in checks.items():
         failure = None
@@ -260,6 +259,13 @@ def _compare(checks: dict[str, _Check], tried: nn.Module) -> None:
             failure = error
         what = "" if failure is None else f": {type(failure).__name__}: {failure!s:.200}"
         raise PrepareError(f"{message}. It was tried with random tokens in {mode} mode{what}.") from failure
+
+
+def _bound(parameter: Tensor) -> float:
+    """How much the norm of a result may differ."""
+    if parameter.dtype not in (torch.float32, torch.float64):
+        return 5e-2
+    return 1e-4 if parameter.dtype is torch.float64 or parameter.device.type == "cpu" else 5e-3  # for TF32
 
 
 def _are_close(whole: Tensor, parts: Tensor, bound: float) -> bool:
@@ -334,16 +340,16 @@ def _rows_apart(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Iterator[t
 
 
 def _ranks_apart(module: nn.Module, rows: Tensor, count: int, ranks: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a module returns for one expert of each token, and what the rank that has these experts does.
+    """What a module returns for one expert of each token, and what the last rank does, which has these experts.
 
-    Tokens of different experts, and tokens of one.
+    Tokens of different experts, at most 16 of them because the weights of large models take long to read; and of one.
     """
     here = count // ranks
-    for first in range(0, count, here):
-        experts = torch.arange(first, first + here)
-        for which in (*experts.split(_MANY), experts[-1:].expand(_MANY)):
-            some = rows[: len(which)]
-            yield _chosen(module, some, which), _chosen_here(module, some, which - first, first, here)
+    first = count - here
+    experts = torch.arange(first, count)
+    for which in (experts[-_MANY:], experts[-1:].expand(_MANY)):
+        some = rows[: len(which)]
+        yield _chosen(module, some, which), _chosen_here(module, some, which - first, first, here)
 
 
 def _chosen_here(module: nn.Module, rows: Tensor, which: Tensor, first: int, here: int) -> Tensor:
