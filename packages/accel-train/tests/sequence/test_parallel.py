@@ -205,6 +205,70 @@ def test_losses_and_gradients_of_language_models(kind, degrees, again):
             torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
 
 
+def compiled_blocks(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    model = built()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model = sequence.prepare(model)
+    loss = loss_of(model, sequence.shard_batch(batches(0)))
+    loss.backward()
+    average(model)
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_compiled_blocks_divide_attention_once(degrees):
+    model = built()
+    loss = loss_of(model, {**batches(0), "position_ids": torch.arange(16).expand(2, 16)})
+    loss.backward()
+    for near, gradients in worlds.run(compiled_blocks, 2, degrees):
+        assert near == pytest.approx(loss.item(), abs=1e-12)
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=0, atol=1e-12)
+
+
+class Core(nn.Module):
+    """Attention without parameters, which is checkpointed alone."""
+
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class CoreAgain(Attention):
+    def __init__(self):
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(checkpoint(self.core, *heads, use_reentrant=False).transpose(1, 2).flatten(2))
+
+
+def built_with_cores():
+    model = built()
+    for block in model.blocks:
+        again = CoreAgain().double()
+        again.load_state_dict(block.attention.state_dict())
+        block.attention = again
+    return model
+
+
+def cores(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    model = sequence.prepare(built_with_cores())
+    loss_of(model, sequence.shard_batch(batches(0))).backward()
+    average(model)
+    return [p.grad for p in model.parameters()]
+
+
+def test_attention_that_is_checkpointed_alone_is_divided_again():
+    model = built_with_cores()
+    loss_of(model, {**batches(0), "position_ids": torch.arange(16).expand(2, 16)}).backward()
+    for gradients in worlds.run(cores, 2, {"sp": 2}):
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=0, atol=1e-12)
+
+
 LENGTHS = ((8, 8), (5, 7, 4))
 """Of documents in two sequences; in the first a document ends where the part of a rank may end."""
 

@@ -80,7 +80,7 @@ class SequenceParallel:
         watch = _Watch(self._attention, self._place.name, documents)
         for module in model.modules():
             # Not only the outermost: blocks that are checkpointed run again in backward, by themselves.
-            if module is model or next(module.children(), None) is not None:
+            if module is model or _may_attend(module):
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
@@ -163,9 +163,13 @@ class _Mode(TorchFunctionMode):
                     "Checkpoint activations with use_reentrant=False, pass position_ids to each block, and call the "
                     "whole model."
                 )
-            self._calls[0] += 1
-            return self._attention(*args, **{**(kwargs or {}), "documents": self.documents})
+            return self._divided(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    @torch.compiler.disable  # compiled, the attention to all positions would be divided once more
+    def _divided(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls[0] += 1
+        return self._attention(*args, **{**kwargs, "documents": self.documents})
 
 
 class _Watch(threading.local):
@@ -179,6 +183,7 @@ class _Watch(threading.local):
         self._calls = [0]
         self._seen = False
 
+    @torch.compiler.disable
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -203,6 +208,7 @@ class _Watch(threading.local):
             documents.remember((*args, *kwargs.values()), mode.documents)
         return None
 
+    @torch.compiler.disable
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
         if self._depth or self._mode is None:
@@ -229,6 +235,13 @@ def _without_mask(
     if "attention_mask" not in names or names.index("attention_mask") < len(args):
         return None
     return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
+
+
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module may attend if it runs by itself: one of several, or one without parameters, as attention is."""
+    if next(module.children(), None) is not None:
+        return True
+    return not type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
 
 
 def _check_attention(model: nn.Module, name: str) -> None:
