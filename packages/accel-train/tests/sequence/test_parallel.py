@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -468,6 +469,41 @@ def test_transformers_models_that_need_a_mask_are_refused():
         assert "Pad causal language models on the right" in told[2]
 
 
+class Neighbours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.pointwise = Attention(), nn.Conv1d(16, 16, 1)
+        self.joined, self.state = nn.Conv1d(16, 16, 3), nn.GRU(16, 16)
+
+
+def warnings_of_preparing(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sequence.prepare(Neighbours())
+    other = SequenceParallel(mesh_of(degrees))
+    other.prepare(built())
+    with warnings.catch_warnings(record=True) as late:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            other.shard_batch(batches(0))
+            other.shard_batch({"tokens": torch.ones(2, 16), "position_ids": torch.ones(2, 16)})
+        assert not late
+        for _ in range(2):
+            other.shard_batch((torch.ones(2, 16), torch.ones(2, 16)))
+    return [[str(each.message) for each in found] for found in (seen, late)]
+
+
+def test_what_may_see_its_rank_alone_is_warned_of():
+    (neighbours, form), other = worlds.run(warnings_of_preparing, 2, {"cp": 2})
+    assert len(neighbours) == len(form) == 1
+    assert "Neighbours has 'joined' (Conv1d) and 1 others" in neighbours[0]
+    assert "cp_size 2" in neighbours[0]
+    assert "takes position_ids, of which cp_size 2 gives" in form[0]
+    assert "this batch is a tuple" in form[0]
+    assert other == [[], []]
+
+
 def buffers(degrees):
     sequence = SequenceParallel(mesh_of(degrees))
     mine = sequence.shard_batch({"input_ids": torch.arange(32).view(2, 16)})["input_ids"]
@@ -525,8 +561,6 @@ class Shifting(Own):
 
 
 def loss_of_own(kind):
-    import warnings
-
     from accel_train import Accelerator, ParallelismConfig
 
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(1))

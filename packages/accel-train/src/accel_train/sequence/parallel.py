@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +55,7 @@ class SequenceParallel:
         self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation, layout)
         self._facts: ModelFacts | None = None
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told_of_form = False
         self._cut: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -65,6 +67,8 @@ class SequenceParallel:
         if model in self._prepared:
             return model
         _check_attention(model, self._place.name)
+        if self._place.index == 0:
+            _warn_of_neighbours(model, self._place.name)
         if self._facts is None:
             self._facts = ModelFacts.of(model)
             if self._facts.may_shift and self._place.index == 0:
@@ -90,9 +94,27 @@ class SequenceParallel:
         """Cut a batch to this rank's positions."""
         if self._facts is not None:
             check_documents(batch, self._facts, self._place.name)
+            self._warn_of_form(batch, self._facts)
         found = cut_batch(batch, self._place, self._facts or ModelFacts())
         recursively_apply(self._remember, found)
         return found
+
+    def _warn_of_form(self, batch: Any, facts: ModelFacts) -> None:
+        """Warn once of a batch without the names by which positions and labels are found."""
+        known = ("input_ids", "inputs_embeds", "position_ids", "shift_labels")
+        if isinstance(batch, Mapping) and any(batch.get(name) is not None for name in known):
+            return
+        taken = (facts.positions, facts.shifts, facts.counts)
+        names = ("position_ids", "shift_labels", "num_items_in_batch")
+        missing = list(itertools.compress(names, taken))
+        if missing and not self._told_of_form and self._place.index == 0:
+            self._told_of_form = True
+            warn(
+                f"The model takes {', '.join(missing)}, of which {self._place.name} gives this rank's part only with "
+                f"a mapping that has 'input_ids' or 'inputs_embeds'; this batch is a {type(batch).__name__} without "
+                "them. A model that counts positions or shifts labels itself then computes with the part of its rank "
+                "alone. Let the collate function return such a mapping, or compute them there for whole sequences.",
+            )
 
     def _remember(self, tensor: Tensor) -> Tensor:
         self._cut[id(tensor)] = tensor
@@ -263,6 +285,24 @@ def _check_attention(model: nn.Module, name: str) -> None:
         raise IncompatibleOptionsError(
             f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need a mask, and {name} "
             "attends without one. Use a model whose layers attend to all positions, or leave out cp_size and sp_size."
+        )
+
+
+def _warn_of_neighbours(model: nn.Module, name: str) -> None:
+    """Warn of modules of the script's own that join neighbouring positions without attention."""
+    if is_of_transformers(model) or hasattr(model, "get_base_model"):
+        return
+    found = [
+        f"{path!r} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+    ]
+    if found:
+        more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+        warn(
+            f"{type(model).__name__} has {found[0]}{more}. If it joins positions of the sequence, it sees only those "
+            f"of its rank, because {name} joins the ranks in attention alone: then it computes other values than one "
+            "process. Leave out such modules, or cp_size and sp_size.",
         )
 
 
