@@ -206,6 +206,71 @@ def test_losses_and_gradients_of_language_models(kind, degrees, again):
             torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
 
 
+def predicting_in_place(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 40, "attn_implementation": "sdpa"}
+    none = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    if kind == "llama tokens":
+        config = transformers.LlamaConfig(**sizes, num_labels=3, classifier_dropout=0)
+        return transformers.LlamaForTokenClassification(config).double()
+    if kind == "roberta":
+        config = transformers.RobertaConfig(**sizes, **none, pad_token_id=1)
+        return transformers.RobertaForMaskedLM(config).double()
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **none)).double()
+
+
+def labels_in_place():
+    """Ranks count different numbers of labels; the parts of the last have none."""
+    made = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, 60, (3, 16), generator=made)
+    labels = torch.full_like(ids, -100)
+    labels[:, 1:3], labels[0, 13:] = 1, 2
+    return ids, labels, labels.index_fill(1, torch.arange(4, 12), -100).index_fill(1, torch.arange(4), -100)
+
+
+def losses_in_place(kind, degrees):
+    sequence = SequenceParallel(mesh_of(degrees), balanced=False)
+    model = sequence.prepare(predicting_in_place(kind))
+    ids, *several = labels_in_place()
+    found = []
+    for labels, whole in itertools.product(several, (True, False)):
+        model.zero_grad()
+        output = model(**sequence.shard_batch({"input_ids": ids, "labels": labels}), return_dict=whole)
+        loss = output.loss if whole else output[0]
+        loss.backward()
+        average(model)
+        dist.all_reduce(loss)
+        found.append((loss.item() / dist.get_world_size(), [p.grad.clone() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("bert", {"cp": 2}),
+        ("llama tokens", {"sp": 2}),
+        ("roberta", {"cp": 2}),
+    ],
+    ids=str,
+)
+def test_losses_of_models_that_predict_in_place(kind, degrees):
+    pytest.importorskip("transformers")
+    model = predicting_in_place(kind)
+    ids, *several = labels_in_place()
+    expected = []
+    for labels in several:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        expected += [(loss.item(), [p.grad.clone() for p in model.parameters()])] * 2
+    for rank in worlds.run(losses_in_place, 2, kind, degrees):
+        for (near, gradients), (exact, wanted) in zip(rank, expected, strict=True):
+            assert near == pytest.approx(exact, abs=2e-6)
+            torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-6)
+
+
 def compiled_blocks(degrees):
     sequence = SequenceParallel(mesh_of(degrees))
     model = built()
@@ -467,6 +532,33 @@ def test_transformers_models_that_need_a_mask_are_refused():
         assert "attends by 'eager'; cp_size 2 divides 'sdpa' alone" in told[0]
         assert "sliding_attention" in told[1]
         assert "Pad causal language models on the right" in told[2]
+
+
+def heads_of_whole_sequences(degrees):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "attn_implementation": "sdpa"}
+    llama, bert = transformers.LlamaConfig(**sizes), transformers.BertConfig(**sizes)
+    sequence = SequenceParallel(mesh_of(degrees))
+    refused = (
+        transformers.LlamaForSequenceClassification(llama),
+        transformers.BertForQuestionAnswering(bert),
+        transformers.BertForMultipleChoice(bert),
+        transformers.BertForNextSentencePrediction(bert),
+        transformers.BertForPreTraining(bert),
+    )
+    for model in refused:
+        told = rf"of {type(model).__name__} \(loss_type .*\) cannot be computed from parts .* cp_size 2 gives"
+        with pytest.raises(IncompatibleOptionsError, match=told):
+            sequence.prepare(model)
+    for model in (transformers.LlamaModel(llama), transformers.BertModel(bert)):
+        sequence.prepare(model)
+    return True
+
+
+def test_transformers_models_with_heads_over_whole_sequences_are_refused():
+    pytest.importorskip("transformers")
+    assert all(worlds.run(heads_of_whole_sequences, 2, {"cp": 2}))
 
 
 class Neighbours(nn.Module):

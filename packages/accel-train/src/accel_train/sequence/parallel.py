@@ -19,7 +19,7 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import ModelFacts, Place, cut_batch, takes
+from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
 from accel_train.sequence.layout import Layout
 
@@ -67,10 +67,12 @@ class SequenceParallel:
         if model in self._prepared:
             return model
         _check_attention(model, self._place.name)
+        _check_head(model, self._place.name)
+        facts = ModelFacts.of(model)
         if self._place.index == 0:
             _warn_of_neighbours(model, self._place.name)
         if self._facts is None:
-            self._facts = ModelFacts.of(model)
+            self._facts = facts
             if self._facts.may_shift and self._place.index == 0:
                 warn(
                     f"The forward of {type(model).__name__} takes labels, which {self._place.name} cuts as all tensors "
@@ -88,6 +90,8 @@ class SequenceParallel:
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
+        if facts.averages:
+            model.register_forward_hook(self._weigh, with_kwargs=True)
         return model
 
     def shard_batch(self, batch: Any) -> Any:
@@ -115,6 +119,24 @@ class SequenceParallel:
                 "them. A model that counts positions or shifts labels itself then computes with the part of its rank "
                 "alone. Let the collate function return such a mapping, or compute them there for whole sequences.",
             )
+
+    @torch.compiler.disable
+    def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Weigh an average over this rank's labels, so that the mean of the ranks is the average over all labels."""
+        labels, names = kwargs.get("labels"), takes(module)
+        if labels is None and "labels" in names and names.index("labels") < len(args):
+            labels = args[names.index("labels")]
+        if not isinstance(labels, Tensor) or kwargs.get("num_items_in_batch") is not None:
+            return output
+        counted = (labels != IGNORED).sum()
+        share = counted * self._place.parts / self._attention.sum(counted).clamp_(min=1)
+        loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        # The average of no labels is no number.
+        loss = torch.where(counted > 0, loss * share.to(loss.dtype), 0)
+        if isinstance(output, Mapping):
+            output["loss"] = loss  # type: ignore[index]  # of transformers
+            return output
+        return loss, *output[1:]
 
     def _remember(self, tensor: Tensor) -> Tensor:
         self._cut[id(tensor)] = tensor
@@ -285,6 +307,26 @@ def _check_attention(model: nn.Module, name: str) -> None:
         raise IncompatibleOptionsError(
             f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need a mask, and {name} "
             "attends without one. Use a model whose layers attend to all positions, or leave out cp_size and sp_size."
+        )
+
+
+_BY_POSITION = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
+"""Kinds of losses of transformers that are sums over positions."""
+
+
+def _check_head(model: nn.Module, name: str) -> None:
+    """Refuse models of transformers whose loss is no sum over positions: for a class, or where an answer is."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    if not is_of_transformers(base):
+        return
+    kind, names = getattr(base, "loss_type", None), takes(base)
+    if kind is None and ("labels" not in names or base.can_generate()) and "mc_labels" not in names:
+        return  # no loss of its own, or older names of causal language models
+    if kind not in _BY_POSITION:
+        raise IncompatibleOptionsError(
+            f"The outputs or the loss of {type(base).__name__} (loss_type {kind!r}) cannot be computed from parts of "
+            f"sequences, which {name} gives each rank. Use a model for causal or masked language modeling or for token "
+            "classification, or leave out cp_size and sp_size."
         )
 
 
