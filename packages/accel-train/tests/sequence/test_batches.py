@@ -65,6 +65,25 @@ def test_positions_are_those_of_the_whole_sequence():
     assert found["position_ids"].tolist() == [[3, 2, 1, 0]] * 2
 
 
+def test_positions_that_count_from_the_token_of_padding():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 1]])
+    facts = ModelFacts(positions=True, padding=1)
+    assert [part["position_ids"].tolist() for part in cut_all({"input_ids": ids}, facts)] == [
+        [[2, 3, 4, 5]],
+        [[6, 7, 8, 1]],
+    ]
+    embeds = {"inputs_embeds": torch.rand(1, 8, 3)}
+    assert cut_batch(embeds, place(1), facts)["position_ids"].tolist() == [[6, 7, 8, 9]]
+
+
+def test_lengths_at_which_rotary_factors_depend_on_the_rank():
+    assert cut_batch({"input_ids": IDS}, place(), ModelFacts(longest=8))["input_ids"].shape == (2, 4)
+    with pytest.raises(
+        IncompatibleOptionsError, match=r"8 positions.*'longrope'.*more than 7.*cp_size=2.*at most 7"
+    ):
+        cut_batch({"input_ids": IDS}, place(), ModelFacts(longest=7))
+
+
 def test_the_mean_over_ranks_is_the_loss_of_the_whole_batch():
     """The labels of a rank's last position are on the next rank; ranks hold different numbers of them."""
     torch.manual_seed(0)
@@ -201,6 +220,31 @@ class Own(nn.Module):
     ): ...
 
 
+class Numbered(nn.Module):
+    """As RoBERTa, whose table of positions has a row for padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.position_embeddings = nn.Embedding(8, 4, padding_idx=1)
+
+    def forward(self, x): ...
+
+
+class Config:
+    max_position_embeddings = 64
+
+    def __init__(self, rope):
+        self.rope_parameters = rope
+
+
+class Rotary(nn.Module):
+    def __init__(self, **rope):
+        super().__init__()
+        self.config = Config(rope)
+
+    def forward(self, x): ...
+
+
 class Unsure(nn.Module):
     def forward(self, input_ids, labels=None): ...
 
@@ -211,7 +255,7 @@ class Unsure(nn.Module):
         (Plain(), set()),
         (Causal(), {"positions", "is_causal", "shifts", "counts"}),
         (Adapted(), {"positions", "is_causal", "shifts", "counts"}),
-        (Masked(), {"counts"}),
+        (Masked(), {"averages"}),  # not all forwards of its kind divide by num_items_in_batch
         (Fixed(), {"is_causal"}),  # it takes neither
         (Own(), {"positions", "is_causal", "shifts", "counts"}),
         (Unsure(), {"may_shift"}),
@@ -220,3 +264,12 @@ class Unsure(nn.Module):
 )
 def test_facts_of_a_model(model, expected):
     assert {name for name, value in vars(ModelFacts.of(model)).items() if value} == expected
+
+
+def test_the_token_of_padding_and_the_longest_sequence_of_a_model():
+    assert ModelFacts.of(Numbered()).padding == 1
+    assert ModelFacts.of(Rotary(rope_type="llama3", original_max_position_embeddings=8)).longest is None
+    assert ModelFacts.of(Rotary(rope_type="longrope", original_max_position_embeddings=8)).longest == 8
+    assert ModelFacts.of(Rotary(rope_type="dynamic", factor=2.0)).longest == 64
+    of_kinds = Rotary(full_attention={"rope_type": "longrope", "original_max_position_embeddings": 16})
+    assert ModelFacts.of(of_kinds).longest == 16

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -205,6 +206,135 @@ def test_losses_and_gradients_of_language_models(kind, degrees, again):
             torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
 
 
+def predicting_in_place(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 40, "attn_implementation": "sdpa"}
+    none = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    if kind == "llama tokens":
+        config = transformers.LlamaConfig(**sizes, num_labels=3, classifier_dropout=0)
+        return transformers.LlamaForTokenClassification(config).double()
+    if kind == "roberta":
+        config = transformers.RobertaConfig(**sizes, **none, pad_token_id=1)
+        return transformers.RobertaForMaskedLM(config).double()
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **none)).double()
+
+
+def labels_in_place():
+    """Ranks count different numbers of labels; the parts of the last have none."""
+    made = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, 60, (3, 16), generator=made)
+    labels = torch.full_like(ids, -100)
+    labels[:, 1:3], labels[0, 13:] = 1, 2
+    return ids, labels, labels.index_fill(1, torch.arange(4, 12), -100).index_fill(1, torch.arange(4), -100)
+
+
+def losses_in_place(kind, degrees):
+    sequence = SequenceParallel(mesh_of(degrees), balanced=False)
+    model = sequence.prepare(predicting_in_place(kind))
+    ids, *several = labels_in_place()
+    found = []
+    for labels, whole in itertools.product(several, (True, False)):
+        model.zero_grad()
+        output = model(**sequence.shard_batch({"input_ids": ids, "labels": labels}), return_dict=whole)
+        loss = output.loss if whole else output[0]
+        loss.backward()
+        average(model)
+        dist.all_reduce(loss)
+        found.append((loss.item() / dist.get_world_size(), [p.grad.clone() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        ("bert", {"cp": 2}),
+        ("llama tokens", {"sp": 2}),
+        ("roberta", {"cp": 2}),
+    ],
+    ids=str,
+)
+def test_losses_of_models_that_predict_in_place(kind, degrees):
+    pytest.importorskip("transformers")
+    model = predicting_in_place(kind)
+    ids, *several = labels_in_place()
+    expected = []
+    for labels in several:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        expected += [(loss.item(), [p.grad.clone() for p in model.parameters()])] * 2
+    for rank in worlds.run(losses_in_place, 2, kind, degrees):
+        for (near, gradients), (exact, wanted) in zip(rank, expected, strict=True):
+            assert near == pytest.approx(exact, abs=2e-6)
+            torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-6)
+
+
+def compiled_blocks(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    model = built()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model = sequence.prepare(model)
+    loss = loss_of(model, sequence.shard_batch(batches(0)))
+    loss.backward()
+    average(model)
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_compiled_blocks_divide_attention_once(degrees):
+    model = built()
+    loss = loss_of(model, {**batches(0), "position_ids": torch.arange(16).expand(2, 16)})
+    loss.backward()
+    for near, gradients in worlds.run(compiled_blocks, 2, degrees):
+        assert near == pytest.approx(loss.item(), abs=1e-12)
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=0, atol=1e-12)
+
+
+class Core(nn.Module):
+    """Attention without parameters, which is checkpointed alone."""
+
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class CoreAgain(Attention):
+    def __init__(self):
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, x):
+        heads = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(checkpoint(self.core, *heads, use_reentrant=False).transpose(1, 2).flatten(2))
+
+
+def built_with_cores():
+    model = built()
+    for block in model.blocks:
+        again = CoreAgain().double()
+        again.load_state_dict(block.attention.state_dict())
+        block.attention = again
+    return model
+
+
+def cores(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    model = sequence.prepare(built_with_cores())
+    loss_of(model, sequence.shard_batch(batches(0))).backward()
+    average(model)
+    return [p.grad for p in model.parameters()]
+
+
+def test_attention_that_is_checkpointed_alone_is_divided_again():
+    model = built_with_cores()
+    loss_of(model, {**batches(0), "position_ids": torch.arange(16).expand(2, 16)}).backward()
+    for gradients in worlds.run(cores, 2, {"sp": 2}):
+        torch.testing.assert_close(gradients, [p.grad for p in model.parameters()], rtol=0, atol=1e-12)
+
+
 LENGTHS = ((8, 8), (5, 7, 4))
 """Of documents in two sequences; in the first a document ends where the part of a rank may end."""
 
@@ -404,6 +534,68 @@ def test_transformers_models_that_need_a_mask_are_refused():
         assert "Pad causal language models on the right" in told[2]
 
 
+def heads_of_whole_sequences(degrees):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "attn_implementation": "sdpa"}
+    llama, bert = transformers.LlamaConfig(**sizes), transformers.BertConfig(**sizes)
+    sequence = SequenceParallel(mesh_of(degrees))
+    refused = (
+        transformers.LlamaForSequenceClassification(llama),
+        transformers.BertForQuestionAnswering(bert),
+        transformers.BertForMultipleChoice(bert),
+        transformers.BertForNextSentencePrediction(bert),
+        transformers.BertForPreTraining(bert),
+    )
+    for model in refused:
+        told = rf"of {type(model).__name__} \(loss_type .*\) cannot be computed from parts .* cp_size 2 gives"
+        with pytest.raises(IncompatibleOptionsError, match=told):
+            sequence.prepare(model)
+    for model in (transformers.LlamaModel(llama), transformers.BertModel(bert)):
+        sequence.prepare(model)
+    return True
+
+
+def test_transformers_models_with_heads_over_whole_sequences_are_refused():
+    pytest.importorskip("transformers")
+    assert all(worlds.run(heads_of_whole_sequences, 2, {"cp": 2}))
+
+
+class Neighbours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.pointwise = Attention(), nn.Conv1d(16, 16, 1)
+        self.joined, self.state = nn.Conv1d(16, 16, 3), nn.GRU(16, 16)
+
+
+def warnings_of_preparing(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sequence.prepare(Neighbours())
+    other = SequenceParallel(mesh_of(degrees))
+    other.prepare(built())
+    with warnings.catch_warnings(record=True) as late:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            other.shard_batch(batches(0))
+            other.shard_batch({"tokens": torch.ones(2, 16), "position_ids": torch.ones(2, 16)})
+        assert not late
+        for _ in range(2):
+            other.shard_batch((torch.ones(2, 16), torch.ones(2, 16)))
+    return [[str(each.message) for each in found] for found in (seen, late)]
+
+
+def test_what_may_see_its_rank_alone_is_warned_of():
+    (neighbours, form), other = worlds.run(warnings_of_preparing, 2, {"cp": 2})
+    assert len(neighbours) == len(form) == 1
+    assert "Neighbours has 'joined' (Conv1d) and 1 others" in neighbours[0]
+    assert "cp_size 2" in neighbours[0]
+    assert "takes position_ids, of which cp_size 2 gives" in form[0]
+    assert "this batch is a tuple" in form[0]
+    assert other == [[], []]
+
+
 def buffers(degrees):
     sequence = SequenceParallel(mesh_of(degrees))
     mine = sequence.shard_batch({"input_ids": torch.arange(32).view(2, 16)})["input_ids"]
@@ -461,8 +653,6 @@ class Shifting(Own):
 
 
 def loss_of_own(kind):
-    import warnings
-
     from accel_train import Accelerator, ParallelismConfig
 
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(1))

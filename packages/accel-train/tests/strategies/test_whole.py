@@ -115,3 +115,52 @@ def fails():
 
 def test_after_an_error_nothing_is_written_and_the_model_is_divided_again():
     assert all(worlds.run(fails, 2))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x, position_ids=None):
+        heads = self.inputs(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.outputs(found.transpose(1, 2).flatten(2))
+
+
+def attending():
+    torch.manual_seed(0)
+    return Attending().double()
+
+
+def whole_sequences(degrees, sharded):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin() if sharded else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**degrees))
+    model = accelerator.prepare(attending())
+    rank = accelerator.process_index
+    x = torch.randn(2, 5 + rank, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with accelerator.whole_parameters(model), torch.no_grad():
+        for _ in range(rank + 1):  # ranks call it differently often
+            inside = model(x), accelerator.unwrap_model(model)(x)
+    half = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).chunk(2, 1)[
+        rank
+    ]
+    with torch.no_grad():
+        return x, inside, model(half)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sharded"), [({"cp_size": 2, "dp_shard_size": 1}, True), ({"sp_size": 2}, False)], ids=str
+)
+def test_attention_inside_is_to_the_whole_input_of_a_rank(degrees, sharded):
+    alone = attending()
+    results = worlds.run(whole_sequences, 2, degrees, sharded)
+    for x, inside, _ in results:
+        for found in inside:
+            torch.testing.assert_close(found, alone(x).detach(), rtol=0, atol=1e-12)
+    both = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    if not sharded:  # outside it is divided again; cp's parts are balanced pieces, not halves
+        joined = torch.cat([after for *_, after in results], 1)
+        torch.testing.assert_close(joined, alone(both).detach(), rtol=0, atol=1e-12)

@@ -129,6 +129,14 @@ class DividedAttention:
                 found = gather_sequence(found, group)
         return self.layout.restore(found, SEQUENCE)[:, 0, :, 0]
 
+    def sum(self, number: Tensor) -> Tensor:
+        """Sum a number over the ranks that have parts of the same sequences."""
+        found = number.clone()
+        for group in (self.sp_group, self.cp_group):
+            if group is not None:
+                dist.all_reduce(found, group=group)
+        return found
+
     def _attend(
         self,
         query: Tensor,

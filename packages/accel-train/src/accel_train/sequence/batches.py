@@ -15,9 +15,9 @@ from accel_state.trees import flatten, recursively_apply
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.layout import WHOLE, Layout
 
-__all__ = ["ModelFacts", "Place", "cut_batch", "takes"]
+__all__ = ["IGNORED", "ModelFacts", "Place", "cut_batch", "takes"]
 
-_IGNORED = -100
+IGNORED = -100
 """Label that losses leave out: the default `ignore_index` of torch's cross entropy."""
 
 
@@ -70,6 +70,10 @@ class ModelFacts:
         shifts: it shifts `labels` itself, unless it is given `shift_labels`.
         counts: it divides the sum of its losses by `num_items_in_batch`.
         may_shift: it takes `labels`, and whether it shifts them itself is not known.
+        averages: its loss is the average over the labels of the positions that it sees, unless it is given
+            `num_items_in_batch`, which some forwards of its kind ignore.
+        padding: the token of padding, if positions count the other tokens, from the number of this token + 1.
+        longest: in longer sequences, the factors of rotary embeddings depend on the positions that it sees.
     """
 
     positions: bool = False
@@ -77,6 +81,9 @@ class ModelFacts:
     shifts: bool = False
     counts: bool = False
     may_shift: bool = False
+    averages: bool = False
+    padding: int | None = None
+    longest: int | None = None
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFacts:
@@ -87,7 +94,7 @@ class ModelFacts:
         base = getattr(model, "get_base_model", None)  # PEFT's models pass keyword arguments on
         names = takes(model)
         is_causal = loss == "ForCausalLMLoss" or "shift_labels" in names
-        known = keywords and loss in ("ForCausalLMLoss", "ForMaskedLMLoss")
+        known = keywords and loss == "ForCausalLMLoss"
         return cls(
             positions="position_ids" in names
             or (keywords and base is not None and "position_ids" in takes(base())),
@@ -95,7 +102,41 @@ class ModelFacts:
             shifts=(known and is_causal) or "shift_labels" in names,
             counts=known or "num_items_in_batch" in names,
             may_shift="labels" in names and not loss and not is_causal,
+            averages=loss in ("ForMaskedLMLoss", "ForTokenClassification"),
+            padding=_padding(model),
+            longest=_longest(model),
         )
+
+
+def _padding(model: nn.Module) -> int | None:
+    """The token of padding of models like RoBERTa, whose embeddings of positions have a row for it."""
+    for module in model.modules():
+        places = getattr(module, "position_embeddings", None)
+        found = getattr(places, "padding_idx", None) if isinstance(places, nn.Module) else None
+        if found is not None:
+            return int(found)
+    return None
+
+
+def _longest(model: nn.Module) -> int | None:
+    """Positions up to which rotary embeddings of transformers have the same factors, whatever positions they see."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(given, Mapping):
+        return None
+    found = []
+    for rope in (
+        given,
+        *(each for each in given.values() if isinstance(each, Mapping)),
+    ):  # or one for each kind of layer
+        kind = str(rope.get("rope_type", rope.get("type", "")))
+        if kind == "longrope" or "dynamic" in kind:
+            before = rope.get("original_max_position_embeddings")
+            before = before or getattr(config, "original_max_position_embeddings", None)
+            found.append(int(before or config.max_position_embeddings))
+    return min(found, default=None)
 
 
 def takes(model: nn.Module) -> list[str]:
@@ -136,6 +177,13 @@ def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
             f"A batch has sequences of {length} positions, which {place.why}. Pad them to a multiple of "
             f"{place.multiple}, as `pad_to_multiple_of={place.multiple}` of transformers' collators does."
         )
+    if facts.longest is not None and length > facts.longest:
+        raise IncompatibleOptionsError(
+            f"A batch has sequences of {length} positions. The model's rotary embeddings (rope_type 'longrope' or "
+            f"'dynamic') choose their factors by the last position in sequences of more than {facts.longest}, and with "
+            f"{place.name} each rank sees another one. Train on at most {facts.longest} positions, or leave out "
+            "cp_size and sp_size."
+        )
     more: dict[str, Any] = {}
     if isinstance(batch, Mapping) and ("input_ids" in batch or "inputs_embeds" in batch):
         more = _additions(batch, length, facts)
@@ -159,18 +207,28 @@ def _additions(batch: Mapping[str, Any], length: int, facts: ModelFacts) -> dict
     more: dict[str, Any] = {}
     some = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     if facts.positions and batch.get("position_ids") is None:
-        more["position_ids"] = torch.arange(length, device=some.device).expand(some.shape[0], length)
+        more["position_ids"] = _positions(some, length, facts.padding)
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.shape[1:2] != (length,):
         return more
     if facts.shifts:
         if batch.get("shift_labels") is None:
-            more["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            more["shift_labels"] = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         labels = more.get("shift_labels", batch.get("shift_labels"))
     if facts.counts and batch.get("num_items_in_batch") is None:
         assert isinstance(labels, Tensor)
-        more["num_items_in_batch"] = (labels != _IGNORED).sum().clamp_(min=1)
+        more["num_items_in_batch"] = (labels != IGNORED).sum().clamp_(min=1)
     return more
+
+
+def _positions(some: Tensor, length: int, padding: int | None) -> Tensor:
+    """Position ids as the model would compute them from all positions of tokens or their embeddings."""
+    if padding is None:
+        return torch.arange(length, device=some.device).expand(some.shape[0], length)
+    if some.is_floating_point():
+        return _positions(some, length, None) + padding + 1
+    kept = (some != padding).long()
+    return kept.cumsum(1) * kept + padding
 
 
 def _check_mask(mask: Any, facts: ModelFacts, place: Place) -> None:

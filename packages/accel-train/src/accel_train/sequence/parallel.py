@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,7 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import ModelFacts, Place, cut_batch, takes
+from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
 from accel_train.sequence.layout import Layout
 
@@ -54,6 +55,7 @@ class SequenceParallel:
         self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation, layout)
         self._facts: ModelFacts | None = None
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told_of_form = False
         self._cut: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -65,8 +67,12 @@ class SequenceParallel:
         if model in self._prepared:
             return model
         _check_attention(model, self._place.name)
+        _check_head(model, self._place.name)
+        facts = ModelFacts.of(model)
+        if self._place.index == 0:
+            _warn_of_neighbours(model, self._place.name)
         if self._facts is None:
-            self._facts = ModelFacts.of(model)
+            self._facts = facts
             if self._facts.may_shift and self._place.index == 0:
                 warn(
                     f"The forward of {type(model).__name__} takes labels, which {self._place.name} cuts as all tensors "
@@ -80,19 +86,57 @@ class SequenceParallel:
         watch = _Watch(self._attention, self._place.name, documents)
         for module in model.modules():
             # Not only the outermost: blocks that are checkpointed run again in backward, by themselves.
-            if module is model or next(module.children(), None) is not None:
+            if module is model or _may_attend(module):
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
+        if facts.averages:
+            model.register_forward_hook(self._weigh, with_kwargs=True)
         return model
 
     def shard_batch(self, batch: Any) -> Any:
         """Cut a batch to this rank's positions."""
         if self._facts is not None:
             check_documents(batch, self._facts, self._place.name)
+            self._warn_of_form(batch, self._facts)
         found = cut_batch(batch, self._place, self._facts or ModelFacts())
         recursively_apply(self._remember, found)
         return found
+
+    def _warn_of_form(self, batch: Any, facts: ModelFacts) -> None:
+        """Warn once of a batch without the names by which positions and labels are found."""
+        known = ("input_ids", "inputs_embeds", "position_ids", "shift_labels")
+        if isinstance(batch, Mapping) and any(batch.get(name) is not None for name in known):
+            return
+        taken = (facts.positions, facts.shifts, facts.counts)
+        names = ("position_ids", "shift_labels", "num_items_in_batch")
+        missing = list(itertools.compress(names, taken))
+        if missing and not self._told_of_form and self._place.index == 0:
+            self._told_of_form = True
+            warn(
+                f"The model takes {', '.join(missing)}, of which {self._place.name} gives this rank's part only with "
+                f"a mapping that has 'input_ids' or 'inputs_embeds'; this batch is a {type(batch).__name__} without "
+                "them. A model that counts positions or shifts labels itself then computes with the part of its rank "
+                "alone. Let the collate function return such a mapping, or compute them there for whole sequences.",
+            )
+
+    @torch.compiler.disable
+    def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Weigh an average over this rank's labels, so that the mean of the ranks is the average over all labels."""
+        labels, names = kwargs.get("labels"), takes(module)
+        if labels is None and "labels" in names and names.index("labels") < len(args):
+            labels = args[names.index("labels")]
+        if not isinstance(labels, Tensor) or kwargs.get("num_items_in_batch") is not None:
+            return output
+        counted = (labels != IGNORED).sum()
+        share = counted * self._place.parts / self._attention.sum(counted).clamp_(min=1)
+        loss = output["loss"] if isinstance(output, Mapping) else output[0]
+        # The average of no labels is no number.
+        loss = torch.where(counted > 0, loss * share.to(loss.dtype), 0)
+        if isinstance(output, Mapping):
+            output["loss"] = loss  # type: ignore[index]  # of transformers
+            return output
+        return loss, *output[1:]
 
     def _remember(self, tensor: Tensor) -> Tensor:
         self._cut[id(tensor)] = tensor
@@ -163,9 +207,13 @@ class _Mode(TorchFunctionMode):
                     "Checkpoint activations with use_reentrant=False, pass position_ids to each block, and call the "
                     "whole model."
                 )
-            self._calls[0] += 1
-            return self._attention(*args, **{**(kwargs or {}), "documents": self.documents})
+            return self._divided(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    @torch.compiler.disable  # compiled, the attention to all positions would be divided once more
+    def _divided(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._calls[0] += 1
+        return self._attention(*args, **{**kwargs, "documents": self.documents})
 
 
 class _Watch(threading.local):
@@ -179,6 +227,7 @@ class _Watch(threading.local):
         self._calls = [0]
         self._seen = False
 
+    @torch.compiler.disable
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -203,6 +252,7 @@ class _Watch(threading.local):
             documents.remember((*args, *kwargs.values()), mode.documents)
         return None
 
+    @torch.compiler.disable
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
         if self._depth or self._mode is None:
@@ -231,6 +281,13 @@ def _without_mask(
     return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
 
 
+def _may_attend(module: nn.Module) -> bool:
+    """Whether a module may attend if it runs by itself: one of several, or one without parameters, as attention is."""
+    if next(module.children(), None) is not None:
+        return True
+    return not type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
+
+
 def _check_attention(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -250,6 +307,44 @@ def _check_attention(model: nn.Module, name: str) -> None:
         raise IncompatibleOptionsError(
             f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need a mask, and {name} "
             "attends without one. Use a model whose layers attend to all positions, or leave out cp_size and sp_size."
+        )
+
+
+_BY_POSITION = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
+"""Kinds of losses of transformers that are sums over positions."""
+
+
+def _check_head(model: nn.Module, name: str) -> None:
+    """Refuse models of transformers whose loss is no sum over positions: for a class, or where an answer is."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    if not is_of_transformers(base):
+        return
+    kind, names = getattr(base, "loss_type", None), takes(base)
+    if kind is None and ("labels" not in names or base.can_generate()) and "mc_labels" not in names:
+        return  # no loss of its own, or older names of causal language models
+    if kind not in _BY_POSITION:
+        raise IncompatibleOptionsError(
+            f"The outputs or the loss of {type(base).__name__} (loss_type {kind!r}) cannot be computed from parts of "
+            f"sequences, which {name} gives each rank. Use a model for causal or masked language modeling or for token "
+            "classification, or leave out cp_size and sp_size."
+        )
+
+
+def _warn_of_neighbours(model: nn.Module, name: str) -> None:
+    """Warn of modules of the script's own that join neighbouring positions without attention."""
+    if is_of_transformers(model) or hasattr(model, "get_base_model"):
+        return
+    found = [
+        f"{path!r} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+    ]
+    if found:
+        more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+        warn(
+            f"{type(model).__name__} has {found[0]}{more}. If it joins positions of the sequence, it sees only those "
+            f"of its rank, because {name} joins the ranks in attention alone: then it computes other values than one "
+            "process. Leave out such modules, or cp_size and sp_size.",
         )
 
 

@@ -16,8 +16,15 @@ from accel_train.errors import PrepareError
 
 __all__ = ["whole_parameters"]
 
-#: Modules of the hooks that gather, cut or compare what ranks hold parts of.
-_ENGINES = ("torch.distributed.", "accel_train.strategies.", "transformers.integrations.tensor_parallel")
+#: Modules of the hooks that join what ranks compute from their parts of a sequence.
+_SEQUENCES = ("accel_train.sequence.",)
+#: Modules of these, and of the hooks that gather, cut or compare what ranks hold parts of.
+_ENGINES = (
+    *_SEQUENCES,
+    "torch.distributed.",
+    "accel_train.strategies.",
+    "transformers.integrations.tensor_parallel",
+)
 
 
 @contextmanager
@@ -37,7 +44,7 @@ def whole_parameters(
     whole = _gathered([parameter for _, _, parameter in slots], device)
     for module, name, parameter in slots:
         module._parameters[name] = whole.get(id(parameter), parameter)
-    removed = _without_engines([model, *plain.modules()] if whole else [])
+    removed = _without_engines([model, *plain.modules()], _ENGINES if whole else _SEQUENCES)
     try:
         yield
         values = _written(slots, whole) if write_back else {}
@@ -74,12 +81,14 @@ def _gathered(parameters: list[nn.Parameter], device: torch.device) -> dict[int,
     return found
 
 
-def _without_engines(modules: list[nn.Module]) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+def _without_engines(
+    modules: list[nn.Module], sources: tuple[str, ...]
+) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Take away the forward hooks of engines; returns the dictionaries of hooks, and what they held."""
     removed = []
     for module in modules:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            engines = [key for key, hook in hooks.items() if _is_of_engine(hook)]
+            engines = [key for key, hook in hooks.items() if _is_from(hook, sources)]
             if engines:
                 removed.append((hooks, dict(hooks)))
                 for key in engines:
@@ -87,9 +96,9 @@ def _without_engines(modules: list[nn.Module]) -> list[tuple[dict[Any, Any], dic
     return removed
 
 
-def _is_of_engine(hook: Any) -> bool:
+def _is_from(hook: Any, sources: tuple[str, ...]) -> bool:
     hook = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
+    return str(getattr(hook, "__module__", "")).startswith(sources)
 
 
 def _written(
