@@ -120,7 +120,7 @@ class SequenceParallel:
                 "alone. Let the collate function return such a mapping, or compute them there for whole sequences.",
             )
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _weigh(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Weigh an average over this rank's labels, so that the mean of the ranks is the average over all labels."""
         labels, names = kwargs.get("labels"), takes(module)
@@ -210,7 +210,7 @@ class _Mode(TorchFunctionMode):
             return self._divided(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    @torch.compiler.disable  # compiled, the attention to all positions would be divided once more
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # compiled, the attention to all positions would be divided once more
     def _divided(self, *args: Any, **kwargs: Any) -> Tensor:
         self._calls[0] += 1
         return self._attention(*args, **{**kwargs, "documents": self.documents})
@@ -227,7 +227,7 @@ class _Watch(threading.local):
         self._calls = [0]
         self._seen = False
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -252,7 +252,7 @@ class _Watch(threading.local):
             documents.remember((*args, *kwargs.values()), mode.documents)
         return None
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
         if self._depth or self._mode is None:
@@ -316,7 +316,8 @@ _BY_POSITION = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTo
 
 def _check_head(model: nn.Module, name: str) -> None:
     """Refuse models of transformers whose loss is no sum over positions: for a class, or where an answer is."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    inner: Any = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = model if inner is None else inner()
     if not is_of_transformers(base):
         return
     kind, names = getattr(base, "loss_type", None), takes(base)
