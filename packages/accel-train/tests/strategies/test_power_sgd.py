@@ -1,5 +1,7 @@
 """Communication hooks of DDP against plain PyTorch, and continuing with what PowerSGD remembers."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,3 +217,29 @@ def test_one_process_sends_nothing():
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="power_sgd")])
     model = make()
     assert accelerator.prepare(model) is model
+
+
+def threads():
+    """Threads that compute approximations, beside the one that runs backward."""
+    found, orthogonalize = set(), powerSGD_hook._orthogonalize
+
+    def note(*arguments):
+        found.add(threading.get_ident())
+        return orthogonalize(*arguments)
+
+    powerSGD_hook._orthogonalize = note
+    accelerator = Accelerator(
+        cpu=True,
+        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=OPTIONS)],
+    )
+    model = accelerator.prepare(make())
+    x, y = samples()[:64]
+    for _ in range(12):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+    assert found
+    return len(found - {threading.get_ident()})
+
+
+def test_nothing_is_computed_in_threads_of_gloo():
+    """Products of matrices round otherwise there, and which thread computes depended on the network."""
+    assert worlds.run(threads, 2) == [0, 0]

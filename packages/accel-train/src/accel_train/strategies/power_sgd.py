@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -50,9 +51,8 @@ class PowerSGD:
         self._settling = False
         self._settled = False  # the buckets do not change any more
         self._expected: dict[int, list[str]] | None = None
-        # The hook reduces three times, each in a callback of the one before. On CPUs callbacks run in threads of gloo,
-        # so the reductions of two buckets would come in another order on each rank, which ends the process.
-        self._in_order = next(wrapped.module.parameters()).device.type == "cpu"
+        if next(wrapped.module.parameters()).device.type == "cpu":
+            state.process_group = _InOrder(state.process_group)
         wrapped.register_comm_hook(self, _communicate)
 
     def communicate(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -65,10 +65,8 @@ class PowerSGD:
                 self._backwards += 1
                 self._settled = self._settled or self._backwards == 2
             self._check_layout(bucket.index())
-        future: torch.futures.Future[Tensor] = self._hook(self._state, bucket)
-        if self._in_order:
-            future.wait()
-        return future
+        reduced: torch.futures.Future[Tensor] = self._hook(self._state, bucket)
+        return reduced
 
     def _check_layout(self, index: int) -> None:
         if self._expected is None or self._expected.get(index) == self._layout[index]:
@@ -152,6 +150,29 @@ class PowerSGD:
             parameter.grad = None
         self._layout, self._settled = dict(layout), True
         return True
+
+
+class _InOrder(dist.ProcessGroup):
+    """A process group whose reductions are complete when they return.
+
+    The hook reduces three times, each in a callback of the one before. On CPUs a callback runs in a thread of gloo,
+    unless the reduction is complete already. In a thread of gloo, products of matrices round otherwise, and the
+    reductions of two buckets would come in another order on each rank, which ends the process.
+
+    Args:
+        group: what reduces; None: all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        found: Any = dist.group.WORLD if group is None else group
+        super().__init__(found.rank(), found.size())  # type: ignore[call-arg]  # its stub lacks this form
+        self._group = found
+
+    def allreduce(self, *arguments: Any) -> dist.Work:
+        """Reduce, and wait for it."""
+        work: dist.Work = self._group.allreduce(*arguments)
+        work.wait()
+        return work
 
 
 def _communicate(hook: PowerSGD, bucket: Any) -> torch.futures.Future[Tensor]:
