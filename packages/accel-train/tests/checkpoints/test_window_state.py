@@ -12,6 +12,7 @@ from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, holds_gradients, load
 from accel_train.strategies.base import Capabilities, Strategy
 from accel_train.strategies.state_adapter import StateAdapter
+from testkit import worlds
 from testkit.small_run import build
 
 
@@ -280,6 +281,33 @@ def test_gradients_of_parameters_that_are_not_here_are_named():
         StateMismatchError, match=r"window for model_0\.bias, model_0\.weight, which no prepared"
     ):
         check(trained_of([nn.ReLU()]), dumped(accelerator), accelerator.strategy, same_ranks=True)
+
+
+def weighted_after_zeros(folder, strategy):
+    """Weights after three windows over items, with a save and a load inside the second one, or without `folder`."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    draws = torch.Generator().manual_seed(accelerator.process_index)
+    for number in range(6):
+        x = torch.randn(3 + accelerator.process_index, 4, dtype=torch.float64, generator=draws)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().sum(), num_items=len(x))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        if folder is not None and number == 2:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    return dict(accelerator.get_state_dict(model))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_zeros_of_a_former_window_are_no_gradients_that_items_must_not_divide(tmp_path, strategy):
+    """DDP forms its buckets again in the second window, and puts other zeros into the place of those of `zero_grad`."""
+    expected = worlds.run(weighted_after_zeros, 2, None, strategy)[0]
+    for weights in worlds.run(weighted_after_zeros, 2, tmp_path / "state", strategy):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
 # Another number of ranks

@@ -262,7 +262,8 @@ def _gradients(trained: Trained, parameters: Mapping[str, nn.Parameter], countin
 
 def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
     items = window.items
-    if window.weighted and window.kept:
+    # Zeros need no correction; DDP puts others in their place where it forms its buckets again.
+    if window.weighted and any(bool(before.any()) for _, before in window.kept):
         raise AccumulationError(
             "The state cannot be saved inside this accumulation window: an optimizer keeps gradients of an earlier "
             "window, which the num_items of this one must not divide, and a state does not tell them apart. Save after "
