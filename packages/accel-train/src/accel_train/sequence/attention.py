@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from accel_state.operations.collectives import reduce
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.exchange import (
     HEADS,
@@ -131,11 +132,10 @@ class DividedAttention:
 
     def sum(self, number: Tensor) -> Tensor:
         """Sum a number over the ranks that have parts of the same sequences."""
-        found = number.clone()
         for group in (self.sp_group, self.cp_group):
             if group is not None:
-                dist.all_reduce(found, group=group)
-        return found
+                number = reduce(number, "sum", group=group)
+        return number
 
     def _attend(
         self,
