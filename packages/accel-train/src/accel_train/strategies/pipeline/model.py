@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accel_ckpt.parts import reshard
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 from accel_train.strategies.computed_loss import ComputedLosses, raw_backward
@@ -93,6 +92,8 @@ class PipelineModel(nn.Module):
         #: Gradients of earlier calls of the window wait.
         self.accumulated = False
         self.scale: Callable[[float], None] = lambda factor: None
+        #: Gives up what FSDP has gathered.
+        self.free: Callable[[], None] = lambda: None
         #: In a rehearsal, what other ranks would send; None: they exist.
         self.foresight: Foresight | None = None
         #: The loss scale of the precision.
@@ -292,7 +293,7 @@ class PipelineModel(nn.Module):
                 self._stages, self._layout, self._rank, self._exchange, micro_batches, forms, trains=trains
             )
         # States are saved from the script's model, which does not contain the stages' outermost units.
-        reshard(self.stages)
+        self.free()
         outputs = [_Output.of(output, only_loss) for output in found.outputs]
         merged = _Output.merged(outputs, weights) if outputs else None
         if merged is None and foreseen is not None:

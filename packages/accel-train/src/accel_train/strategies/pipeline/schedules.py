@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from accel_ckpt.parts import fsdp_modules
+from accel_ckpt.parts import reshard
 from accel_train.strategies.pipeline.exchange import Exchange, Form, wait
 from accel_train.strategies.pipeline.stages import Stage, tensors_of
 
@@ -246,24 +246,11 @@ class _TorchStage(PipelineStage):
         that know the shapes of their batch.
         """
 
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """Gather parameters before half a backward, which looks for the ones that computed the outputs.
-
-        Resharded units have others, whose gradients would be missing without a word; a whole backward gathers itself.
-        """
-        if backward_type != "full":
-            for module in fsdp_modules(self.submod):
-                module.unshard()
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
             return
-        for module in fsdp_modules(self.submod):  # gradients stay whole on this rank until the window ends
-            module.reshard()
+        reshard(self.submod)  # gradients stay whole on this rank until the window ends
 
 
 class Fused:

@@ -152,7 +152,8 @@ class PipelineStrategy(Strategy):
         for stage in stages:
             steps.convert(stage.module)
             if units is not None:
-                # Gathered once in a call: replicas may cut their batches into other numbers of micro-batches.
+                # Gathered once in a call: replicas may cut their batches into other numbers of micro-batches, and half
+                # a backward looks for the parameters that computed the outputs.
                 Divider(self._sharding, self.precision, self.options.mesh.holders, units).divide(
                     stage, stays=True
                 )
@@ -173,6 +174,7 @@ class PipelineStrategy(Strategy):
         engine.foresight = foresight
         engine.scale = lambda factor: self.scale_gradients(list(engine.parameters()), factor)
         engine.loss_scale = self._settle_scale
+        engine.free = self.gathered.free
         self._made = [made for made in self._made if made[1].module is not plain]
         self._made.append((engine, whole))
         for stage in stages:
