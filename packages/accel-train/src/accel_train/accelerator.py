@@ -52,6 +52,7 @@ from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.loop.state import AcceleratorState, GradientState, register_newest
 from accel_train.offload.report import OffloadReport
 from accel_train.offload.tensors import KINDS
+from accel_train.optimizer_parameters import parameter_ids
 from accel_train.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -509,6 +510,10 @@ class Accelerator:
     def sync_gradients(self, sync_gradients: bool) -> None:
         self._accumulator.sync_gradients = sync_gradients
 
+    def gradients_complete(self, model: nn.Module) -> bool:
+        """`sync_gradients` of the window that a model was trained in last, where models have windows of their own."""
+        return self._accumulator.are_complete(model.parameters())
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
@@ -690,7 +695,7 @@ class Accelerator:
             parameters,
             max_norm,
             norm_type,
-            complete=self._accumulator.sync_gradients,
+            are_complete=self._accumulator.are_complete,
             observers=self._accumulator.observers,
         )
 
@@ -701,13 +706,24 @@ class Accelerator:
             self._prepared.optimizers,
             parameters,
             clip_value,
-            complete=self._accumulator.sync_gradients,
+            are_complete=self._accumulator.are_complete,
         )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether any prepared optimizer skipped its last step: inf or NaN gradients, or a step guard refused it."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    def step_was_skipped(self, model: nn.Module) -> bool:
+        """Whether the optimizers of a model have skipped their last step, all of them."""
+        gathered = self._plan.strategy.gathered
+        parameters = {id(parameter) for parameter in gathered.parts_of(list(model.parameters()))}
+        skipped = [
+            optimizer.step_was_skipped
+            for optimizer in self._prepared.optimizers
+            if not parameters.isdisjoint(parameter_ids(optimizer))
+        ]
+        return all(skipped) if skipped else self.optimizer_step_was_skipped
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Context that computes in the chosen precision outside a prepared model (a loss, say)."""
@@ -1596,7 +1612,7 @@ class Accelerator:
         here = self._prepared
         if self.step_guard is not None:
             raise OptionError("guard_steps() was called twice; one guard decides about all updates.")
-        guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models)
+        guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models, here.accumulator)
         for optimizer in here.inner_optimizers:
             guard.check_optimizer(optimizer)
         here.accumulator.observers.append(guard)

@@ -61,6 +61,7 @@ class AveragedWeights:
             )
         self._accelerator = accelerator
         self._strategy = accelerator.strategy
+        self._model = model
         self._plain = self._strategy.plain(model)
         elsewhere = self._strategy.states.parameters_elsewhere(model)
         self._elsewhere = {
@@ -86,7 +87,8 @@ class AveragedWeights:
             AccumulationError: the averages are applied to the model.
         """
         self._refuse_applied("update()")
-        if not self._accelerator.sync_gradients or self._accelerator.optimizer_step_was_skipped:
+        accelerator, model = self._accelerator, self._model
+        if not accelerator.gradients_complete(model) or accelerator.step_was_skipped(model):
             return
         if self.count == 0:
             self._refuse_others()

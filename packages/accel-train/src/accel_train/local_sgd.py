@@ -113,7 +113,7 @@ class LocalSGD:
             raise AccumulationError(
                 "LocalSGD.step() was called outside its context. Call it inside `with local_sgd: …`."
             )
-        if not self.accelerator.sync_gradients:
+        if not self.accelerator.gradients_complete(self.model):
             return
         self.num_steps += 1
         if self.num_steps % self.local_sgd_steps == 0:

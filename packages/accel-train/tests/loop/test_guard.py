@@ -306,28 +306,25 @@ def half_of_a_window(folder, load):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     guard = accelerator.guard_steps(loss_spike=4.0)
     model = make_model()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = accelerator.prepare(DataLoader(torch.zeros(16, 1), batch_size=1))
     if load:
         accelerator.load_state(folder)
-        return guard.waiting()
     for _ in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(model(inputs(0, 1)[0]).sum() * 0 + 3.0 + accelerator.process_index)
+            accelerator.backward(model(inputs(0, 1)[0]).sum() * 0 + (10.0 if load else 3.0 + accelerator.process_index))
+            optimizer.step()
         break
-    accelerator.save_state(folder)
-    return guard.waiting()
+    if not load:
+        accelerator.save_state(folder)
+    return guard.state_dict([optimizer])["optimizers"][0]["losses"]
 
 
 def test_another_number_of_ranks_takes_up_the_losses_of_a_window(tmp_path):
     folder = str(tmp_path / "state")
-    saved = worlds.run(half_of_a_window, 2, folder, False)
-    assert [item["loss"] for item in saved] == [3.0, 4.0]
-    [loaded] = worlds.run(half_of_a_window, 1, folder, True)
-    assert loaded == {"loss": 7.0, "weight": 2, "backwards": 1}
-    three = worlds.run(half_of_a_window, 3, folder, True)
-    assert three[0] == loaded
-    assert three[1:] == [{"loss": 0, "weight": 0, "backwards": 1}] * 2
+    assert worlds.run(half_of_a_window, 2, folder, False) == [[], []]
+    assert worlds.run(half_of_a_window, 1, folder, True) == [[pytest.approx((3 + 4 + 10) / 3)]]
+    assert worlds.run(half_of_a_window, 3, folder, True) == [[pytest.approx((3 + 4 + 30) / 5)]] * 3
 
 
 def test_a_state_without_a_guard_loads_and_one_with_is_ignored(tmp_path):
@@ -404,7 +401,7 @@ def test_engines_that_own_the_step_are_refused():
     )
     options.precision = SimpleNamespace(scaler=None)
     with pytest.raises(IncompatibleOptionsError, match="the strategy 'engine' cannot"):
-        StepGuard(StepGuardOptions(), Engine(options), 2, [])
+        StepGuard(StepGuardOptions(), Engine(options), 2, [], SimpleNamespace())
 
 
 def uneven():

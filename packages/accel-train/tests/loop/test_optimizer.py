@@ -78,8 +78,11 @@ class Windows:
     def check_waiting(self, *, gradients, closure):
         self.waiting.append((gradients, closure))
 
-    def may_drop_gradients(self):
+    def may_drop_gradients(self, optimizer):
         return self.may_drop
+
+    def window_for(self, optimizer):
+        return None
 
 
 class Skipping(Strategy):

@@ -54,8 +54,8 @@ def as_it_is(metric):
 
 
 def wrapped(scheduler=None, complete=True, skipped=(False,), **options):
-    optimizers = [SimpleNamespace(step_was_skipped=skip) for skip in skipped]
-    accumulator = SimpleNamespace(sync_gradients=complete, agreed=as_it_is)
+    optimizers = [SimpleNamespace(step_was_skipped=skip, gradients_complete=complete) for skip in skipped]
+    accumulator = SimpleNamespace(agreed=as_it_is)
     options.setdefault("steps_per_call", 1)
     return AcceleratedScheduler(scheduler or halving(), optimizers, accumulator=accumulator, **options)
 
@@ -92,9 +92,12 @@ def test_advancing_before_the_first_optimizer_step_was_asked_for():
     wrapped(complete=False, advance_while_accumulating=True).step()
 
 
-def test_a_call_with_arguments_is_one_step():
+@pytest.mark.parametrize(
+    "options", [{}, {"complete": False}, {"skipped": [True]}, {"complete": False, "skipped": [True]}]
+)
+def test_a_call_with_arguments_is_one_step_wherever_it_is_made(options):
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(make()[1], factor=0.5, patience=0)
-    scheduler = wrapped(plateau, steps_per_call=4)
+    scheduler = wrapped(plateau, steps_per_call=4, **options)
     for metric in (1.0, 2.0):
         scheduler.step(metric)
     assert scheduler.get_last_lr() == [0.05]

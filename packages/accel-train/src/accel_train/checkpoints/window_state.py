@@ -7,6 +7,7 @@ sum), as the end of the window would have computed.
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -80,6 +81,11 @@ class Trained:
                         seen.add(id(parameter))
                         found[f"optimizer_{index}.{number}.{place}"] = parameter
         return found
+
+    def names(self, models: Sequence[nn.Module]) -> bool:
+        """Whether `name_of` knows all of these models."""
+        known = {id(module) for model in self.models for module in model.modules()}
+        return known.union(map(id, self.prepared)).issuperset(map(id, models))
 
     def name_of(self, model: nn.Module) -> str:
         """The name by which a model, or a part of one, is found again."""
@@ -217,6 +223,11 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
         "windows": [_dump_window(window, trained) for window in windows],
         "manual": _dump_window(accumulator.manual, trained),
         "cut_batches": _dump_cuts(accumulator, trained),
+        "complete": [
+            {"models": [trained.name_of(model) for model in window.models], "noted": _noted(window)}
+            for window in accumulator.windows()
+            if all(window is not other for other in windows) and trained.names(window.models)
+        ],
         "gradients": gradients,
         "engine_waits": states.gradients_wait,
         "held_back": {
@@ -262,13 +273,7 @@ def _gradients(trained: Trained, parameters: Mapping[str, nn.Parameter], countin
 
 def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
     items = window.items
-    # Zeros need no correction; DDP puts others in their place where it forms its buckets again.
-    if window.weighted and any(bool(before.any()) for _, before in window.kept):
-        raise AccumulationError(
-            "The state cannot be saved inside this accumulation window: an optimizer keeps gradients of an earlier "
-            "window, which the num_items of this one must not divide, and a state does not tell them apart. Save after "
-            "the last micro-batch of a window, where `accelerator.sync_gradients` is true."
-        )
+    names = {id(parameter): name for name, parameter in trained.parameters().items()} if window.kept else {}
     return {
         "models": [trained.name_of(model) for model in window.models],
         "micro_batches": window.micro_batches,
@@ -277,7 +282,18 @@ def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
         "items": int(items.item()) if isinstance(items, Tensor) else items,
         "weighted": window.weighted,
         "loader": _owner_number(window.owner, trained),
+        # Zeros need no correction; DDP puts others in their place where it forms its buckets again.
+        "kept": {names[id(p)]: _pack(before) for p, before in window.kept if before.any()},
+        "noted": _noted(window),
     }
+
+
+def _noted(window: Window) -> Mapping[str, Any] | None:
+    noted = window.noted
+    if noted is None or isinstance(noted, Mapping):  # a loaded one, of which no use was made
+        return noted
+    saved: Mapping[str, Any] = noted.dump()
+    return saved
 
 
 def _dump_cuts(accumulator: Accumulator, trained: Trained) -> list[dict[str, Any]]:
@@ -353,6 +369,7 @@ _WINDOW = {
     "loader": (None, natural),
 }
 
+_NOTED = (None, {"loss": float, "weight": float, "backwards": natural, "verdict": (None, str)})
 _CUT = {"models": [str], "parts": positive, "rows": (None, natural)}
 
 FORM = {
@@ -391,8 +408,12 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], st
             optimizer.note_zeros()
     for saved in tree["windows"]:
         models = tuple(trained.model_called(name) for name in saved["models"])
-        _load_window(accumulator.window_of(models), saved, trained)
-    _load_window(accumulator.manual, tree["manual"], trained)
+        window = accumulator.window_of(models)
+        _load_window(window, saved, trained, parameters)
+        window.synchronising = False
+    _load_window(accumulator.manual, tree["manual"], trained, parameters)
+    for saved in tree.get("complete", ()):
+        accumulator.window_of(tuple(map(trained.model_called, saved["models"]))).noted = saved["noted"]
     for saved in tree.get("cut_batches", ()):
         cut = accumulator.window_of(tuple(trained.model_called(name) for name in saved["models"])).cut
         cut.part, cut.rows = int(saved["parts"]), saved["rows"]
@@ -446,6 +467,10 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     where = "the unfinished accumulation windows in the checkpoint: windows"
     check_form(tree, FORM, where)
     check_form(tree.get("cut_batches", ()), [_CUT], f"{where}['cut_batches']")  # states of before have none
+    for window in (*tree["windows"], tree["manual"]):
+        check_form(window.get("kept", {}), {OTHERS: _gradient}, f"{where}: kept")
+        check_form(window.get("noted"), _NOTED, f"{where}: noted")
+    check_form(tree.get("complete", ()), [{"models": [str], "noted": _NOTED}], f"{where}['complete']")
     check_form(_held_back(tree), {OTHERS: _HELD_BACK}, f"{where}['held_back']")
     check_form(tree.get("engine_waits", False), bool, f"{where}['engine_waits']")
     saved, parameters = tree.get("engine"), trained.parameters()
@@ -461,7 +486,8 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
         )
     # Zeros are also of parameters that another rank has here, such as those of another stage.
     valued = {name for name, packed in tree["gradients"].items() if not isinstance(packed, str)}
-    unknown = sorted((valued - set(parameters)) | (set(_held_back(tree)) - set(held)))
+    earlier = {name for window in (*tree["windows"], tree["manual"]) for name in window.get("kept", ())}
+    unknown = sorted(((valued | earlier) - set(parameters)) | (set(_held_back(tree)) - set(held)))
     if unknown:
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
@@ -472,6 +498,9 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
         whole = saved is None and name in held
         shape = held[name].shape if whole else local_part(parameters[name].detach()).shape
         _check_gradient(name, tree["gradients"][name], parameters[name], list(shape))
+    for window in (*tree["windows"], tree["manual"]):
+        for name, packed in window.get("kept", {}).items():
+            _check_gradient(name, packed, parameters[name], list(local_part(parameters[name].detach()).shape))
     for name, entry in _held_back(tree).items():
         _check_gradient(name, entry["values"], parameters[name], list(held[name].shape))
         _check_placements(name, entry["placements"], held[name])
@@ -525,12 +554,14 @@ def _check_owners(trained: Trained, tree: Mapping[str, Any]) -> None:
                 f"the checkpoint holds an unfinished accumulation window of loader {number}, and "
                 f"{len(trained.loaders)} are prepared. Prepare the same loaders as the script that saved it."
             )
-    for window in [*windows, *tree.get("cut_batches", ())]:
-        for name in window["models"]:
-            trained.model_called(name)
+    named = [*windows, *tree.get("cut_batches", ()), *tree.get("complete", ())]
+    for name in itertools.chain.from_iterable(window["models"] for window in named):
+        trained.model_called(name)
 
 
-def _load_window(window: Window, saved: Mapping[str, Any], trained: Trained) -> None:
+def _load_window(
+    window: Window, saved: Mapping[str, Any], trained: Trained, parameters: Mapping[str, nn.Parameter]
+) -> None:
     window.reset()
     window.micro_batches = saved["micro_batches"]
     window.planned = saved["planned"]
@@ -538,6 +569,11 @@ def _load_window(window: Window, saved: Mapping[str, Any], trained: Trained) -> 
     window.items = saved["items"]
     window.weighted = saved["weighted"]
     window.owner = _owner(saved["loader"], trained)
+    window.noted = saved.get("noted")
+    window.kept = [
+        (parameters[name], local_part(_unpack(packed, parameters[name])))
+        for name, packed in saved.get("kept", {}).items()
+    ]
 
 
 def _owner(number: int | None, trained: Trained) -> weakref.ref[Any] | None:
@@ -582,9 +618,19 @@ def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -
             f"{ranks} ranks cannot continue there: continue with {len(trees)}, or save when the window has ended."
         )
     windows = [
-        {**window, "items": sum(tree["windows"][place]["items"] for tree in trees) if rank == 0 else 0}
+        {
+            **window,
+            "items": sum(tree["windows"][place]["items"] for tree in trees) if rank == 0 else 0,
+            "noted": _noted_by_all([tree["windows"][place].get("noted") for tree in trees], rank),
+        }
         for place, window in enumerate(first["windows"])
     ]
+    if any(window["weighted"] and window.get("kept") for window in (*windows, first["manual"])):
+        raise AccumulationError(
+            "The state was saved inside an accumulation window whose losses are divided by num_items, and an optimizer "
+            f"keeps gradients of an earlier window. {ranks} ranks cannot continue there: continue with {len(trees)}, or "
+            "save when the window has ended."
+        )
     items = sum(tree["manual"]["items"] for tree in trees) if rank == 0 else 0
     weighted = _weighted_models([*first["windows"], first["manual"]])
     names = {name: None for tree in trees for name in tree["gradients"]}
@@ -598,9 +644,22 @@ def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -
         **first,
         "averaged_over": ranks,
         "windows": windows,
-        "manual": {**first["manual"], "items": items},
+        "manual": {
+            **first["manual"],
+            "items": items,
+            "noted": _noted_by_all([tree["manual"].get("noted") for tree in trees], rank),
+        },
         "gradients": gradients,
     }
+
+
+def _noted_by_all(noted: Sequence[Mapping[str, Any] | None], rank: int) -> Mapping[str, Any] | None:
+    """What a guard sums over ranks goes to the first one; that there is something, to all: they judge together."""
+    known = [each for each in noted if each is not None]
+    if not known:
+        return None
+    sums = {key: sum(each[key] for each in known) if rank == 0 else 0.0 for key in ("loss", "weight")}
+    return {**known[0], **sums, "backwards": max(each["backwards"] for each in known)}
 
 
 def _sum(parts: Sequence[Any], factor: float) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -105,6 +105,8 @@ class Window:
         1.0  # what gradients of losses divided by `planned` must be multiplied with at the end
     )
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # gradients of earlier windows
+    entered: int = 0  # when the last micro-batch began, among those of all windows
+    noted: Any = None  # what the guard notes of its losses; a mapping where a state was loaded
     owner: weakref.ref[Any] | None = None
     cut: CutBatch = field(default_factory=CutBatch)
 
@@ -164,9 +166,12 @@ class Accumulator:
         self._all_optimizers = all_optimizers
         self._first: FirstWindows | None = FirstWindows(strategy, ledger, all_models, all_optimizers)
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
+        self._naming: dict[int, list[Window]] = {}  # by optimizer, the windows that name a model of it
         self._current: Window | None = None
+        self._entries = 0  # micro-batches of all windows
         self.last_owner: weakref.ref[Any] | None = None
         self.manual = Window()  # for backward() outside accumulate()
+        self._latest = self.manual  # of the last backward
         self._held_back = 0  # depth of no_sync() contexts
         self._may_count = True  # false where a rank may be out of data and could not take part
 
@@ -196,7 +201,52 @@ class Accumulator:
 
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
         """The window of a group of models, opened now if there is none."""
-        return self._windows.setdefault(models, Window(models))
+        if models not in self._windows:
+            self._windows[models] = Window(models)
+            self._naming.clear()
+        return self._windows[models]
+
+    @property
+    def current(self) -> Window:
+        """The window of the running micro-batch; outside of `accumulate()` the one made by hand."""
+        return self._current or self.manual
+
+    def window_for(self, optimizer: torch.optim.Optimizer) -> Window | None:
+        """The window that completes an optimizer's gradients, where several windows take turns; None: the last one.
+
+        Of the windows that name a model of the optimizer it is the one that was entered last.
+        """
+        return None if len(self._windows) < 2 else self._last_naming(optimizer)
+
+    def judged_with(self, optimizer: torch.optim.Optimizer) -> Window:
+        """The window whose losses led to the gradients of an optimizer."""
+        return self._last_naming(optimizer) or self._latest
+
+    def _last_naming(self, optimizer: torch.optim.Optimizer) -> Window | None:
+        windows = self._naming.get(id(optimizer))
+        if windows is None:
+            windows = self._naming[id(optimizer)] = self._with_any(parameters_of(optimizer))
+        return max(windows, key=lambda window: window.entered, default=None)
+
+    def _with_any(self, parameters: Iterable[Tensor]) -> list[Window]:
+        """The windows that name a model with any of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [
+            window
+            for models, window in self._windows.items()
+            if any(id(parameter) in wanted for model in models for parameter in self._parts(model))
+        ]
+
+    def _parts(self, model: nn.Module) -> Sequence[Tensor]:
+        return self._strategy.gathered.parts_of(list(model.parameters()))
+
+    def are_complete(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the gradients of some parameters are complete: the last micro-batch of their window was entered."""
+        if len(self._windows) < 2:
+            return self.sync_gradients
+        windows = self._with_any(parameters)
+        last = max(windows, key=lambda window: window.entered, default=None)
+        return self.sync_gradients if last is None else last.synchronising
 
     def micro_batch(self, models: tuple[nn.Module, ...], loader: _Loader | None) -> _MicroBatch:
         """The context of one micro-batch; see `Accelerator.accumulate`."""
@@ -211,7 +261,7 @@ class Accumulator:
                         f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass the models "
                         "that prepare() returned, as in accumulate(a, b). Pass a loader as dataloader=…."
                     )
-            window = self._windows[models] = Window(models)
+            window = self.window_of(models)
         if loader is not None and not hasattr(loader, "may_be_uneven"):
             raise ArgumentTypeError(
                 f"accumulate(dataloader=…) takes a prepared loader, got {type(loader).__name__}. Pass the loader that "
@@ -222,8 +272,11 @@ class Accumulator:
     def forget(self) -> None:
         """Drop every window and the models they were for."""
         self._windows.clear()
+        self._naming.clear()
+        self._latest = self.manual
         self._current = self.last_owner = None
         self.manual.reset()
+        self.manual.noted = None
         self.sync_gradients = True
         if self._first is not None:
             self._first.forget()
@@ -234,6 +287,8 @@ class Accumulator:
         """Drop the windows of a model that is prepared again."""
         for models in [key for key in self._windows if any(item is model for item in key)]:
             del self._windows[models]
+        self._naming.clear()
+        self._latest = self.manual
         if self._first is not None:
             self._first.forget()
 
@@ -259,6 +314,7 @@ class Accumulator:
         elif not window.micro_batches:
             window.planned = 1
         window.micro_batches += 1
+        window.entered = self._entries = self._entries + 1
         window.backwards_here = 0
         window.synchronising = self.sync_gradients = synchronise
         self._current = window
@@ -353,15 +409,15 @@ class Accumulator:
         window.owner = self.last_owner = weakref.ref(active)
         return active
 
-    def may_drop_gradients(self) -> bool:
+    def may_drop_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `zero_grad()` means what it says here: no gradients of an unfinished window would be lost.
 
         Before the first backward of a window none exist; after the backward of its last micro-batch it is the user's
         decision to leave the step out. Before that backward they wait for it.
         """
-        window = self._current
-        if window is None:
-            return self.sync_gradients
+        window = self.window_for(optimizer) or self._current
+        if window is None or window is not self._current:
+            return self.sync_gradients if window is None else window.synchronising
         return window.backwards == 0 or (window.synchronising and window.backwards_here > 0)
 
     # Backward
@@ -395,7 +451,7 @@ class Accumulator:
     def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         window = self._current
         if window is None:
-            manual = self.manual
+            manual = self._latest = self.manual
             if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
                 self._strategy.backward(self._all_models, loss, pending=False, kwargs=kwargs)
             else:
@@ -411,6 +467,7 @@ class Accumulator:
         pending = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
         window.backwards_here += 1
+        self._latest = window
         self._strategy.backward(window.models or self._all_models, loss, pending=pending, kwargs=kwargs)
         if self._first is not None:
             self._first.saw_backward(window.models)
@@ -713,7 +770,9 @@ class Accumulator:
     def __getstate__(self) -> dict[str, Any]:
         # An open window refers to live iterations, which do not travel to another process.
         state = dict(self.__dict__)
-        state.update(_windows={}, _current=None, last_owner=None, manual=Window(), _first=None)
+        manual = Window()
+        state.update(_windows={}, _naming={}, _current=None, last_owner=None, manual=manual, _latest=manual)
+        state["_first"] = None
         return state
 
 

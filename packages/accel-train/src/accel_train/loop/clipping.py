@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -22,12 +22,12 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float,
     *,
-    complete: bool,
+    are_complete: Callable[[Sequence[Tensor]], bool],
     observers: Iterable[StepObserver] = (),
 ) -> Tensor:
-    """See `Accelerator.clip_grad_norm_`; `complete` is false inside an accumulation window."""
+    """See `Accelerator.clip_grad_norm_`; inside an accumulation window gradients are not complete."""
     chosen = strategy.gathered.parts_of(_listed(parameters))
-    if not complete:
+    if not are_complete(chosen):
         return strategy.gradient_norm(chosen, norm_type) / strategy.precision.loss_scale
     _unscale_owners(strategy, optimizers, chosen)
     norm = strategy.clip_grad_norm_(chosen, max_norm, norm_type)
@@ -42,11 +42,11 @@ def clip_grad_value_(
     parameters: Iterable[Tensor] | Tensor,
     clip_value: float,
     *,
-    complete: bool,
+    are_complete: Callable[[Sequence[Tensor]], bool],
 ) -> None:
     """See `Accelerator.clip_grad_value_`."""
     chosen = strategy.gathered.parts_of(_listed(parameters))
-    if complete:
+    if are_complete(chosen):
         _unscale_owners(strategy, optimizers, chosen)
         strategy.clip_grad_value_(chosen, clip_value)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from accel_state.log import get_logger
 from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
+from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.lomo import check_guarded
 from accel_train.loop.observers import StepObserver
 from accel_train.optimizer_parameters import parameters_of
@@ -122,6 +123,44 @@ class _Watched:
         self.losses.extend(state["losses"])
 
 
+class _Losses:
+    """What one window has added since it was judged last.
+
+    Args:
+        device: of the losses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.signal = torch.zeros(3, device=device)
+        self.bad, self.loss, self.weight = self.signal.unbind()
+        self.items = 0  # counted on the host
+        self.backwards = 0  # whose losses are in the signal
+        self.verdict: Reason | None = None  # on those that were judged last
+        self.explanation = ""
+
+    def add(self, loss: Tensor, num_items: int | Tensor | None) -> None:
+        self.backwards += 1
+        self.loss.add_(local_part(loss.detach()).reshape(()))
+        if isinstance(num_items, Tensor):
+            self.weight.add_(num_items.detach().reshape(()))
+        else:
+            self.items += 1 if num_items is None else num_items
+
+    def dump(self) -> dict[str, Any]:
+        _, loss, weight = self.signal.tolist()
+        return {
+            "loss": loss, "weight": weight + self.items, "backwards": self.backwards, "verdict": self.verdict
+        }  # fmt: skip
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any], device: torch.device) -> _Losses:
+        losses = cls(device)
+        losses.backwards, losses.verdict = saved["backwards"], saved["verdict"]
+        losses.loss.fill_(saved["loss"])
+        losses.weight.fill_(saved["weight"])
+        return losses
+
+
 class StepGuard(StepObserver):
     """Decides which updates of one `Accelerator` are skipped; see `accelerator.step_guard`.
 
@@ -130,6 +169,7 @@ class StepGuard(StepObserver):
         strategy: how ranks cooperate.
         ranks: how many there are; all of them decide together.
         models: the prepared models, named by an error.
+        windows: which losses led to an optimizer's gradients.
 
     Attributes:
         skipped: how many updates were skipped, by reason: "gradients" (those that a gradient scaler skipped included)
@@ -141,7 +181,12 @@ class StepGuard(StepObserver):
     """
 
     def __init__(
-        self, options: StepGuardOptions, strategy: Strategy, ranks: int, models: Sequence[nn.Module]
+        self,
+        options: StepGuardOptions,
+        strategy: Strategy,
+        ranks: int,
+        models: Sequence[nn.Module],
+        windows: Accumulator,
     ) -> None:
         if not strategy.capabilities.skips_steps:
             raise IncompatibleOptionsError(
@@ -156,11 +201,7 @@ class StepGuard(StepObserver):
         self._models = models
         self._scaled = strategy.precision.scaler is not None
         self._finite = options.nonfinite_gradients and not self._scaled
-        self._signal = torch.zeros(3, device=strategy.options.device)
-        self._bad, self._loss, self._weight = self._signal.unbind()
-        self._items = 0  # counted on the host
-        self._backwards = 0  # whose losses are in the signal
-        self._verdict: Reason | None = None  # on those that were judged last
+        self._windows = windows
         self._explanation = ""
         self._norm: tuple[set[int], Tensor] | None = None
         self._refused = False  # the last step
@@ -175,14 +216,14 @@ class StepGuard(StepObserver):
     def before_backward(self, loss: Any, num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
         """Record the loss, if losses are judged."""
         self._norm = None
-        if self.options.loss_spike is None:
-            return
-        self._backwards += 1
-        self._loss.add_(local_part(loss.detach()).reshape(()))
-        if isinstance(num_items, Tensor):
-            self._weight.add_(num_items.detach().reshape(()))
-        else:
-            self._items += 1 if num_items is None else num_items
+        if self.options.loss_spike is not None:
+            self._losses(self._windows.current).add(loss, num_items)
+
+    def _losses(self, window: Window) -> _Losses:
+        noted, device = window.noted, self._strategy.options.device
+        if not isinstance(noted, _Losses):  # none yet, or those of a loaded state
+            noted = window.noted = _Losses(device) if noted is None else _Losses.restored(noted, device)
+        return noted
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """Record the norm, which is finite only if the gradients are."""
@@ -215,27 +256,31 @@ class StepGuard(StepObserver):
                 "join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank the same "
                 "number of batches."
             )
-        watched = self._watch(optimizer)
-        fresh = self._backwards > 0
+        watched, losses = self._watch(optimizer), self._losses(self._windows.judged_with(optimizer))
+        fresh = losses.backwards > 0
         if self._finite or fresh:
-            bad, loss, weight = self._exchanged(optimizer)
+            bad, loss, weight = self._exchanged(optimizer, losses)
             if fresh:
-                self._verdict = self._judge(watched, loss / weight if weight else 0.0)
+                losses.verdict = self._judge(watched, loss / weight if weight else 0.0)
+                losses.explanation = self._explanation
             if bad:
                 self._explanation = "gradients are inf or NaN"
                 return self._skip(watched, "gradients")
-        return True if self._verdict is None else self._skip(watched, self._verdict)
+        if losses.verdict is None:
+            return True
+        self._explanation = losses.explanation
+        return self._skip(watched, losses.verdict)
 
-    def _exchanged(self, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+    def _exchanged(self, optimizer: torch.optim.Optimizer, losses: _Losses) -> tuple[float, float, float]:
         """How many ranks have bad gradients, the sum of losses and what it is over; the noted ones are used up."""
         if self._finite:
-            self._bad.copy_(self._nonfinite(optimizer))
-        if self._items:
-            self._weight.add_(self._items)
-        whole = self._signal if self._ranks == 1 else reduce(self._signal, reduction="sum")
+            losses.bad.copy_(self._nonfinite(optimizer))
+        if losses.items:
+            losses.weight.add_(losses.items)
+        whole = losses.signal if self._ranks == 1 else reduce(losses.signal, reduction="sum")
         bad, loss, weight = whole.tolist()
-        self._signal.zero_()
-        self._items = self._backwards = 0
+        losses.signal.zero_()
+        losses.items = losses.backwards = 0
         return bad, loss, weight
 
     def _nonfinite(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -328,48 +373,30 @@ class StepGuard(StepObserver):
         return watched
 
     def forget(self) -> None:
-        """Forget optimizers and records that wait for their next step; counts stay."""
+        """Forget optimizers; counts stay."""
         self._watched.clear()
-        self._drop_waiting()
-
-    def _drop_waiting(self) -> None:
-        self._signal.zero_()
-        self._items = self._backwards = 0
-        self._verdict = self._norm = None
+        self._norm = None
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """The state that is the same on all ranks: counts, and the history of each optimizer, in this order."""
         return {
             "skipped": dict(self.skipped),
             "last_reason": self.last_reason,
-            "verdict": self._verdict,
             "optimizers": [self._watch(optimizer).state_dict() for optimizer in optimizers],
         }
 
-    def waiting(self) -> dict[str, Any]:
-        """This rank's record of an open accumulation window."""
-        _, loss, weight = self._signal.tolist()
-        return {"loss": loss, "weight": weight + self._items, "backwards": self._backwards}
-
     def load_state_dict(
-        self,
-        state: Mapping[str, Any],
-        waiting: Mapping[str, Any],
-        optimizers: Sequence[torch.optim.Optimizer],
+        self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        """Restore what `state_dict` and `waiting` returned."""
+        """Restore what `state_dict` returned."""
         self.forget()
-        self.skipped = Counter(state["skipped"])
-        self.last_reason, self._verdict = state["last_reason"], state["verdict"]
+        self.skipped, self.last_reason = Counter(state["skipped"]), state["last_reason"]
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             self._watch(optimizer).load_state_dict(saved)
-        self._backwards = int(waiting["backwards"])
-        self._loss.fill_(waiting["loss"])
-        self._weight.fill_(waiting["weight"])
 
 
 class GuardState(StatePart):
-    """A guard's counts and histories, and what it has noted of an open window.
+    """A guard's counts and histories; what it has noted of open windows is saved with these.
 
     Args:
         guard: decides about the updates.
@@ -380,28 +407,11 @@ class GuardState(StatePart):
         self._guard, self._optimizers = guard, optimizers
 
     def dump(self, trees: Trees) -> None:
-        """Save values that all ranks know as progress, and this rank's records as its own tree."""
+        """Save them as progress, since all ranks have the same."""
         trees.progress["guard"] = self._guard.state_dict(self._optimizers)
-        trees.own["guard"] = self._guard.waiting()
 
-    def read(self, saved: SavedTrees) -> Mapping[str, Any] | None:
-        """Read this rank's records; with another number of ranks the first one takes all, since they are summed."""
-        if "guard" not in saved.progress:
-            return None
-        if saved.own is not None and len(saved.saved_ranks) == saved.ranks:
-            waiting: Mapping[str, Any] = saved.own["guard"]
-            return waiting
-        trees = [saved.of_rank(rank)["guard"] for rank in saved.saved_ranks]
-        backwards = max(
-            tree["backwards"] for tree in trees
-        )  # also where nothing is taken: ranks judge together
-        names = ("loss", "weight")
-        return {name: sum(tree[name] for tree in trees) if saved.rank == 0 else 0.0 for name in names} | {
-            "backwards": backwards
-        }
-
-    def load(self, taken: Mapping[str, Any] | None, saved: SavedTrees) -> None:
-        """Go back to both."""
-        if taken is not None:
+    def load(self, taken: Any, saved: SavedTrees) -> None:
+        """Go back to them."""
+        if "guard" in saved.progress:
             with taken_up("the state of the guard of steps", saved.directory):
-                self._guard.load_state_dict(saved.progress["guard"], taken, self._optimizers)
+                self._guard.load_state_dict(saved.progress["guard"], self._optimizers)

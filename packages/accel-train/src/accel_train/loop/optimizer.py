@@ -16,7 +16,7 @@ from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
-    from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.accumulation import Accumulator, Window
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
@@ -29,13 +29,17 @@ class _AlwaysSync:
     """Stands in for an accumulator when the wrapper is built by hand."""
 
     sync_gradients = True
+    current: Window | None = None
     may_reduce = True
     steps_together = True
 
     def __init__(self) -> None:
         self.observers: list[StepObserver] = []
 
-    def may_drop_gradients(self) -> bool:
+    def window_for(self, optimizer: torch.optim.Optimizer) -> Window | None:
+        return None
+
+    def may_drop_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         return True
 
     def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
@@ -79,6 +83,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False
         self._skipped = False
+        self._waits = False  # the last call of step() did nothing, where several windows take turns
+        self._used = 0  # when the micro-batch began with which it stepped, there
         self._check_again()
         self._spent = False  # stepped, and its gradients not yet dropped
         self._zeros: list[tuple[int, int]] = []  # which gradients were filled with zeros
@@ -164,7 +170,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         In a loop, `zero_grad()` may come first or last: gradients that a step has used are dropped, those of an
         unfinished window are kept.
         """
-        if self._accumulator.may_drop_gradients() or (self._spent and self._mark == _mark_of(self.optimizer)):
+        if self._accumulator.may_drop_gradients(self) or (self._spent and self._mark == _mark_of(self.optimizer)):
             self._spent = False
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
             self._zeros = _versions_of(self.optimizer) if set_to_none is False else []
@@ -172,7 +178,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; fp16 skips a step with inf or NaN gradients."""
         self._called = True
-        if not self._accumulator.sync_gradients:
+        if not self._is_due():
             if closure is not None or self._steps < _FIRST_STEPS:
                 self._check_waiting(closure is not None)
             return None
@@ -195,6 +201,30 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for observer in observers:
             observer.after_step(self)
         return result
+
+    def _is_due(self) -> bool:
+        """Whether its gradients are complete, and not those with which it has stepped.
+
+        Where several windows take turns, scripts may step all optimizers after all blocks, in every micro-batch.
+        """
+        accumulator = self._accumulator
+        window = accumulator.window_for(self)
+        if window is None:
+            return accumulator.sync_gradients
+        due = window.synchronising and (window is accumulator.current or window.entered != self._used)
+        self._waits = not due
+        if due:
+            self._used = window.entered
+        return due
+
+    @property
+    def gradients_complete(self) -> bool:
+        """Whether it steps, or has stepped, with the gradients of the window that its models were trained in last."""
+        accumulator = self._accumulator
+        window = accumulator.window_for(self)
+        if window is None:
+            return accumulator.sync_gradients
+        return window.synchronising and (window is accumulator.current or not self._waits)
 
     def _observed(self, observers: list[StepObserver], closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Step, unless an observer decides about it."""

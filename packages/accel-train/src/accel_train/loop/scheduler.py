@@ -60,16 +60,15 @@ class AcceleratedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer has stepped.
 
-        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
-        are: a metric passed twice would count as two evaluations. `ReduceLROnPlateau` gets the mean of the metrics of
+        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, wherever it is made and however
+        many processes there are: it says what the script has measured. `ReduceLROnPlateau` gets the mean of the metrics of
         all ranks, so that their learning rates stay equal: call it on all ranks. Past the end of a schedule of fixed
         length (`OneCycleLR`) nothing happens.
         """
-        if not self.step_with_optimizer:
+        if args or kwargs or not self.step_with_optimizer:
             self._pass_on(args, kwargs)
             return
-        accumulator = self._accumulator
-        if accumulator is not None and not accumulator.sync_gradients:
+        if self._accumulator is not None and not all(each.gradients_complete for each in self.optimizers):
             if self._advance_while_accumulating:
                 with warnings.catch_warnings():
                     # torch warns that no optimizer step came first; here that is what was asked for.
@@ -79,10 +78,7 @@ class AcceleratedScheduler(LRScheduler):
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if args or kwargs or (self._steps_per_call == 1 and not self._fixed_length):
-            self._pass_on(args, kwargs)
-        else:
-            self._advance()
+        self._advance()
 
     def _pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step with the script's arguments; a metric by which rates are chosen is the mean over ranks."""

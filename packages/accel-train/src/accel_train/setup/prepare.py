@@ -138,8 +138,6 @@ class _Objects:
             parts = self._prepare_parts(
                 parts, as_is=[place for place in new if not self._placed[place]], new=new
             )
-        for outdated in self._outdated:
-            prepared.forget_model(outdated)
         if new:
             share_draws(strategy.batch)
         for place, model, result in zip(new, new.values(), parts.models, strict=True):
@@ -247,7 +245,7 @@ class _Objects:
         refuse_pickles(plain.parameters())
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
         own = model if inside_compiled(model) is plain else plain
-        self._prepared.add_model(own, prepared)
+        self._prepared.add_model(own, prepared, before=_known_as(self._prepared, plain))
 
     def _wrap_optimizer(
         self, given: torch.optim.Optimizer, inner: torch.optim.Optimizer, placed: bool
@@ -303,10 +301,8 @@ def prepare_for_evaluation(prepared: Prepared, model: nn.Module, placed: bool) -
         prepared.plan.precision, prepared.plan.device, prepared.options.dynamo, () if placed else {id(model)}
     )
     result = steps.compile(steps.place(steps.convert(model)))
-    if known is not None:
-        prepared.forget_model(known)
     mark_prepared(result)
-    prepared.add_model(model, result)
+    prepared.add_model(model, result, before=known)
     return result
 
 

@@ -167,16 +167,21 @@ class Prepared:
         self.plan.strategy.release()
         self.step = 0
 
-    def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Add a model under both its faces: the script's own module, and what `prepare()` returns for it."""
-        self.models.append(model)
-        self.prepared_models.append(prepared)
+    def add_model(self, model: nn.Module, prepared: nn.Module, before: nn.Module | None = None) -> None:
+        """Add a model under both its faces: the script's own module, and what `prepare()` returns for it.
 
-    def forget_model(self, prepared: nn.Module) -> None:
-        """Forget a model that is prepared again, and its windows."""
-        index = next(i for i, known in enumerate(self.prepared_models) if known is prepared)
-        del self.models[index], self.prepared_models[index]
-        self.accumulator.forget_model(prepared)
+        Args:
+            model: the script's own.
+            prepared: what is returned.
+            before: what was returned for it earlier, whose place it takes: states hold models by their place.
+        """
+        if before is None:
+            self.models.append(model)
+            self.prepared_models.append(prepared)
+            return
+        place = next(i for i, known in enumerate(self.prepared_models) if known is before)
+        self.models[place], self.prepared_models[place] = model, prepared
+        self.accumulator.forget_model(before)
 
 
 def mark_prepared(item: Any) -> None:
