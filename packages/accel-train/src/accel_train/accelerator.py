@@ -76,6 +76,7 @@ from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
+from accel_train.strategies.equal_states import GroupOptions, take_states
 from accel_train.tracking.base import GeneralTracker
 from accel_train.tracking.running import OnFailure, Trackers
 from accel_train.tracking.selection import select_trackers
@@ -483,11 +484,14 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything prepared and give memory back; returns one None per object, to rebind their names.
 
+        Averages of weights of prepared models (`AveragedWeights`) are forgotten, too, and no longer part of states;
+        so is each of `objects` that was registered for checkpointing. Other registered objects stay.
+
         Raises:
             OffloadedStatesError: states are in host memory, and would be lost.
         """
         self._prepared.offloading.refuse("free_memory()")
-        self._prepared.clear()
+        self._prepared.clear(objects)
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -559,7 +563,9 @@ class Accelerator:
     ) -> Iterator[None]:
         """Context for training when ranks have different numbers of batches.
 
-        A rank that runs out of data takes part in the reductions of the others with a gradient of zero. Inside, a
+        A rank that runs out of data takes part in the reductions of the others with a gradient of zero. At the end it
+        takes over the states of prepared optimizers and schedulers, averages of weights and the loss scale from a rank
+        that had data to the end; what else a step changes stays its own. Inside, a
         window of `accumulate` also ends when another rank runs out, and `backward(num_items=…)` is refused.
 
         Args:
@@ -568,6 +574,7 @@ class Accelerator:
             even_batches: overrides the setting of prepared map-style loaders inside the context.
         """
         even = self.even_batches if even_batches is None else even_batches
+        joined: JoinsUneven | None = None
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 stack.enter_context(prepare.overridden_even_batches(self._prepared.loaders, even_batches))
@@ -580,7 +587,10 @@ class Accelerator:
                     )
                 stack.enter_context(self._accumulator.without_counting())
                 stack.enter_context(strategy.join(joinables))
+                joined = strategy
             yield
+        if joined is not None:
+            joined.end_join([*self._prepared.inner_optimizers, *self._prepared.schedulers])
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
 
@@ -708,6 +718,12 @@ class Accelerator:
             clip_value,
             are_complete=self._accumulator.are_complete,
         )
+
+    def share_schedules(self, from_process: int = 0) -> None:
+        """Give all processes one's schedules and rates, after they took different numbers of steps; a collective."""
+        here, strategy = self._prepared, self._plan.strategy
+        owners = [*here.schedulers, *map(GroupOptions, here.inner_optimizers)]
+        take_states(owners, from_process, strategy.loss, strategy.options.device)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -25,7 +25,8 @@ class AveragedWeights:
 
     Computes the same as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, or without `decay`
     its plain mean, but makes no copy of the module, because a divided model cannot be copied. Each rank averages the
-    parts that it holds; nothing is communicated. `save_state` includes the average, and `load_state` restores it, also
+    parts that it holds; nothing is communicated, except where ranks train copies of the model (`LocalSGD`,
+    `join_uneven_inputs`): what makes the copies equal makes their averages equal. `save_state` includes the average, and `load_state` restores it, also
     on another number of ranks and under another strategy. Parameters of 16 bits are averaged in float32. Buffers are
     the model's own.
 
@@ -46,6 +47,7 @@ class AveragedWeights:
             all updates count alike.
 
     Attributes:
+        plain: the model without wrappers.
         count: number of updates in the average.
 
     Raises:
@@ -62,15 +64,15 @@ class AveragedWeights:
         self._accelerator = accelerator
         self._strategy = accelerator.strategy
         self._model = model
-        self._plain = self._strategy.plain(model)
+        self.plain = self._strategy.plain(model)
         elsewhere = self._strategy.states.parameters_elsewhere(model)
         self._elsewhere = {
             name: Part.nothing(part.shape, _wide(part.tensor.dtype)) for name, part in elsewhere.items()
         }
         self.decay = decay
         self.count = 0
-        reshard(self._plain)
-        named = NamedModel(self._plain).parameters()  # its tied parameters by every name
+        reshard(self.plain)
+        named = NamedModel(self.plain).parameters()  # its tied parameters by every name
         distinct = {id(parameter): name for name, parameter in reversed(named.items())}
         self._parameters = {name: p for name, p in named.items() if distinct[id(p)] == name}
         self._averages = {
@@ -78,6 +80,7 @@ class AveragedWeights:
         }
         self._applied = False
         accelerator.register_for_checkpointing(self)
+        self._strategy.averages.append(self)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -96,9 +99,24 @@ class AveragedWeights:
         else:
             weight = 1 / (self.count + 1) if self.decay is None else 1 - self.decay
         for name, parameter in self._parameters.items():
-            average = local_part(self._averages[name])
-            average.lerp_(local_part(parameter.detach()).to(average.dtype), weight)
+            average, value = local_part(self._averages[name]), local_part(parameter.detach())
+            if _is_averaged(average):
+                average.lerp_(value.to(average.dtype), weight)
+            else:
+                average.copy_(value)
         self.count += 1
+
+    @contextmanager
+    def shared(self) -> Iterator[list[Tensor]]:
+        """Context in which the caller makes the averages equal on all ranks, after these trained copies of the model.
+
+        Yields:
+            The averages, and the number of updates as one more tensor.
+        """
+        averages = [local_part(average) for average in self._averages.values() if _is_averaged(average)]
+        count = torch.tensor(float(self.count), dtype=torch.float32, device=self._strategy.options.device)
+        yield [*averages, count]
+        self.count = round(count.item())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -120,10 +138,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        reshard(self._plain)  # else what is gathered would be used once more
+        reshard(self.plain)  # else what is gathered would be used once more
         for name, parameter in self._parameters.items():
             local_part(parameter.detach()).copy_(_copy(values[name]))
-        self._strategy.precision.values_changed(self._plain)
+        self._strategy.precision.values_changed(self.plain)
 
     def _refuse_applied(self, what: str) -> None:
         if self._applied:
@@ -133,14 +151,14 @@ class AveragedWeights:
             )
 
     def _refuse_others(self) -> None:
-        reshard(self._plain)  # else the model has what was gathered of its parameters
-        named = NamedModel(self._plain).parameters()
+        reshard(self.plain)  # else the model has what was gathered of its parameters
+        named = NamedModel(self.plain).parameters()
         known = {id(parameter) for parameter in self._parameters.values()}
         others = [name for name, parameter in named.items() if id(parameter) not in known]
         others += [name for name in self._parameters if name not in named]
         if others:
             raise PrepareError(
-                f"{len(others)} parameters of {type(self._plain).__name__} were changed after AveragedWeights was "
+                f"{len(others)} parameters of {type(self.plain).__name__} were changed after AveragedWeights was "
                 f"created, the first {others[0]!r}: they are not averaged. Create it after prepare(), and a new one "
                 "when parameters are added or replaced."
             )
@@ -178,7 +196,7 @@ class AveragedWeights:
         ]
         if wrong:
             raise PrepareError(
-                f"The saved averages are not of {type(self._plain).__name__}: {wrong[0]!r} (of {len(wrong)} names) is "
+                f"The saved averages are not of {type(self.plain).__name__}: {wrong[0]!r} (of {len(wrong)} names) is "
                 "missing or has another shape. Build the model as it was when the state was saved."
             )
         for name, average in self._averages.items():
@@ -193,6 +211,11 @@ def _copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     They are computed: what torch_xla copies shares the memory of the original, which the next update in place frees.
     """
     return tensor.detach().to(dtype or tensor.dtype) * 1
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    """Whether the mean of its values means something; integers, such as quantised weights, are taken as they are."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,8 +17,9 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """Context for Local SGD: each rank trains its own copy of the model, and the copies are averaged now and then.
 
-    The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context. Optimizer
-    states are not averaged. Floating-point buffers, such as the running averages of batch normalisation, are averaged
+    The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context, and so are
+    averages of their weights (`AveragedWeights`). Optimizer states are not averaged; after the context all ranks
+    continue with the states and schedules of rank 0. Floating-point buffers, such as the running averages of batch normalisation, are averaged
     with the parameters. Other buffers are taken from rank 0, unless `broadcast_buffers=False` lets every rank keep its
     own.
 
@@ -98,6 +99,7 @@ class LocalSGD:
                 # The others may average several times before they come here.
                 while not self._strategy.average_local(self.model, finished=True):
                     pass
+                self.accelerator.share_schedules()  # a rank with fewer steps is behind
         finally:
             self._strategy.end_local(self.model)
 

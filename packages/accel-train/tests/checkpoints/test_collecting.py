@@ -48,6 +48,8 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
     assert shared["progress"] == {
         "save_iteration": 1,
         "optimizers": [{"skipped": False, "spent": False}],
+        "schedulers": ["StepLR of optimizer 0"],
+        "registered": ["Held"],
         "main_process_alone": False,
     }
     after = snapshot(model, optimizer, scheduler)

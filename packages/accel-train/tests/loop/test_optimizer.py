@@ -81,6 +81,9 @@ class Windows:
     def may_drop_gradients(self, optimizer):
         return self.may_drop
 
+    def places_of(self, optimizer, before):
+        return None
+
     def window_for(self, optimizer):
         return None
 

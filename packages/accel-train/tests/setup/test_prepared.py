@@ -82,15 +82,16 @@ class Equal(nn.Linear):
     __hash__ = nn.Module.__hash__
 
 
-def test_a_model_is_forgotten_by_identity_together_with_its_windows():
+def test_a_model_that_is_prepared_again_keeps_its_place_and_loses_its_windows():
+    """By identity: models may be equal."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    first, second = accelerator.prepare(Equal(), Equal())
-    for model in (first, second):
+    first, second, third = accelerator.prepare(Equal(), Equal(), Equal())
+    for model in (first, second, third):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 2)).sum())
     here = accelerator._prepared
-    here.forget_model(second)
-    assert [id(model) for model in here.models] == [id(first)]
-    assert [id(model) for model in here.prepared_models] == [id(first)]
-    [window] = here.accumulator.unfinished()
-    assert window.models[0] is first
+    again = Equal()
+    here.add_model(again, again, before=second)
+    expected = [id(model) for model in (first, again, third)]
+    assert [id(model) for model in here.models] == [id(model) for model in here.prepared_models] == expected
+    assert [id(window.models[0]) for window in here.accumulator.unfinished()] == [id(first), id(third)]

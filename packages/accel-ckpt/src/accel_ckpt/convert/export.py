@@ -15,6 +15,7 @@ from accel_ckpt.errors import CheckpointError, CheckpointSaveError, StateMismatc
 from accel_ckpt.foreign.sources import open_pieces, source_of
 from accel_ckpt.format.writer import write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
+from accel_ckpt.training.optimizers import OWN_KEYS
 
 __all__ = ["export_to_accelerate"]
 
@@ -197,7 +198,7 @@ def _by_position(name: str, tree: Mapping[str, Any]) -> dict[str, Any]:
         raise StateMismatchError(
             f"{name} holds state for {', '.join(unknown)}, which are in none of its groups"
         )
-    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
+    rest = {key: value for key, value in tree.items() if key not in OWN_KEYS}
     state = {numbers[parameter]: value for parameter, value in tree["state"].items()}
     return {
         "state": {**dict(sorted(state.items())), **tree.get("global_state", {})},

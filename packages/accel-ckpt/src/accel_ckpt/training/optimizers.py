@@ -25,6 +25,7 @@ from accel_ckpt.training.tree_fill import Like, TreeFill
 
 __all__ = [
     "KERNEL_OPTIONS",
+    "OWN_KEYS",
     "check_optimizer_state",
     "load_optimizer_state",
     "name_positions",
@@ -48,6 +49,8 @@ def _names(value: Any) -> bool:
     return isinstance(value, str)
 
 
+OWN_KEYS = frozenset({"state", "param_groups", "global_state", "class"})
+"""Entries of an optimizer's state by parameter name that its state dict lacks, or has in another form."""
 KERNEL_OPTIONS = ("foreach", "fused")
 """Options that only choose how a step is computed on this device and for these parameters, divided or not."""
 FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
@@ -69,7 +72,9 @@ def optimizer_state_by_name(
         optimizer. Other entries of its ``state_dict()`` keep their keys; state under keys that are not parameters is
         under ``"global_state"``.
     """
-    return name_positions(optimizer.state_dict(), _groups(optimizer), models)
+    tree = name_positions(optimizer.state_dict(), _groups(optimizer), models)
+    kind = _torch_class(optimizer)
+    return tree if kind is None else tree | {"class": kind}
 
 
 def name_positions(
@@ -157,7 +162,7 @@ def load_optimizer_state(
         | {"params": list(group["params"])}
         for group_names, group in zip(compared, current["param_groups"], strict=True)
     ]
-    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
+    rest = {key: value for key, value in tree.items() if key not in OWN_KEYS}
     with torch.no_grad():
         parts = {"state": fill.run()}
         parts |= TreeFill({**rest, "param_groups": groups}, {}, lambda saved, here, path: None).run()
@@ -186,12 +191,19 @@ def _checked(
             f"the saved optimizer has no {', '.join(lacking)}, which {type(optimizer).__name__} needs: it was of "
             "another class. Build the optimizer as it was when the checkpoint was saved"
         )
+    here, there = _torch_class(optimizer), tree.get("class")
+    check_form(there, (None, str), "the saved optimizer's class")
+    if None not in (here, there) and here != there:
+        raise StateMismatchError(
+            f"the saved optimizer is {str(there)[:80]}, and this one is {here}, which computes with other states and "
+            "options. Build the optimizer as it was when the checkpoint was saved, or begin with a new state"
+        )
     known = {name for group in names for name in group}
     if unknown := sorted(set(tree["state"]) - known):
         raise StateMismatchError(
             f"the saved optimizer holds state for {listed(unknown)}, which are not in any of its groups"
         )
-    if _is_torchs(optimizer):
+    if here is not None:
         _check_options(defaults, tree["param_groups"])
         _check_shapes(optimizer, names, tree["state"])
     current = optimizer.state_dict()
@@ -260,12 +272,11 @@ def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
     )
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's own code steps: it relies on states and options that torch made."""
-    return any(
-        kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Optimizer
-        for kind in type(optimizer).__mro__
-    )
+def _torch_class(optimizer: torch.optim.Optimizer) -> str | None:
+    """The class of torch whose code steps, which relies on states and options that torch made; None: another's."""
+    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim."))
+    name = next(kinds).__name__
+    return None if name == "Optimizer" else name
 
 
 def _check_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

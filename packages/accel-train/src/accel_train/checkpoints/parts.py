@@ -41,7 +41,7 @@ def parts_of(prepared: Prepared, named: Sequence[NamedModel], trusted: bool = Fa
         ReplicaStates(strategy.states, prepared.prepared_models, named, several),
         *strategy.states.parts(prepared.optimizers, named),
         OptimizerStates(strategy.states, prepared.optimizers, prepared.models, named),
-        SchedulerStates(prepared.schedulers),
+        SchedulerStates(prepared.schedulers, prepared.optimizers),
         ScalerState(prepared.plan.precision, prepared.optimizers),
         RegisteredStates(prepared.registered, trusted),
         LoaderStates(prepared.loaders),

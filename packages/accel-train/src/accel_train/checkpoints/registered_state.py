@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import accel_ckpt
 from accel_ckpt.format import tagged_json
+from accel_ckpt.format.forms import check_form
 from accel_train.errors import OptionError
 from accel_train.setup.prepared import Registered
 from accel_train.state_part import SavedTrees, StatePart, Trees
@@ -29,7 +30,8 @@ class RegisteredStates(StatePart):
         self._registered, self._trusted = registered, trusted
 
     def dump(self, trees: Trees) -> None:
-        """A shared tree for each."""
+        """A shared tree for each; their classes are shared progress."""
+        trees.progress["registered"] = self._classes()
         for index, registered in enumerate(self._registered):
             kind, tree = _dump(registered, index)
             trees.shared[f"{kind}_{index}"] = tree
@@ -38,8 +40,23 @@ class RegisteredStates(StatePart):
         """A tree for each."""
         yield from (f"custom_{index}" for index in range(len(self._registered)))
 
+    def _classes(self) -> list[str]:
+        return [type(registered.item).__name__ for registered in self._registered]
+
+    def _check_order(self, saved: SavedTrees) -> None:
+        """A class may get another name, but no state goes to an object of a class that has another state."""
+        here, there = self._classes(), saved.progress.get("registered", [])
+        check_form(there, [str], f"{saved.directory}: registered")
+        for index, (one, other) in enumerate(zip(here, there, strict=False)):
+            if one != other and one in there and other in here:
+                raise accel_ckpt.StateMismatchError(
+                    f"{saved.directory}: the registered object {index} is {other} there and {one} here. Register the "
+                    f"same objects in the same order: {', '.join(there)}"
+                )
+
     def read(self, saved: SavedTrees) -> list[Any]:
         """Read the states. Pickles are loaded only for objects registered as trusted, and if the caller allows it."""
+        self._check_order(saved)
         for index, registered in enumerate(self._registered):
             if f"pickled_{index}" in saved.shared and not (registered.trusted and self._trusted):
                 self._refuse(index, registered, saved)

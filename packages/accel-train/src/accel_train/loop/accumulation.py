@@ -30,6 +30,7 @@ from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.loop.first_windows import FirstWindows, check_trains, compare_whole_gradients
 from accel_train.loop.observers import StepObserver
+from accel_train.loop.trained_places import TrainedPlaces
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Strategy, TrainsLocally
@@ -540,6 +541,21 @@ class Accumulator:
             mesh, together = self._strategy.options.mesh, self._strategy.replicas_of(optimizer) is not None
             if mesh.degrees["tp"] > 1 and together and self.steps_together and not self._rehearsed:
                 compare_whole_gradients(optimizer, plain, mesh)
+
+    def places_of(self, optimizer: torch.optim.Optimizer, before: TrainedPlaces | None) -> TrainedPlaces | None:
+        """Where an optimizer's parameters are in the models, `before` being no longer so; None: an engine knows.
+
+        Raises:
+            PrepareError: a parameter that nothing trains is in the place of one of them.
+        """
+        if self._strategy.capabilities.prepares_together:
+            return None
+        self._strategy.gathered.free()  # what FSDP has gathered is in the place of its parts
+        if before is not None:
+            if before.are_kept():
+                return before
+            before.check(self._all_optimizers)
+        return TrainedPlaces(optimizer, map(self._strategy.plain, self._all_models))
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ranks are about to take the same step, with gradients that are there."""

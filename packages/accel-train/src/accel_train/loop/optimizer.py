@@ -10,6 +10,7 @@ import torch
 from accel_state.trees import send_to_device
 from accel_train.loop import lomo
 from accel_train.loop.observers import StepObserver
+from accel_train.loop.trained_places import TrainedPlaces
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.precision.base import Precision, PrecisionOptions
@@ -44,6 +45,9 @@ class _AlwaysSync:
 
     def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         pass
+
+    def places_of(self, optimizer: torch.optim.Optimizer, before: TrainedPlaces | None) -> None:
+        return None
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
@@ -108,6 +112,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _check_again(self) -> None:
         """Count steps from zero, so that the next ones are checked."""
         self._stepped_before = False
+        self._places: TrainedPlaces | None = None
         self._steps = 0  # those that all ranks have taken
         self._next_check = 1
 
@@ -185,6 +190,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self._stepped_before:
             self._stepped_before = True
             self._accumulator.check_first_step(self.optimizer, closure=closure is not None)
+            self._places = self._accumulator.places_of(self.optimizer, None)
+        elif self._places is not None and not self._places.are_kept():
+            self._places = self._accumulator.places_of(self.optimizer, self._places)
         if self._accumulator.steps_together:
             self._steps += 1
             if self._steps >= self._next_check:
@@ -314,10 +322,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state.pop(
-            "step", None
-        )  # a scheduler built on this object counts its steps; a copy has no such scheduler
+        state = dict(self.__dict__, _places=None)  # a copy is of no model
+        state.pop("step", None)  # a scheduler built on this object counts its steps; a copy has no such scheduler
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

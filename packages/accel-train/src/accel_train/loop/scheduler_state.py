@@ -20,15 +20,26 @@ class SchedulerStates(StatePart):
 
     Args:
         schedulers: the prepared schedulers.
+        optimizers: the prepared optimizers.
     """
 
     group: ClassVar[str | None] = "schedulers"
 
-    def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._schedulers = schedulers
+    def __init__(self, schedulers: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        self._schedulers, self._optimizers = schedulers, optimizers
+
+    def _kind_of(self, scheduler: Any) -> str | None:
+        """The class of a scheduler of torch, and which optimizers are its; None: another's."""
+        inner = getattr(scheduler, "scheduler", scheduler)
+        if not type(inner).__module__.startswith("torch.optim."):
+            return None
+        own = getattr(scheduler, "optimizers", ())
+        places = [place for place, known in enumerate(self._optimizers) if any(known is each for each in own)]
+        return f"{type(inner).__name__} of optimizer {', '.join(map(str, places))}"
 
     def dump(self, trees: Trees) -> None:
-        """One shared tree for each."""
+        """One shared tree for each; what they are is shared progress."""
+        trees.progress["schedulers"] = [self._kind_of(scheduler) for scheduler in self._schedulers]
         for index, scheduler in enumerate(self._schedulers):
             trees.shared[f"scheduler_{index}"] = scheduler.state_dict()
 
@@ -37,7 +48,16 @@ class SchedulerStates(StatePart):
         yield from (f"scheduler_{index}" for index in range(len(self._schedulers)))
 
     def check(self, taken: Any, saved: SavedTrees) -> None:
-        """A state may replace nothing but what is state."""
+        """A state may replace nothing but what is state, and goes to a scheduler of the same class and optimizer."""
+        kinds = saved.progress.get("schedulers", [])
+        check_form(kinds, [(None, str)], f"{saved.directory}: schedulers")
+        for index, (scheduler, there) in enumerate(zip(self._schedulers, kinds, strict=False)):
+            here = self._kind_of(scheduler)
+            if None not in (here, there) and here != there:
+                raise accel_ckpt.StateMismatchError(
+                    f"{saved.directory}: scheduler {index} is {there} there and {here} here. Prepare the same "
+                    "schedulers in the same order, or load the other parts alone: load_state(…, only=[…])"
+                )
         for index, scheduler in enumerate(self._schedulers):
             _check(scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}")
 

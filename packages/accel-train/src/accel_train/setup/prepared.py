@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -159,8 +159,10 @@ class Prepared:
 
         return ListView(self.registered, read=lambda registered: registered.item, write=write)
 
-    def clear(self) -> None:
-        """Forget everything prepared; what is registered stays."""
+    def clear(self, objects: Sequence[Any] = ()) -> None:
+        """Forget everything prepared, averages of its weights, and what is registered of `objects`."""
+        released = {id(item) for item in (*self.plan.strategy.averages, *objects)}
+        self.registered[:] = [known for known in self.registered if id(known.item) not in released]
         for items in (self.models, self.prepared_models, self.optimizers, self.schedulers, self.loaders):
             items.clear()
         self.accumulator.forget()

@@ -272,6 +272,10 @@ class JoinsUneven(Protocol):
         """Context in which ranks that ran out of data take part in the collectives of the others."""
         ...
 
+    def end_join(self, owners: Sequence[Any]) -> None:
+        """Make the states of optimizers, schedulers and averages equal on all ranks after it; a collective."""
+        ...
+
 
 @runtime_checkable
 class TrainsLocally(Protocol):
@@ -299,6 +303,20 @@ class TrainsLocally(Protocol):
         ...
 
 
+class AveragesWeights(Protocol):
+    """Averages of the weights of a prepared model, which follow the copies that ranks train of it.
+
+    Attributes:
+        plain: the model without wrappers.
+    """
+
+    plain: nn.Module
+
+    def shared(self) -> AbstractContextManager[list[Tensor]]:
+        """Context in which the caller makes its tensors equal on all ranks, the number of updates among them."""
+        ...
+
+
 class DividesSteps(ABC):
     """An optimizer whose ranks can divide the computation of a step among them."""
 
@@ -316,6 +334,7 @@ class Strategy:
         loss: ranks over which gradients are averaged when a window ends, and items are summed.
         states: saves and loads the states of what was prepared.
         gathered: units of FSDP that a forward may have left whole.
+        averages: averages of the weights of prepared models.
     """
 
     name: ClassVar[str] = "single"
@@ -333,6 +352,7 @@ class Strategy:
         self.precision = options.precision
         self.states = self.adapter(self)
         self.gathered = GatheredUnits()
+        self.averages: list[AveragesWeights] = []
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
@@ -407,6 +427,7 @@ class Strategy:
     def release(self) -> None:
         """Forget everything prepared: `free_memory()` was called."""
         self.gathered.clear()
+        self.averages.clear()
 
     # One micro-batch
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_ckpt.modules.named_model import NamedModel
 from accel_state.messages import warn
-from accel_state.operations.collectives import reduce
+from accel_state.operations.collectives import broadcast, reduce
 from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.offload.tensors import Kinded, of_kind
@@ -24,6 +24,7 @@ from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.ranks import Ranks
 from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.equal_states import take_states
 from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
 from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.replicas import Replicas, differing_rates
@@ -125,6 +126,7 @@ class DDPStrategy(Strategy):
         self._replicas = Replicas(self.loss)
         self._shared: set[int] = set()  # parameters of several models of one prepare() call
         self._joins = 0  # depth of join() contexts
+        self._joined = 0  # backward passes in them
 
     # Preparing
 
@@ -259,6 +261,7 @@ class DDPStrategy(Strategy):
     ) -> None:
         """Run backward, in which DDP reduces; first passes find gradients that it misses, which are averaged later."""
         if self._joins:
+            self._joined += 1
             super().backward(models, loss, pending=pending, kwargs=kwargs)
             return
         self._replicas.before_backward()
@@ -303,16 +306,32 @@ class DDPStrategy(Strategy):
             )
         if any(isinstance(item, DistributedDataParallel) and self.local.holds(item) for item in inner):
             raise _not_joined()
-        return self._joined(Join(cast("list[Joinable]", inner), enable=True))
+        return self._inside(Join(cast("list[Joinable]", inner), enable=True))
 
     @contextlib.contextmanager
-    def _joined(self, join: Join) -> Iterator[Join]:
+    def _inside(self, join: Join) -> Iterator[Join]:
         self._joins += 1
+        self._joined = 0
         try:
             with join:
                 yield join
         finally:
             self._joins -= 1
+
+    def end_join(self, owners: Sequence[Any]) -> None:
+        """Give ranks that ran out of data what the last one with data has, as torch's `Join` does with parameters."""
+        ranks = self.loss
+        longest, shortest = reduce(
+            torch.tensor([self._joined * ranks.size + ranks.index, -self._joined]), "max", group=ranks.group
+        ).tolist()
+        most, source = divmod(longest, ranks.size)
+        if most == -shortest:
+            return
+        take_states(owners, source, ranks, self.options.device)
+        for average in self.averages:
+            with average.shared() as tensors:
+                broadcast(tensors, source, group=ranks.group)
+        self.precision.share_scale(lambda values: broadcast(values, source, group=ranks.group))
 
     # Copies of a model that ranks train for themselves
 
@@ -360,7 +379,10 @@ class DDPStrategy(Strategy):
         assert inner is not None, "checked when it began"
         if self._joins:
             raise _not_joined()
-        done = self.local.of(inner).average(self.loss, finished=finished)
+        with contextlib.ExitStack() as stack:
+            of_model = [average for average in self.averages if average.plain is inner.module]
+            along = [tensor for average in of_model for tensor in stack.enter_context(average.shared())]
+            done = self.local.of(inner).average(self.loss, finished=finished, along=along)
         self.precision.share_scale(lambda values: reduce(values, "min", group=self.loss.group))
         return done
 
@@ -384,7 +406,7 @@ class DDPStrategy(Strategy):
         if not self._joins:
             self._replicas.before_step(optimizer)
         if self.local.in_use:
-            self.local.before_step(optimizer, self.loss)
+            self.local.before_step(optimizer, self.loss, self.options.device)
         return super().step(optimizer, closure)
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:

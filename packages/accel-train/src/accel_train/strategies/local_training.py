@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
-from accel_state.operations.collectives import broadcast, broadcast_object_list, reduce
-from accel_state.trees import send_to_device
+from accel_state.operations.collectives import broadcast, reduce
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 from accel_train.state_part import Groups, SavedTrees, StatePart, Trees
+from accel_train.strategies.equal_states import take_states
 from accel_train.strategies.gradients import buckets
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.transparent_ddp import set_takes_buffers
@@ -64,17 +64,18 @@ class LocalCopy:
             self._guard = None
 
     @torch.no_grad()
-    def average(self, ranks: Ranks, *, finished: bool) -> bool:
+    def average(self, ranks: Ranks, *, finished: bool, along: Sequence[Tensor] = ()) -> bool:
         """Replace all copies by their mean: trained parameters, and buffers unless ranks keep their own.
 
         Args:
             ranks: the ranks that have a copy.
             finished: this rank takes no more steps.
+            along: further tensors that are replaced by their mean.
 
         Returns:
             Whether `finished` is true on all ranks.
         """
-        mean: list[Tensor] = [*self._parameters]
+        mean: list[Tensor] = [*self._parameters, *along]
         taken: list[Tensor] = []
         for name, buffer in self._buffers():
             if name not in self.wrapped.parameters_to_ignore:
@@ -135,7 +136,7 @@ class LocalCopies:
         if not copy.changed:
             del self._copies[wrapped]
 
-    def before_step(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, ranks: Ranks, device: torch.device) -> None:
         """Called when an optimizer steps, whatever models its parameters belong to.
 
         With the gradients of all ranks it continues from the states of rank 0, so that ranks do not drift apart.
@@ -147,7 +148,7 @@ class LocalCopies:
             self._equal.clear()
         elif id(optimizer) not in self._equal:
             self._equal[id(optimizer)] = optimizer
-            _take_first_state(optimizer, ranks)
+            take_states([optimizer], 0, ranks, device)
 
     def changed(self) -> list[nn.Module]:
         """The models whose parameters may differ between ranks."""
@@ -169,14 +170,6 @@ class LocalCopies:
         self._copies.clear()
         self._equal.clear()
         self.in_use = False
-
-
-def _take_first_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    # A rank without batches may have no state yet, so what there is travels with it.
-    states: list[Any] = [send_to_device(optimizer.state_dict(), "cpu") if ranks.index == 0 else None]
-    broadcast_object_list(states, group=ranks.group)
-    if ranks.index:
-        optimizer.load_state_dict(states[0])
 
 
 def _refuse_training(module: nn.Module, inputs: Any) -> None:
