@@ -90,9 +90,18 @@ def script(order=(0, 1), schedules=("step", "cosine"), registered=(Counter, Othe
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": (1, 0)}, "scheduler 0 is StepLR of optimizer 0 there and CosineAnnealingLR of optimizer 1 here"),
-        ({"schedules": ("cosine", "cosine")}, "scheduler 0 is StepLR of optimizer 0 there and CosineAnnealingLR"),
-        ({"registered": (OtherCounter, Counter)}, "the registered object 0 is Counter there and OtherCounter here"),
+        (
+            {"order": (1, 0)},
+            "scheduler 0 is StepLR of optimizer 0 there and CosineAnnealingLR of optimizer 1 here",
+        ),
+        (
+            {"schedules": ("cosine", "cosine")},
+            "scheduler 0 is StepLR of optimizer 0 there and CosineAnnealingLR",
+        ),
+        (
+            {"registered": (OtherCounter, Counter)},
+            "the registered object 0 is Counter there and OtherCounter here",
+        ),
     ],
 )
 def test_objects_in_another_order_are_refused(tmp_path, options, message):
@@ -103,7 +112,9 @@ def test_objects_in_another_order_are_refused(tmp_path, options, message):
 
 def test_schedulers_of_one_class_that_changed_places_are_refused(tmp_path):
     folder = script(schedules=("step", "step")).save_state(tmp_path / "state")
-    with pytest.raises(StateMismatchError, match="StepLR of optimizer 0 there and StepLR of optimizer 1 here"):
+    with pytest.raises(
+        StateMismatchError, match="StepLR of optimizer 0 there and StepLR of optimizer 1 here"
+    ):
         script(schedules=("step", "step"), order=(1, 0)).load_state(folder)
 
 

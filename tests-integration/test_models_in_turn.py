@@ -207,4 +207,6 @@ def resumed(script, strategy, folder):
 @pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", ["after", "spikes, steps after", "a spike of the generator"])
 def test_a_run_that_stops_anywhere_goes_on_bit_for_bit(script, strategy, tmp_path):
-    worlds.run(resumed, 1 if strategy == "single" else 2, SCRIPTS[script], strategy, str(tmp_path), timeout=120)
+    worlds.run(
+        resumed, 1 if strategy == "single" else 2, SCRIPTS[script], strategy, str(tmp_path), timeout=120
+    )

@@ -53,7 +53,12 @@ def by_hand(kind, counts):
             average.update_parameters(model)
             optimizer.zero_grad()
     weights = [p.detach() for p in model.parameters()]
-    return weights, [p.detach() for p in average.module.parameters()], optimizer.state_dict(), schedule.last_epoch
+    return (
+        weights,
+        [p.detach() for p in average.module.parameters()],
+        optimizer.state_dict(),
+        schedule.last_epoch,
+    )
 
 
 def batches_of(counts, rank):
@@ -155,7 +160,9 @@ def test_after_local_steps_all_ranks_have_one_average_and_one_schedule(counts):
     assert first[1:3] == second[1:3]
     assert first[2] == counts[0], "the schedule of rank 0, as its optimizer's states"
     assert all(
-        torch.equal(first[3][place][key], second[3][place][key]) for place in first[3] for key in first[3][place]
+        torch.equal(first[3][place][key], second[3][place][key])
+        for place in first[3]
+        for key in first[3][place]
     )
     assert first[4] == second[4]
 

@@ -184,6 +184,68 @@ def test_a_resumed_average_goes_on(saved, saving, resumed, ranks, tmp_path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
 
 
+class EveryKind(nn.Module):
+    """Parameters of every kind, of which one appears twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.shared = nn.Linear(4, 4, dtype=torch.float64)
+        self.shared.weight = self.linear.weight
+        self.frozen = nn.Parameter(torch.randn(3, dtype=torch.float64), requires_grad=False)
+        self.wave = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.codes = nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.shared(self.linear(x)) * self.scalar + (self.wave * x).abs() + self.empty.sum()
+
+
+def every_kind(decay, folder):
+    from accel_train import Accelerator, AveragedWeights
+
+    accelerator, right = Accelerator(cpu=True), EveryKind()
+    trained = [p for p in right.parameters() if p.requires_grad]
+    plain = torch.optim.SGD(trained, lr=0.1)
+    means = {name: p.detach().clone() for name, p in right.named_parameters()}
+    model = EveryKind()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    average = AveragedWeights(accelerator, model, decay)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for count in range(3):
+        accelerator.backward(model(x).square().mean())
+        right(x).square().mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+        accelerator.unwrap_model(model).codes.data += 1  # quantised anew
+        right.codes.data += 1
+        average.update()
+        weight = 1.0 if count == 0 else 1 / (count + 1) if decay is None else 1 - decay
+        for name, p in right.named_parameters():
+            averaged = p.is_floating_point() or p.is_complex()
+            means[name] = means[name] * (1 - weight) + p.detach() * weight if averaged else p.detach().clone()
+        for each in (optimizer, plain):
+            each.zero_grad()
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    with average.applied():
+        found = dict(accelerator.unwrap_model(model).named_parameters())
+        assert found.keys() == means.keys()
+        for name, value in means.items():
+            torch.testing.assert_close(found[name].detach(), value)
+
+
+@pytest.mark.parametrize("decay", [0.5, None])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_of_every_kind(tmp_path, ranks, decay):
+    """Integers have no mean: they are taken as they are."""
+    worlds.run(every_kind, ranks, decay, str(tmp_path / "state"))
+
+
 def test_a_weight_beyond_0_and_1_is_refused():
     from accel_train import Accelerator, AveragedWeights
     from accel_train.errors import OptionError

@@ -283,6 +283,57 @@ def test_the_state_of_another_class_of_optimizer():
     load_optimizer_state(torch.optim.AdamW(model.parameters()), tree, [model])
 
 
+CLASSES = [
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "SGD",
+]
+
+
+@pytest.mark.parametrize("saved", CLASSES)
+def test_a_state_goes_to_an_optimizer_of_its_own_class_alone(saved):
+    """Adam's state has what RAdam needs, and would make another optimizer of it; Adamax fails at its first step."""
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def make(name):
+        return getattr(torch.optim, name)(model.parameters(), lr=0.1)
+
+    stepped = make(saved)
+    stepped.step()
+    tree = optimizer_state_by_name(stepped, [model])
+    for name in CLASSES:
+        optimizer = make(name)
+        if name == saved:
+            load_optimizer_state(optimizer, tree, [model])
+            optimizer.step()
+        else:
+            before = repr(optimizer.state_dict())
+            with pytest.raises(StateMismatchError, match=r"was of another class|this one is"):
+                load_optimizer_state(optimizer, tree, [model])
+            assert repr(optimizer.state_dict()) == before
+
+
+def test_a_class_of_ones_own_is_that_of_torch_which_steps():
+    class Own(torch.optim.AdamW):
+        pass
+
+    model = nn.Linear(2, 2)
+    tree = optimizer_state_by_name(torch.optim.AdamW(model.parameters()), [model])
+    load_optimizer_state(Own(model.parameters()), tree, [model])
+    with pytest.raises(StateMismatchError, match=r"the saved optimizer is AdamW, and this one is Adam,"):
+        load_optimizer_state(torch.optim.Adam(model.parameters()), tree, [model])
+
+
 def test_how_a_step_is_computed_is_the_scripts_choice():
     model = nn.Linear(2, 2)
     tree = optimizer_state_by_name(torch.optim.AdamW(model.parameters(), lr=0.5, fused=True), [model])

@@ -1628,7 +1628,9 @@ class Accelerator:
         here = self._prepared
         if self.step_guard is not None:
             raise OptionError("guard_steps() was called twice; one guard decides about all updates.")
-        guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models, here.accumulator)
+        guard = StepGuard(
+            options, here.plan.strategy, here.process.num_processes, here.prepared_models, here.accumulator
+        )
         for optimizer in here.inner_optimizers:
             guard.check_optimizer(optimizer)
         here.accumulator.observers.append(guard)

@@ -25,10 +25,10 @@ class AveragedWeights:
 
     Computes the same as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, or without `decay`
     its plain mean, but makes no copy of the module, because a divided model cannot be copied. Each rank averages the
-    parts that it holds; nothing is communicated, except where ranks train copies of the model (`LocalSGD`,
-    `join_uneven_inputs`): what makes the copies equal makes their averages equal. `save_state` includes the average, and `load_state` restores it, also
-    on another number of ranks and under another strategy. Parameters of 16 bits are averaged in float32. Buffers are
-    the model's own.
+    parts that it holds. Nothing is communicated, except where ranks train copies of the model (`LocalSGD`,
+    `join_uneven_inputs`): what makes the copies equal makes their averages equal. `save_state` includes the average,
+    and `load_state` restores it, also on another number of ranks and under another strategy. Parameters of 16 bits are
+    averaged in float32; integers are taken as they are. Buffers are the model's own.
 
         average = AveragedWeights(accelerator, model, decay=0.999)
         for batch in loader:

@@ -19,9 +19,9 @@ class LocalSGD:
 
     The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context, and so are
     averages of their weights (`AveragedWeights`). Optimizer states are not averaged; after the context all ranks
-    continue with the states and schedules of rank 0. Floating-point buffers, such as the running averages of batch normalisation, are averaged
-    with the parameters. Other buffers are taken from rank 0, unless `broadcast_buffers=False` lets every rank keep its
-    own.
+    continue with the states and schedules of rank 0. Floating-point buffers, such as the running averages of batch
+    normalisation, are averaged with the parameters. Other buffers are taken from rank 0, unless
+    `broadcast_buffers=False` lets every rank keep its own.
 
     Ranks may take different numbers of steps: ranks that are done wait at the end, and their copies still count in the
     averages of the others. If an exception leaves the context, nothing is averaged, so no rank waits there; the model

@@ -312,7 +312,9 @@ def half_of_a_window(folder, load):
         accelerator.load_state(folder)
     for _ in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(model(inputs(0, 1)[0]).sum() * 0 + (10.0 if load else 3.0 + accelerator.process_index))
+            accelerator.backward(
+                model(inputs(0, 1)[0]).sum() * 0 + (10.0 if load else 3.0 + accelerator.process_index)
+            )
             optimizer.step()
         break
     if not load:

@@ -627,9 +627,9 @@ def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -
     ]
     if any(window["weighted"] and window.get("kept") for window in (*windows, first["manual"])):
         raise AccumulationError(
-            "The state was saved inside an accumulation window whose losses are divided by num_items, and an optimizer "
-            f"keeps gradients of an earlier window. {ranks} ranks cannot continue there: continue with {len(trees)}, or "
-            "save when the window has ended."
+            "The state was saved inside an accumulation window whose losses are divided by num_items, and an "
+            f"optimizer keeps gradients of an earlier window. {ranks} ranks cannot continue there: continue with "
+            f"{len(trees)}, or save when the window has ended."
         )
     items = sum(tree["manual"]["items"] for tree in trees) if rank == 0 else 0
     weighted = _weighted_models([*first["windows"], first["manual"]])

@@ -542,7 +542,9 @@ class Accumulator:
             if mesh.degrees["tp"] > 1 and together and self.steps_together and not self._rehearsed:
                 compare_whole_gradients(optimizer, plain, mesh)
 
-    def places_of(self, optimizer: torch.optim.Optimizer, before: TrainedPlaces | None) -> TrainedPlaces | None:
+    def places_of(
+        self, optimizer: torch.optim.Optimizer, before: TrainedPlaces | None
+    ) -> TrainedPlaces | None:
         """Where an optimizer's parameters are in the models, `before` being no longer so; None: an engine knows.
 
         Raises:

@@ -385,9 +385,7 @@ class StepGuard(StepObserver):
             "optimizers": [self._watch(optimizer).state_dict() for optimizer in optimizers],
         }
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Restore what `state_dict` returned."""
         self.forget()
         self.skipped, self.last_reason = Counter(state["skipped"]), state["last_reason"]

@@ -175,7 +175,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         In a loop, `zero_grad()` may come first or last: gradients that a step has used are dropped, those of an
         unfinished window are kept.
         """
-        if self._accumulator.may_drop_gradients(self) or (self._spent and self._mark == _mark_of(self.optimizer)):
+        if self._accumulator.may_drop_gradients(self) or (
+            self._spent and self._mark == _mark_of(self.optimizer)
+        ):
             self._spent = False
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
             self._zeros = _versions_of(self.optimizer) if set_to_none is False else []
@@ -323,7 +325,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__, _places=None)  # a copy is of no model
-        state.pop("step", None)  # a scheduler built on this object counts its steps; a copy has no such scheduler
+        state.pop(
+            "step", None
+        )  # a scheduler built on this object counts its steps; a copy has no such scheduler
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -60,8 +60,8 @@ class AcceleratedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer has stepped.
 
-        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, wherever it is made and however
-        many processes there are: it says what the script has measured. `ReduceLROnPlateau` gets the mean of the metrics of
+        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, inside a window and after a
+        skipped step, too, and however many processes there are. `ReduceLROnPlateau` gets the mean of the metrics of
         all ranks, so that their learning rates stay equal: call it on all ranks. Past the end of a schedule of fixed
         length (`OneCycleLR`) nothing happens.
         """

@@ -1,4 +1,4 @@
-"""Where the parameters of an optimizer are in the prepared models: whoever replaces one there trains nothing."""
+"""Where the parameters of an optimizer are in the prepared models, to see when a script replaces one there."""
 
 from __future__ import annotations
 
