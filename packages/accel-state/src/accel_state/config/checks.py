@@ -148,7 +148,13 @@ def _enough_processes(merged: _MergedOptions) -> None:
         return
     ids = [part for part in str(merged.values["gpu_ids"] or "all").split(",") if part.strip()]
     one_machine = merged.values["num_machines"] == 1
-    if merged.values["num_processes"] == 1:
+    both = {merged.origin("distributed_type"), merged.origin("num_processes")}
+    if merged.values["num_processes"] == 1 and both == {Origin.FILE}:
+        # Accelerate launches such a file, and starts the one process as torchrun does.
+        merged.notes.append(
+            f"{merged.describe('distributed_type')} has one process ({merged.describe('num_processes')})"
+        )
+    elif merged.values["num_processes"] == 1:
         _single(merged, "num_processes", "request at least 2 processes, or remove the other option")
     elif one_machine and len(ids) == 1 and ids[0] != "all":
         _single(merged, "gpu_ids", "name at least 2 ids, or remove the other option")

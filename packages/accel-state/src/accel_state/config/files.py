@@ -460,7 +460,7 @@ class _Reader:
         )
 
     def _section(self, known: Schema, file_key: str, value: Any) -> None:
-        if value is None:
+        if value in (None, "", []):
             return
         try:
             inner = JsonObject().read(value)
