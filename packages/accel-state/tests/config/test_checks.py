@@ -95,15 +95,21 @@ def test_a_parallelism_section_brings_fsdp_2():
             "--use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
             r"--fsdp_cpu_ram_efficient_loading loads weights on one .* but --fsdp_sync_module_states false",
         ),
-        (
-            "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2 --gradient_accumulation_steps 2",
-            r"--gradient_accumulation_steps 2, --zero_stage 2: set in DeepSpeed's own configuration",
-        ),
     ],
 )
 def test_contradictions_name_both_and_what_to_do(flags, message):
     with pytest.raises(ConfigError, match=message):
         merged(flags)
+
+
+def test_a_file_beside_the_file_of_deepspeed_sets_none_of_its_options(write):
+    """Accelerate refuses such a file, too; flags beside it give way: see test_deepspeed_file.py."""
+    file = write(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 2}\n"
+    )
+    with pytest.raises(ConfigError, match=r"zero_stage: 2 in .*: set in DeepSpeed's own configuration"):
+        merged(file=file)
+    assert merged("--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2").notes == ()
 
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_XPU", "MULTI_NPU"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -461,3 +462,11 @@ def test_every_option_may_be_empty(tmp_path):
         for empty in (None, "", [], {}):
             data = {key: empty} if section is None else {section: {key: empty}}
             assert layer_of(data, "c.yaml").values == {}, (section, key, empty)
+
+
+def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_state.whole_files._PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for place in (tmp_path / "pipe.yaml", tmp_path, "/dev/zero"):
+        with pytest.raises(ConfigError, match=rf"configuration file {place} cannot be read: "):
+            read_layer(place)
