@@ -52,7 +52,8 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     for group in tied_params:
         homes: list[tuple[dict[str, Any], str]] = []
         for module, leaf in (parent_and_leaf(model, name) for name in group):
-            homes += [(table, leaf) for table in (module._parameters, module._buffers) if leaf in table]
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            homes += [(table, leaf) for table in tables if leaf in table]
         present = [table[leaf] for table, leaf in homes if table[leaf] is not None]
         real = [tensor for tensor in present if tensor.device != torch.device("meta")]
         for table, leaf in homes if real else ():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,8 @@ def check_deepspeed_file(resolved: Resolved) -> Resolved:
 
 
 def _without_overridden(resolved: Resolved, found: dict[str, Any]) -> Resolved:
-    values, notes = resolved.values, []
+    values = resolved.values
+    notes: list[str] = []
     for path, key in DEEPSPEED_OPTIONS.items():
         mine, there = values[path], _value_of(found, key)
         silent = there is None and (mine in ("none", 0, False) or "." not in key)  # such as: no clipping
@@ -71,9 +71,10 @@ def _without_overridden(resolved: Resolved, found: dict[str, Any]) -> Resolved:
 
 def _value_of(found: dict[str, Any], key: str) -> Any:
     """The value of a dotted key; None if it is not there."""
-    return functools.reduce(
-        lambda table, part: table.get(part) if isinstance(table, dict) else None, key.split("."), found
-    )
+    value: Any = found
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _is_path(given: str) -> bool:
