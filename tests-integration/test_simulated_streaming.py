@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel import (
+    DeviceMapError,
     cpu_offload,
     disk_offload,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     offload_stats,
@@ -206,3 +209,94 @@ def back_and_forth() -> None:
 
 def test_a_model_moves_between_devices():
     run_alone(back_and_forth)
+
+
+class Scales(nn.Module):
+    """A module of buffers, which several blocks may share."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(8), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Residual(nn.Module):
+    """A block that stays whole, with parts of its own or of other blocks."""
+
+    def __init__(self, linear: nn.Module, scales: nn.Module, deep: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.parts = nn.ModuleDict({"scales": nn.Sequential(scales) if deep else scales})
+        self.register_buffer("own", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.parts["scales"](self.linear(x)) * self.own
+
+
+def shared_model(seed: int) -> nn.Module:
+    """Blocks in chains of several depths that share modules, parameters and buffers."""
+    torch.manual_seed(seed)
+    choose = random.Random(seed)
+    scales = [Scales(persistent) for persistent in (True, False)]
+    linears = [nn.Linear(8, 8) for _ in range(2)]
+    blocks: list[nn.Module] = []
+    for _ in range(choose.randint(2, 7)):
+        if blocks and choose.random() < 0.1:
+            blocks.append(choose.choice(blocks))
+            continue
+        linear = choose.choice(linears) if choose.random() < 0.1 else nn.Linear(8, 8)
+        if choose.random() < 0.1:
+            linear.bias = linears[0].bias
+        part = choose.choice(scales) if choose.random() < 0.3 else Scales(choose.random() < 0.5)
+        if choose.random() < 0.2:
+            part.scale = scales[0].scale
+        blocks.append(Residual(linear, part, choose.random() < 0.5))
+    half = choose.randrange(len(blocks))
+    return nn.Sequential(nn.Sequential(*blocks[:half]), *blocks[half:], nn.Linear(8, 8)).eval()
+
+
+def place_shared_models(seeds: range, folder: str) -> None:
+    on_two_devices()
+    x = torch.randn(3, 8)
+    computed = refused = 0
+    for seed in seeds:
+        choose = random.Random(seed)
+        model = shared_model(seed)
+        with torch.no_grad():
+            expected = model(x)
+        total = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        memory = {
+            place: choose.randrange(total) + 100
+            for place in choose.sample([0, 1, "cpu"], choose.randint(1, 3))
+        }
+        options = {"offload_buffers": choose.random() < 0.5}
+        try:
+            if choose.random() < 0.7:
+                found = infer_auto_device_map(
+                    model,
+                    memory,
+                    ["Residual", "Scales"],
+                    fallback_allocation=choose.random() < 0.3,
+                    **options,
+                )
+            else:
+                names = [f"0.{name}" for name, _ in model[0].named_children()]
+                names += [name for name, _ in model.named_children() if name != "0"]
+                found = {name: choose.choice([0, 0, 1, "cpu"]) for name in names}
+            dispatch_model(model, found, offload_dir=f"{folder}/{seed}", force_hooks=True, **options)
+        except DeviceMapError:
+            refused += 1
+            continue
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(model(x).cpu(), expected), (seed, found)
+        undispatch(model)
+        computed += 1
+    assert computed > 5 * refused > 0, (computed, refused)
+    simulated_device.check()
+
+
+def test_models_that_share_modules_and_buffers_compute_or_are_refused(tmp_path):
+    run_alone(place_shared_models, range(150), str(tmp_path))

@@ -86,7 +86,7 @@ class Node:
     def weights(self, name):
         if self.kind == "leaf":
             return [(f"{name}.weight", self.size)]
-        if self.kind == "parameter":
+        if self.kind in ("parameter", "buffer"):
             return [(name, self.size)]
         return [pair for child_name, child in self.named(f"{name}.") for pair in child.weights(child_name)]
 
@@ -113,6 +113,10 @@ def tree_of(rows):
     return path[0]
 
 
+def is_buffer(name):
+    return name.rpartition(".")[2][1:].isdecimal() and name.rpartition(".")[2].startswith("b")
+
+
 @dataclass
 class Case:
     root: Node
@@ -124,7 +128,8 @@ class Case:
         model = self.root.build()
         for first, second in self.ties:
             owner, _, leaf = second.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+            found = model.get_buffer(first) if is_buffer(first) else model.get_parameter(first)
+            setattr(model.get_submodule(owner), leaf, found)
         return model
 
     @cached_property
@@ -181,7 +186,8 @@ def cases(draw, max_layers=8):
         chained = sorted(
             {second: first for first, second in pairs if first < second}.items(), key=itemgetter(1)
         )
-        case.ties = [(names[first], names[second]) for second, first in chained]
+        tied = [(names[first], names[second]) for second, first in chained]
+        case.ties = [pair for pair in tied if is_buffer(pair[0]) == is_buffer(pair[1])]
     sizes = [sum(case.counted[layer.name] for layer in unit) for unit in case.units]
     start, largest = 0, max(sizes, default=0)
     for place in [*range(draw(st.integers(0, 3))), *draw(HOSTS)] or ["cpu"]:

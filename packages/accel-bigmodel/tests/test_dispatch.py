@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import json
 import os
 import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,6 +24,8 @@ from accel_bigmodel import (
     dispatch_model,
     has_offloaded_params,
     init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_offloaded_weights,
     offload_state_dict,
     offload_stats,
     remove_hook_from_module,
@@ -718,3 +722,25 @@ def test_weights_that_were_offloaded_before_are_found_by_their_index(tmp_path):
         dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path / "empty")
     found = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
     torch.testing.assert_close(found(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["dispatch", "offloaded folder", "checkpoint"])
+def test_buffers_of_two_modules_stay_one_when_they_get_their_values(way, tmp_path):
+    def build():
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
+        model[1][0].running_mean = model[0].running_mean
+        return model
+
+    values = build().state_dict() | {"0.running_mean": torch.ones(3), "1.0.running_mean": torch.ones(3)}
+    with init_empty_weights(include_buffers=True):
+        model = build()
+    if way == "dispatch":
+        dispatch_model(model, {"": "cpu"}, state_dict=values)
+    elif way == "offloaded folder":
+        offload_state_dict(tmp_path, values)
+        load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
+    else:
+        save_file({name: value.clone() for name, value in values.items()}, tmp_path / "model.safetensors")
+        load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"})
+    assert model[0].running_mean is model[1][0].running_mean
+    assert model[0].running_mean.tolist() == [1, 1, 1]

@@ -1,6 +1,10 @@
 """Pieces of messages: what is cut, and what others must not see."""
 
 import inspect
+import os
+import re
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -117,3 +121,82 @@ def test_a_warning_that_every_save_would_repeat_is_told_once():
         ours()
         ours()
     assert [(each.filename, each.lineno) for each in seen] == [("accel_ckpt.folders.py", 2)]
+
+
+class _AsksForSource:
+    """A loader as of ``python -m`` and of notebooks: of another name, or with another text than the code's."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def get_source(self, name):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+_LOADERS = [
+    _AsksForSource(""),
+    _AsksForSource(None),
+    _AsksForSource(ImportError("another name")),
+    object(),
+    None,
+]
+
+
+@pytest.mark.parametrize("loader", _LOADERS)
+@pytest.mark.parametrize("name", ["__main__", None, 3])
+def test_a_warning_asks_no_loader_for_the_source(loader, name):
+    space = {"__name__": name, "__loader__": loader, "__file__": "no such file", "warn": warn}
+    code = compile("\n" * 20 + "def run():\n    warn('slow')", "cell", "exec")
+    exec(code, space)
+    with pytest.warns(UserWarning, match="slow") as seen:
+        space["run"]()
+    assert [(each.filename, each.lineno) for each in seen] == [("cell", 22)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="slow"):
+            space["run"]()
+
+
+def test_a_warning_in_code_without_a_name_and_without_lines():
+    space = {"warn": warn}
+    exec(compile("def run():\n    warn('slow')", "cell", "exec"), space)
+    space["run"].__code__ = space["run"].__code__.replace(co_linetable=b"")
+    with pytest.warns(UserWarning, match="slow") as seen:
+        space["run"]()
+    assert [each.filename for each in seen] == ["cell"]
+
+
+_WARNING = "from accel_state.messages import warn\n\nwarn('slow')  # the line\nprint('went on')\n"
+_ARCHIVE = (
+    "import zipfile\nwith zipfile.ZipFile('a.zip', 'w') as file:\n    file.write('m.py', '__main__.py')\n"
+)
+_PROGRAMS = {
+    "script": ("m.py", "python m.py"),
+    "module": ("m.py", "python -m m"),
+    "text": ("<string>", 'python -c "$(cat m.py)"'),
+    "standard input": ("<stdin>", "python < m.py"),
+    "interpreter": ("<stdin>", "python -i < m.py"),
+    "folder": ("./__main__.py", "cp m.py __main__.py; python ."),
+    "archive": ("a.zip/__main__.py", f'python -c "{_ARCHIVE}"; python a.zip'),
+    "notebook": ("cell 1", "python -c \"exec(compile(open('m.py').read(), 'cell 1', 'exec'))\""),
+    "runpy": ("m.py", "python -c \"import runpy; runpy.run_path('m.py', run_name='__main__')\""),
+    "link": ("/dev/fd/", "python <(cat m.py)"),
+    "edited": ("m.py", "sed -i \"1iopen(__file__, 'w').close()\" m.py; python m.py"),
+    "removed": ("m.py", "sed -i '1iimport os; os.remove(__file__)' m.py; python m.py"),
+}
+
+
+@pytest.mark.parametrize("kind", _PROGRAMS)
+def test_a_program_goes_on_after_a_warning(kind, tmp_path):
+    file, command = _PROGRAMS[kind]
+    (tmp_path / "m.py").write_text(_WARNING)
+    environ = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    answer = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert "went on" in answer.stdout, answer.stderr
+    assert re.search(rf"{file}\S*:[134]: UserWarning: slow", answer.stderr), answer.stderr
+    if kind in ("script", "module", "folder", "runpy"):
+        assert "warn('slow')  # the line" in answer.stderr

@@ -50,7 +50,7 @@ from accel_ckpt.modules.tensors import (
     set_data,
     set_module_tensor_to_device,
 )
-from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_ckpt.modules.ties import find_tied_tensors, retie_parameters
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
 __all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
@@ -389,7 +389,7 @@ def _values(
 
 def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Put values in place of tensors on the meta device; a tied tensor takes the value of its first name."""
-    ties = find_tied_parameters(model)
+    ties = find_tied_tensors(model)
     for name, value in values.items():
         set_module_tensor_to_device(model, name, CPU, value=value)
     retie_parameters(model, ties)

@@ -21,7 +21,7 @@ from accel_ckpt.format.memory import map_file
 from accel_ckpt.format.reader import MappedShard, read_json, refuse_irregular
 from accel_ckpt.format.writer import check_writable, json_bytes, plain_on, replace_file, write_bytes
 from accel_ckpt.modules.tensors import set_module_tensor_to_device
-from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_ckpt.modules.ties import find_tied_tensors, retie_parameters
 from accel_ckpt.tensor_storage import DTYPES, as_bytes, parse_dtype
 
 __all__ = [
@@ -166,7 +166,7 @@ def load_offloaded_weights(
         raise StateMismatchError(
             f"the offloaded weights in {offload_folder} belong to another model: {'; '.join(problems)}"
         )
-    ties = find_tied_parameters(model)
+    ties = find_tied_tensors(model)
     for name in loaded.keys() - statistics:
         scales = loaded.get(f"{name.removesuffix('weight')}SCB") if name.endswith("weight") else None
         set_module_tensor_to_device(model, name, "cpu", value=loaded[name], fp16_statistics=scales)

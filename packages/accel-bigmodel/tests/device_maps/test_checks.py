@@ -128,6 +128,24 @@ def test_split_ties(two_devices):
         check_device_map(model, {"norm": 0, "embed": "cpu", "head": 1}, strict=True)
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_shared_buffers_that_compute_on_two_devices(two_devices, persistent):
+    model = nn.Sequential(nn.Module(), nn.Module(), nn.Sequential(nn.Module()))
+    shared = torch.ones(3)
+    for owner in (model[0], model[2][0]):
+        owner.register_buffer("scale", shared, persistent=persistent)
+    for fine in ({"0": 0, "1": 1, "2": 0}, {"0": 0, "1": 1, "2": "cpu"}, {"0": "disk", "1": 1, "2": "cpu"}):
+        check_device_map(model, fine, strict=True)
+    check_device_map(model, {"0": 0, "1": 1, "2": 1, "2.0.scale": 0}, strict=True)
+    for wrong in ({"0": 0, "1": 1, "2": 1}, {"0": 0, "1": 1, "2": 0, "2.0": 1}, {"1": 0, "0": "cpu", "2": 1}):
+        with pytest.raises(DeviceMapError, match=r"0.scale on .*, 2.0.scale on 1"):
+            check_device_map(model, wrong, strict=True)
+    if not persistent:  # a map may omit it: then it is on the main device
+        check_device_map(model, {"1": 0, "0": 0}, strict=True)
+        with pytest.raises(DeviceMapError, match=r"0.scale on 1, 2.0.scale on None"):
+            check_device_map(model, {"1": 0, "0": 1}, strict=True)
+
+
 def test_check_tied_parameters_on_same_device(caplog):
     tied = [["embed.weight", "head.weight"]]
     with caplog.at_level(logging.WARNING):

@@ -19,6 +19,7 @@ from accel_bigmodel import (
     init_empty_weights,
     resolve_device_map,
 )
+from accel_bigmodel.device_maps.device_usage import device_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -301,3 +302,45 @@ def test_untied_weights_are_announced(caplog):
     model.outputs.weight = model.inputs.weight
     infer_auto_device_map(model, {"cpu": 1000})
     assert not caplog.text
+
+
+class _Rotary(nn.Module):
+    def __init__(self, persistent):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(64.0), persistent=persistent)
+
+
+class _SharingLayer(nn.Module):
+    def __init__(self, rotary):
+        super().__init__()
+        self.inner = nn.ModuleDict({"rotary": rotary})
+        self.linear = nn.Linear(16, 16)
+
+
+@pytest.mark.filterwarnings("ignore:the buffers of the offloaded modules")
+@pytest.mark.parametrize(
+    "memory", [{0: 5_000, 1: 9_000}, {0: 5_000, "cpu": 9_000}, {0: 5_000}, {"cpu": 5_000}]
+)
+@pytest.mark.parametrize("no_split", [None, ["_SharingLayer"]])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"fallback_allocation": True}, {"offload_buffers": True}, {"clean_result": False}]
+)
+@pytest.mark.parametrize("tied", ["module", "buffer"])
+def test_buffers_that_layers_share_have_one_device(memory, no_split, persistent, options, tied):
+    rotary = _Rotary(persistent)
+    parts = [rotary if tied == "module" else _Rotary(persistent) for _ in range(6)]
+    for part in parts:
+        part.inv_freq = rotary.inv_freq
+    model = nn.Sequential(*map(_SharingLayer, parts))
+    found = infer_auto_device_map(model, memory, no_split, **options)
+    assert len({device_of(f"{n}.inner.rotary.inv_freq", found) for n in range(6)}) == 1
+    if no_split:
+        assert len({device_of(f"{n}.linear.weight", found) for n in range(6)}) == 1
+
+
+def test_budgets_that_keep_no_shared_buffer_on_one_device_are_refused():
+    rotary = _Rotary(True)
+    model = nn.Sequential(*(_SharingLayer(rotary) for _ in range(6)))
+    with pytest.raises(DeviceMapError, match="no device map of Sequential fits"):
+        infer_auto_device_map(model, {0: 4_000, 1: 4_000, "disk": 0}, ["_SharingLayer"])

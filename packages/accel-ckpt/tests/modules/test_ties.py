@@ -8,7 +8,7 @@ from accel_ckpt import (
     find_tied_parameters,
     retie_parameters,
 )
-from accel_ckpt.modules.ties import parent_and_leaf
+from accel_ckpt.modules.ties import find_tied_tensors, parent_and_leaf
 
 
 def tied(count=2):
@@ -71,3 +71,29 @@ def test_the_owner_of_a_tensor():
     assert parent_and_leaf(model[0][0], "bias") == (model[0][0], "bias")
     with pytest.raises(AttributeError, match=r"Sequential has no attribute .1."):
         parent_and_leaf(model, "0.1.weight")
+
+
+def with_buffers():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
+    model[2][0].running_mean = model[0].running_mean
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_tied_tensors_are_parameters_and_buffers():
+    model = with_buffers()
+    assert find_tied_parameters(model) == [["0.weight", "1.weight"]]
+    assert find_tied_tensors(model) == [["0.weight", "1.weight"], ["0.running_mean", "2.0.running_mean"]]
+    shared = nn.Sequential(model[1], model[2], model[1])
+    assert ["0.running_var", "2.running_var"] in find_tied_tensors(shared)
+
+
+def test_buffers_are_tied_again():
+    model = with_buffers()
+    ties = find_tied_tensors(model)
+    model.to("meta")
+    model[2][0].running_mean = torch.ones(2)
+    retie_parameters(model, ties)
+    assert model[0].running_mean is model[2][0].running_mean
+    assert model[0].running_mean.tolist() == [1, 1]
+    assert model[1].running_mean.is_meta

@@ -158,3 +158,9 @@ def test_the_lines_are_those_of_the_script():
     assert one.startswith("test_write_notices.py:")
     assert one != other
     assert "save_model.py" not in one
+
+
+def test_lines_of_exec_without_a_module():
+    space = {"__name__": None, "calling_lines": calling_lines}
+    exec(compile("lines = calling_lines()", "cell", "exec"), space)
+    assert space["lines"].startswith("cell:1 < ")

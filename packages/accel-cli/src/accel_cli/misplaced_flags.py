@@ -122,9 +122,9 @@ def _spellings(flag: str) -> set[str]:
 
 
 def _text_of(script: str) -> str:
-    """The script's text, or nothing if it is a module or cannot be read."""
+    """The script's text, or nothing if it is a module, or cannot be read twice."""
     try:
-        return Path(script).read_text(encoding="utf-8", errors="replace")
+        return Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
     except OSError:
         return ""
 

@@ -17,6 +17,7 @@ from typing import Any
 from accel_bigmodel.errors import EstimateError
 from accel_state.environment import snapshot
 from accel_state.errors import MissingDependencyError
+from accel_state.whole_files import read_whole
 
 __all__ = ["LIBRARIES", "FoundModel", "build_model", "find_model"]
 
@@ -98,7 +99,7 @@ def _has_library(library: str | None) -> bool:
 
 def _configured(name: str, path: Path, library: str | None) -> FoundModel:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(read_whole(path))
     except (OSError, ValueError, RecursionError) as error:
         raise EstimateError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(settings, dict):

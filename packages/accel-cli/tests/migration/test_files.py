@@ -1,8 +1,14 @@
 """Files by their kind."""
 
+import multiprocessing
+import os
+import signal
+import time
+
 import pytest
 
-from accel_cli.migration.files import find_files, migrate_file
+from accel_cli.migration import files
+from accel_cli.migration.files import find_files, migrate_apart, migrate_file
 from accel_state.errors import ConfigError
 
 
@@ -95,3 +101,65 @@ def test_configuration_files_are_read_as_they_are(tmp_path):
     bad = migrated(tmp_path, "d.yaml", "distributed_type: 'NO'\nnum_proceses: 2\n")
     assert "did you mean num_processes" in bad.refusals[0].text
     assert not migrated(tmp_path, "e.json", '{"model": 1}').refusals, "some other file"
+
+
+HOSTILE = {
+    "parentheses": "x=" + "(" * 5000 + "1" + ")" * 5000,
+    "elif": "if a: pass\n" + "elif a: pass\n" * 20000,
+    "calls": "x=" + "f(" * 1000 + ")" * 1000,
+    "subscripts": "x=a" + "[0]" * 20000,
+    "attributes": "x=a" + ".b" * 5000,
+    "sum": "x=" + "+".join(["1"] * 20000),
+    "signs": "x=" + "-" * 3000 + "1",
+    "ternary": "x=" + "1 if a else " * 900 + "1",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_source_that_is_nested_too_deeply_is_refused(kind, tmp_path):
+    (tmp_path / "a.py").write_text(f"from accelerate import Accelerator\n{HOSTILE[kind]}\n")
+    found = migrate_apart(tmp_path / "a.py")
+    assert [each.text for each in found.refusals] == ["this is nested too deeply"]
+    assert not found.changed
+
+
+def test_a_source_that_ends_the_parser_or_takes_too_long_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "a.py"
+    file.write_text("import accelerate\n")
+    monkeypatch.setattr(files, "migrate_source", lambda text: os.kill(os.getpid(), signal.SIGKILL))
+    assert "this ends the parser's process" in migrate_apart(file).refusals[0].text
+    monkeypatch.setattr(files, "migrate_source", lambda text: time.sleep(60))
+    monkeypatch.setattr(files, "_SECONDS", 0.3)
+    assert "this takes longer than 0 s" in migrate_apart(file).refusals[0].text
+    assert not multiprocessing.active_children()
+
+
+def test_errors_of_the_process_are_those_of_the_file(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        migrate_apart(tmp_path / "a.py")
+    (tmp_path / "b.py").write_bytes(b"import accelerate\r\n")
+    assert migrate_apart(tmp_path / "b.py") == migrate_file(tmp_path / "b.py")
+
+
+def test_links_pipes_and_folders_in_a_folder_are_left_out(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside / "folder.py", outside):
+        folder.mkdir(parents=True)
+    (inside / "ok.py").write_text("import accelerate\n")
+    (outside / "v.py").write_text("import accelerate\n")
+    os.mkfifo(inside / "pipe.py")
+    for name, target in {"l": "../outside/v.py", "m": "ok.py", "n": "nothing.py", "o": "/dev/zero"}.items():
+        (inside / f"{name}.py").symlink_to(target)
+    (inside / "deep").symlink_to(outside)
+    assert list(find_files([inside])) == [inside / "ok.py"]
+    (tmp_path / "link").symlink_to(inside)
+    assert list(find_files([tmp_path / "link"])) == [tmp_path / "link" / "ok.py"]
+    assert list(find_files([inside / "l.py"])) == [inside / "l.py"], "a link that the user names"
+
+
+def test_a_pipe_that_the_user_names_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_state.whole_files._PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(ConfigError, match=r"pipe.py cannot be read: it is no regular file"):
+        migrate_apart(tmp_path / "pipe.py")

@@ -16,6 +16,7 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "is_secret",
+    "module_of",
     "nearest",
     "readable_size",
     "shown",
@@ -64,21 +65,22 @@ def warn(message: str, category: type[Warning] = UserWarning, *, once: bool = Fa
     """
     here = sys._getframe(1)
     frame: FrameType | None = here
-    while not once and frame is not None and _module_of(frame).partition(".")[0] in _INNER:
+    while not once and frame is not None and module_of(frame).partition(".")[0] in _INNER:
         frame = frame.f_back
     shown_at = frame or here  # in a thread or process of ours: the line that warns
     warnings.warn_explicit(
         message,
         category,
         shown_at.f_code.co_filename,
-        shown_at.f_lineno,
-        module=_module_of(shown_at),
+        shown_at.f_lineno or 1,  # generated code has no lines
+        module=module_of(shown_at),
+        # Not module_globals: Python asks the loader there for the source, and fails if it has none or another.
         registry=shown_at.f_globals.setdefault("__warningregistry__", {}),
-        module_globals=shown_at.f_globals,
     )
 
 
-def _module_of(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """The module whose code a frame runs; code of ``exec`` may have none, or another object for its name."""
     return str(frame.f_globals.get("__name__", "<string>"))
 
 

@@ -20,6 +20,7 @@ MPI_NAMES = {
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich and intel mpi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 }
 
 
@@ -46,3 +47,15 @@ def test_mpi_port_follows_the_job():
 
 def test_mpi_of_one_process_is_no_world():
     assert detect({"PMI_RANK": "0", "PMI_SIZE": "1"}) == Topology()
+
+
+def test_ranks_of_srun_with_variables_of_mpi_know_their_machines():
+    """srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, and nothing about machines."""
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+             "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"}  # fmt: skip
+    found = detect({**slurm, "PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert (found.launcher, found.local_rank, found.node_rank, found.master_addr) == ("slurm", 1, 1, "n1")
+    inside = detect(
+        {**slurm, "SLURM_PROCID": "0", "PMI_RANK": "3", "PMI_SIZE": "4"}
+    )  # mpirun in a batch script
+    assert inside.launcher == "mpi"

@@ -433,6 +433,13 @@ def test_call_site_is_the_users_line():
     assert call_site(None) is None
 
 
+@pytest.mark.parametrize("names", [{}, {"__name__": None}, {"__name__": 3}])
+def test_call_site_in_code_of_exec_whose_module_has_no_name(names):
+    space = {**names, "call_site": call_site, "sys": sys}
+    exec(compile("site = call_site(sys._getframe())", "cell", "exec"), space)
+    assert space["site"] == "cell:1"
+
+
 @pytest.mark.parametrize("size", [8, 100_000])
 def test_a_backends_thread_is_never_the_last_to_hold_a_tensor(size):
     """It would need the interpreter's lock to let go of it, and abort a process that is just ending."""

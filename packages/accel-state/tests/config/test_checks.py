@@ -6,6 +6,8 @@ import pytest
 
 from accel_state.config import Origin, parse_flags, resolve
 from accel_state.errors import ConfigError
+from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import plan_world
 
 
 def merged(flags="", environ=None, file=None, **more):
@@ -93,15 +95,32 @@ def test_a_parallelism_section_brings_fsdp_2():
             "--use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
             r"--fsdp_cpu_ram_efficient_loading loads weights on one .* but --fsdp_sync_module_states false",
         ),
-        (
-            "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2 --gradient_accumulation_steps 2",
-            r"--gradient_accumulation_steps 2, --zero_stage 2: set in DeepSpeed's own configuration",
-        ),
     ],
 )
 def test_contradictions_name_both_and_what_to_do(flags, message):
     with pytest.raises(ConfigError, match=message):
         merged(flags)
+
+
+def test_a_file_beside_the_file_of_deepspeed_sets_none_of_its_options(write):
+    """Accelerate refuses such a file, too; flags beside it give way: see test_deepspeed_file.py."""
+    file = write(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 2}\n"
+    )
+    with pytest.raises(ConfigError, match=r"zero_stage: 2 in .*: set in DeepSpeed's own configuration"):
+        merged(file=file)
+    assert merged("--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2").notes == ()
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_XPU", "MULTI_NPU"])
+def test_a_file_of_several_accelerators_with_one_process_is_launched_as_by_accelerate(write, kind):
+    file = write(f"distributed_type: {kind}\nnum_processes: 1\n")
+    resolved = merged(file=file)
+    assert (resolved.config.distributed_type, resolved.config.num_processes) == (kind, 1)
+    assert f"distributed_type: {kind} in {file}, line 1 has one process" in resolved.notes[0]
+    assert plan_world(resolved.config, Accelerators("cuda", 4, 4)).size == 1
+    with pytest.raises(ConfigError, match="request at least 2 processes"):
+        merged("--multi_gpu --num_processes 1")
 
 
 def test_contradictions_inside_a_file_name_the_file(write):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from accel_state.config import (
     resolve,
     save,
 )
-from accel_state.config.files import find_mistakes, read_layer
+from accel_state.config.files import find_mistakes, layer_of, read_layer
+from accel_state.config.roots import complete_root
+from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -435,3 +438,35 @@ def test_a_file_without_an_end_is_not_read_to_it(tmp_path, name):
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"more than 10,000,000 bytes, which no configuration has"):
         read_layer(tmp_path / name)
+
+
+OLD_TEXTS = [
+    "downcast_bf16: 'auto'", "fsdp_config: []", "deepspeed_config: ''", "gpu_ids: []", "tpu_env: []", "commands: {}",
+    "num_processes: ''", "main_process_port: null", "mixed_precision: no", "use_cpu: 'no'",
+    "fsdp_config: {fsdp_version: []}",
+    "deepspeed_config: {gradient_clipping: 'auto', offload_optimizer_device: ''}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OLD_TEXTS)
+def test_values_of_old_files_that_mean_not_set(text, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{text}\nmachine_rank: '0'\n")
+    found = read_layer(file)
+    assert {value for path, value in found.values.items()} <= {0, "no"}
+
+
+def test_every_option_may_be_empty(tmp_path):
+    known = schema_of(complete_root())
+    for section, key in known.by_key:
+        for empty in (None, "", [], {}):
+            data = {key: empty} if section is None else {section: {key: empty}}
+            assert layer_of(data, "c.yaml").values == {}, (section, key, empty)
+
+
+def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_state.whole_files._PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for place in (tmp_path / "pipe.yaml", tmp_path, "/dev/zero"):
+        with pytest.raises(ConfigError, match=rf"configuration file {place} cannot be read: "):
+            read_layer(place)

@@ -58,7 +58,7 @@ def test_more_processes_than_devices(accelerators, count, text):
     assert "--cpu" in message
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+@pytest.mark.parametrize("launcher", ["slurm", "mpi", "flux", "lsf"])
 def test_a_scheduler_may_show_each_process_its_own_device_only(accelerators, launcher):
     accelerators("cuda", 1)
     assert devices.choose_device(local(2, 3, launcher), cpu=False) == torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.machines.tpu_pod import ssh_commands, worker_command
-from accel_state.launching.plan import Host, plan, plan_world
+from accel_state.launching.plan import Host, World, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
 from accel_state.launching.target import Target
 
@@ -212,6 +212,40 @@ def test_a_launch_inside_a_rank_is_a_world_of_its_own(count):
     assert full.get("MASTER_ADDR") == (None if count == 1 else "127.0.0.1")
     assert "TORCHELASTIC_USE_AGENT_STORE" not in full  # torch would look for the store of torchrun's agent
     assert (full["PATH"], full["OMP_NUM_THREADS"]) == ("/bin", "1")
+
+
+OF_A_RANK = {"RANK": "0", "LOCAL_RANK": "0", "ROLE_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}  # fmt: skip
+ONE_OF_AN_ENGINE = [
+    "--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--use_parallelism_config",
+    "--use_fsdp --log_dir logs", "--use_fsdp --resume", "--use_deepspeed --step_timeout 9",
+    "--use_fsdp --max_restarts 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ONE_OF_AN_ENGINE)
+@pytest.mark.parametrize("environ", [{}, RANK_OF_TORCHRUN], ids=["alone", "in a rank"])
+def test_one_process_of_an_engine_has_the_variables_of_a_rank(flags, environ):
+    words = ("--num_processes", "1", *flags.split())
+    spec = planned(*words, host=gpus(1), environ=environ).processes[0]
+    full = spec.environment(environ)
+    assert OF_A_RANK.items() <= full.items()
+    other = planned(*words, "--main_process_port", "7", host=gpus(1), environ=environ, port=None).processes[0]
+    assert "MASTER_PORT" not in other.env  # nothing was reserved
+
+
+@pytest.mark.parametrize("flags", ["", "--cpu", "--mixed_precision bf16", "--tpu", "--log_dir logs"])
+def test_one_process_of_no_engine_has_none_of_them(flags):
+    spec = planned("--num_processes", "1", *flags.split()).processes[0]
+    assert spec.env.keys().isdisjoint(OF_A_RANK)
+
+
+def test_a_rank_that_a_scheduler_has_started_keeps_its_place():
+    alone = World(1, 1, 1, 0, True, joined=True)
+    config = configured("--cpu", "--use_fsdp")
+    environ = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3"}
+    spec = plan(config, TARGET, alone, environ, CPU, port=1234).processes[0]
+    assert spec.env.keys().isdisjoint(OF_A_RANK)
 
 
 def test_a_place_that_a_scheduler_gives_is_kept():

@@ -7,6 +7,8 @@ import pytest
 from accel_state.config.flags import parse_flags
 from accel_state.config.merge import Origin, resolve
 from accel_state.errors import ConfigError
+from accel_state.launching.hardware import find_accelerators
+from accel_state.launching.plan import plan_world
 from accel_state.launching.surroundings import find_surroundings
 
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0",
@@ -135,3 +137,111 @@ def test_the_shell_of_a_job_with_several_machines_is_told_about_srun():
         "this Slurm job has 3 machines, but only this one is used: start the launcher with srun to use all",
     )
     assert around(shell, "--cluster", "none").notes == ()
+
+
+ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
+
+
+def _mpi(rank, size, local_rank, local_size, *names):
+    return ADDRESS | dict(zip(names, map(str, (rank, size, local_rank, local_size)), strict=True))
+
+
+def _open_mpi(*numbers):
+    prefix = "OMPI_COMM_WORLD_"
+    return _mpi(*numbers, *(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+def _hydra(*numbers):
+    return _mpi(*numbers, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _cray(*numbers):
+    return {
+        "PBS_JOBID": "7.pbs",
+        **_mpi(*numbers, "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    }
+
+
+def _mvapich(*numbers):
+    prefix = "MV2_COMM_WORLD_"
+    return _mpi(*numbers, *(prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
+
+
+def _flux(rank, size, local_rank, local_size):
+    return ADDRESS | {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": str(size), "FLUX_JOB_NNODES": str(size // local_size),
+                      "FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(local_rank), "PMI_RANK": str(rank),
+                      "PMI_SIZE": str(size)}  # fmt: skip
+
+
+def _jsrun(rank, size, local_rank, local_size):
+    return ADDRESS | {"LSB_JOBID": "7", "LSB_HOSTS": "batch n1 n2", "JSM_NAMESPACE_SIZE": str(size),
+                      "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(local_rank),
+                      "JSM_NAMESPACE_LOCAL_SIZE": str(local_size)}  # fmt: skip
+
+
+def _slurm(rank, size, local_rank, local_size):
+    machines = size // local_size
+    return {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size),
+            "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": str(rank // local_size), "SLURM_NNODES": str(machines),
+            "SLURM_STEP_NODELIST": f"n[1-{machines}]", "SLURM_NTASKS_PER_NODE": str(local_size),
+            "SLURM_TASKS_PER_NODE": f"{local_size}(x{machines})"}  # fmt: skip
+
+
+def _slurm_pmi2(rank, size, *local):
+    return _slurm(rank, size, *local) | {"PMI_RANK": str(rank), "PMI_SIZE": str(size)}
+
+
+TASKS = [_slurm, _slurm_pmi2, _flux, _jsrun, _open_mpi, _hydra, _cray, _mvapich]
+MACHINES = [
+    ADDRESS | {"WORLD_SIZE": "2", "RANK": "1"},
+    ADDRESS | {"NNODES": "2", "NODE_RANK": "1"},
+    ADDRESS | {"PET_NNODES": "2", "PET_NODE_RANK": "1"},
+    ADDRESS
+    | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "2", "RANK": "1"},
+    {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"},
+    *(tasks(1, 2, 0, 1) for tasks in TASKS),
+]
+
+
+def started(environ, *flags, file=None):
+    """Machines, and ranks that this launcher starts; it is itself a rank if it becomes the script."""
+    found = around(environ, *flags, file=file)
+    config = found.resolved.local()
+    if found.joins:
+        return config.num_machines, 1
+    return config.num_machines, plan_world(config, find_accelerators(environ)).local_size
+
+
+@pytest.mark.parametrize("environ", MACHINES)
+def test_one_launcher_on_each_machine_starts_a_rank_for_each_accelerator(environ, tmp_path):
+    four = environ | {"ACCEL_DEVICE_COUNT": "4"}
+    assert started(four) == (2, 4)
+    assert started(four | {"CUDA_VISIBLE_DEVICES": "1,3"}) == (2, 2)
+    assert started(four | {"CUDA_VISIBLE_DEVICES": "2"}) == (2, 1)
+    assert started(four, "--gpu_ids", "0,1") == (2, 2)
+    assert started(four, "--nproc_per_node", "gpu") == (2, 4)
+    assert started(four, "--nproc_per_node", "3") == (2, 3)
+    assert started(four, "--num_processes", "4") == (2, 2)
+    assert started(four, "--cpu") == (2, 1)
+    assert started(environ | {"ACCEL_DEVICE_COUNT": "0"}) == (2, 1)
+    file = tmp_path / "run.yaml"
+    file.write_text("mixed_precision: bf16\n")
+    assert started(four, file=str(file)) == (2, 4)
+    assert started(four | {"LOCAL_RANK": "0"}) == (1, 4)  # a launcher in a rank of another launcher
+    assert started(four, "--cluster", "none") == (1, 4)
+
+
+@pytest.mark.parametrize("tasks", TASKS)
+def test_several_tasks_on_a_machine_are_ranks(tasks):
+    for place in ((5, 8, 1, 4), (3, 4, 3, 4)):
+        found = around(tasks(*place) | {"ACCEL_DEVICE_COUNT": "4"})
+        assert (found.joins, found.allocation.role, found.allocation.total) == (True, "rank", place[1])
+    alone = tasks(0, 1, 0, 1) | {"ACCEL_DEVICE_COUNT": "4"}
+    assert started(alone) == (1, 4)
+
+
+@pytest.mark.parametrize("tasks", [_open_mpi, _hydra, _cray, _mvapich])
+def test_launchers_of_mpi_on_several_machines_need_an_address(tasks):
+    environ = {name: value for name, value in tasks(1, 2, 0, 1).items() if name not in ADDRESS}
+    found = around(environ | {"ACCEL_DEVICE_COUNT": "4"})
+    assert (found.joins, found.resolved.local().main_process_ip) == (False, None)  # the agent asks for it

@@ -112,3 +112,14 @@ def test_a_program_in_the_place_of_a_script(folder):
         TargetError, match=r"script 'sh' does not exist; .* to run the program sh .* --no_python"
     ):
         check("sh")
+
+
+def test_a_pipe_or_a_device_is_no_script(folder):
+    os.mkfifo(folder / "pipe.py")
+    for name in (str(folder / "pipe.py"), "/dev/zero", "/dev/null"):
+        with pytest.raises(TargetError, match="is a pipe or a device, not a script"):
+            check(name)
+    reader, writer = os.pipe()
+    check(f"/dev/fd/{reader}")  # of a shell's <(command)
+    os.close(reader)
+    os.close(writer)

@@ -1,5 +1,6 @@
 """Documents of packed batches that attend to each other are named when loader and model are prepared."""
 
+import runpy
 import warnings
 
 import pytest
@@ -135,3 +136,18 @@ def test_what_does_no_harm():
     checkpointing = decoder(True)
     checkpointing.gradient_checkpointing_enable()
     assert not named((checkpointing, packed())), "it trains without a cache"
+
+
+@pytest.mark.parametrize(
+    "edited", ["", "x = (\n" * 9, "    x = '''\n" * 3 + "else:\n" * 9, "  def f():\n g\n" * 9]
+)
+def test_a_model_whose_source_was_edited_while_it_runs(edited, tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import transformers\n\n\nclass Own(transformers.LlamaForCausalLM):\n"
+        "    def forward(self, input_ids=None, position_ids=None):\n        return super().forward(input_ids)\n"
+    )
+    own = runpy.run_path(str(file))["Own"]
+    file.write_text(edited)
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=16, num_key_value_heads=2, use_cache=False)
+    assert named((own(config), packed())) == []

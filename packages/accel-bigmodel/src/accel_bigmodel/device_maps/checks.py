@@ -15,7 +15,7 @@ from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.devices import existing_device, parse_device
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
-from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
+from accel_ckpt.modules.ties import find_tied_tensors, parent_and_leaf
 from accel_state.messages import warn
 
 __all__ = [
@@ -38,7 +38,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
         model: on any device, also meta.
         device_map: devices by name of module or tensor.
         strict: refuse names that the model does not have (otherwise a warning), devices that this machine does not
-            have, and maps under which tied parameters compute on different devices.
+            have, and maps under which tied parameters, or buffers that several modules share, compute on different
+            devices.
 
     Raises:
         DeviceMapError: names tensors without a device, or what ``strict`` refuses; or ``device_map`` is not a map.
@@ -67,7 +68,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
         for name, device in device_map.items():
             check_exists(device, f"the device_map puts {name!r} on")
         if len(set(device_map.values())) > 1:
-            _check_ties(find_tied_parameters(model), device_map)
+            _check_ties(find_tied_tensors(model), device_map)
 
 
 def check_all_have_values(device_map: Mapping[str, AnyDevice]) -> None:
@@ -183,9 +184,9 @@ def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevic
     places = {name: execution_device(device) or "cpu" for name, device in device_map.items()}
     main = main_device_of(places)
     for group in tied:
-        devices = {name: _device_of(name, device_map) for name in group}
-        # Offloaded weights compute on the main device.
-        computing = {main if (place := device_of(name, places)) == "cpu" else place for name in group}
+        devices = {name: device_of(name, device_map) for name in group}
+        # Offloaded weights compute on the main device, where buffers are that no checkpoint has and the map may omit.
+        computing = {main if (place := device_of(name, places)) in ("cpu", None) else place for name in group}
         if len(computing) > 1:
             listed = ", ".join(f"{name} on {device!r}" for name, device in devices.items())
             raise DeviceMapError(

@@ -21,7 +21,7 @@ __all__ = ["Unit", "assign_in_order", "units_of"]
 
 @dataclass
 class Unit:
-    """Layers that must share a device because they have tied parameters; most units are one layer."""
+    """Layers that must share a device because they have tied tensors; most units are one layer."""
 
     names: list[str]
     size: int

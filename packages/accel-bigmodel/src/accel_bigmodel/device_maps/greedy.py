@@ -178,7 +178,7 @@ class _Greedy:
 
 
 def _homes_of_partners(outline: Outline, name: str, parts: Collection[str]) -> list[str]:
-    """The parts that contain parameters tied to those of a part."""
+    """The parts that contain tensors tied to those of a part."""
     homes = (home_of(partner, parts) for partner in outline.partners(name))
     return [home for home in dict.fromkeys(homes) if home is not None]
 

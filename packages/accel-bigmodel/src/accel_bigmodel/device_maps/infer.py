@@ -35,6 +35,7 @@ from accel_bigmodel.device_maps.greedy import Assignment, assign_greedily
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType
+from accel_ckpt.modules.ties import find_tied_parameters
 from accel_state.messages import warn
 
 __all__ = [
@@ -179,7 +180,7 @@ def _warn_about_buffers(usage: Usage, budgets: Mapping[DeviceKey, float]) -> Non
 
 
 def _warn_if_untied(outline: Outline) -> None:
-    if not outline.ties and check_tied_parameters_in_config(outline.model):
+    if not find_tied_parameters(outline.model) and check_tied_parameters_in_config(outline.model):
         logger.warning(
             "The configuration of %s declares tied weights, but none of its parameters are tied. Call its "
             "tie_weights() before the map is inferred, otherwise they are counted and assigned twice.",

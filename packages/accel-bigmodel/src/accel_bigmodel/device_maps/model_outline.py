@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType, compute_module_sizes, get_max_layer_size
-from accel_ckpt.modules.ties import find_tied_parameters
+from accel_ckpt.modules.ties import find_tied_tensors
 
 __all__ = ["Outline", "get_module_leaves", "get_module_size_with_ties"]
 
@@ -49,9 +49,9 @@ class Outline:
 
     model: nn.Module
     sizes: Mapping[str, int]
-    """Bytes of every module and tensor by name; a tied parameter counts under the first of its names."""
+    """Bytes of every module and tensor by name; a tied tensor counts under the first of its names."""
     ties: Sequence[Sequence[str]]
-    """Groups of names of one parameter."""
+    """Groups of names of one parameter or buffer."""
     no_split: frozenset[str]
     """Names of classes whose modules stay whole."""
 
@@ -65,7 +65,7 @@ class Outline:
     ) -> Outline:
         """The outline of a model, the weights of which will have ``dtype``."""
         sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
-        return cls(model, sizes, find_tied_parameters(model), class_names(no_split_module_classes))
+        return cls(model, sizes, find_tied_tensors(model), class_names(no_split_module_classes))
 
     def roots(self) -> list[Named]:
         """The model's direct parameters, modules and buffers, in this order."""
@@ -118,7 +118,7 @@ class Outline:
         return get_max_layer_size(parts, self.sizes, self.no_split)
 
     def partners(self, name: str) -> list[str]:
-        """Names outside a part that are tied to a parameter in it."""
+        """Names outside a part that are tied to a tensor in it."""
         groups = self._ties_of.get(name, ())
         return [member for group in groups for member in group if not is_within(member, name)]
 
@@ -131,7 +131,7 @@ class Outline:
 
     @cached_property
     def _ties_of(self) -> Mapping[str, Sequence[Sequence[str]]]:
-        """For each part that contains tied parameters, their groups."""
+        """For each part that contains tied tensors, their groups."""
         found = defaultdict(list)
         for group in self.ties:
             for part in {part for name in group for part in parts_around(name)}:

@@ -33,6 +33,7 @@ from accel_ckpt.errors import CheckpointSaveError
 from accel_ckpt.folders.find import find_folder
 from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.messages import module_of
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def calling_lines() -> str:
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if module_of(frame).partition(".")[0] not in _LIBRARIES:
             found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found)

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
 
         return launch_on_sagemaker(resolved, Target(flags.rest[0], flags.rest[1:]))
     check_available(resolved)
-    check_deepspeed_file(resolved)
+    resolved = check_deepspeed_file(resolved)
     surroundings = find_surroundings(resolved, environ)
     resolved = surroundings.resolved
     config = resolved.local()

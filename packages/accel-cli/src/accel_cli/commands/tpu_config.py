@@ -17,6 +17,7 @@ from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.machines.tpu_pod import run_on_pod, ssh_commands
 from accel_state.messages import without_secrets
+from accel_state.whole_files import read_whole
 
 __all__ = ["app"]
 
@@ -107,7 +108,7 @@ def _script(tpu: TpuSection, install: str | None) -> str:
     commands = list(tpu.commands or ())
     if tpu.command_file:
         try:
-            commands.insert(0, Path(tpu.command_file).expanduser().read_text(encoding="utf-8").strip("\n"))
+            commands.insert(0, read_whole(Path(tpu.command_file).expanduser()).decode().strip("\n"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--command_file {tpu.command_file} cannot be read: {error}") from error
     if not [text for text in commands if text.strip()] and install is None:

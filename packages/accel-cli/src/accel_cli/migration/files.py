@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import multiprocessing
 import os
 import re
+import signal
+import warnings
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import libcst as cst
@@ -14,14 +19,17 @@ from accel_cli.migration.imports import rewrite_imports
 from accel_cli.migration.loops import rewrite_loops
 from accel_cli.migration.result import Migration, Remark
 from accel_state.errors import ConfigError
+from accel_state.whole_files import read_whole
 
-__all__ = ["find_files", "migrate_file", "migrate_source", "starts_of_refused"]
+__all__ = ["find_files", "migrate_apart", "migrate_file", "migrate_source", "starts_of_refused"]
 
 _KINDS = {
     **dict.fromkeys((".py",), "python"),
     **dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell"),
     **dict.fromkeys((".yaml", ".yml", ".json"), "configuration"),
 }
+_SECONDS, _MOST_SECONDS = 10.0, 120.0
+_BYTES_PER_SECOND = 2_000  # a sixth of what one processor reads
 _LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "build", "dist"})
 _WORD, _END = r"(?<![\w.-])", r"(?![\w.-])"
 _COMMAND = re.compile(
@@ -37,11 +45,14 @@ _MODULES = {
     "to_fsdp2": "to-fsdp2",
 }
 """Modules of Accelerate that ``python -m`` runs, where the command has another name."""
-_CONFIGURES = re.compile(r"^\s*\"?(compute_environment|distributed_type)\"?\s*:", re.MULTILINE)
+_TOO_DEEP = "this is nested too deeply"
+_CONFIGURES = re.compile(r"^[ \t]*\"?(compute_environment|distributed_type)\"?\s*:", re.MULTILINE)
 
 
 def find_files(paths: list[Path]) -> Iterator[Path]:
     """The files to look at: the given ones, and those of a known kind in given folders, except in hidden ones.
+
+    Links in folders are left out: they may lead outside, and files inside are found anyway.
 
     Raises:
         ConfigError: a path does not exist, or a given file has no known kind.
@@ -52,7 +63,8 @@ def find_files(paths: list[Path]) -> Iterator[Path]:
                 folders[:] = sorted(
                     name for name in folders if not name.startswith(".") and name not in _LEFT_OUT
                 )
-                yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in _KINDS)
+                files = (Path(folder, name) for name in sorted(names) if Path(name).suffix in _KINDS)
+                yield from (file for file in files if file.is_file() and not file.is_symlink())
         elif not path.exists():
             raise ConfigError(f"{path} does not exist")
         elif path.suffix not in _KINDS:
@@ -61,15 +73,54 @@ def find_files(paths: list[Path]) -> Iterator[Path]:
             yield path
 
 
+def migrate_apart(path: Path) -> Migration:
+    """As ``migrate_file``, in a process of its own, which a source may end or keep busy without an end.
+
+    Raises:
+        ConfigError: the file is not text, or cannot be read.
+    """
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if forks else "spawn")
+    answer, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(path, theirs), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    theirs.close()
+    seconds = min(_SECONDS + path.stat().st_size / _BYTES_PER_SECOND, _MOST_SECONDS)
+    found: Migration | ConfigError | str = f"this takes longer than {seconds:.0f} s"
+    try:
+        if answer.poll(seconds):
+            found = answer.recv()
+    except EOFError:
+        found = "this ends the parser's process, probably because it is nested too deeply"
+    finally:
+        process.kill()
+        process.join()
+        answer.close()
+    if isinstance(found, ConfigError):
+        raise found
+    return Migration("", "", (Remark(1, found),)) if isinstance(found, str) else found
+
+
+def _answer(path: Path, answer: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too
+    try:
+        answer.send(migrate_file(path))
+    except ConfigError as error:
+        answer.send(error)
+    except (RecursionError, MemoryError):
+        answer.send(_TOO_DEEP)
+
+
 def migrate_file(path: Path) -> Migration:
     """The proposal for a file. Nothing is written.
 
     Raises:
-        ConfigError: the file is not text.
+        ConfigError: the file is not text, or cannot be read.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
-            text = file.read()
+        text = read_whole(path).decode()  # line ends stay as they are
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     match _KINDS[path.suffix]:
@@ -93,10 +144,12 @@ def starts_of_refused(path: Path, text: str, refused: Collection[Path]) -> tuple
     """
     if _KINDS[path.suffix] != "shell":
         return ()
+    known = {source.name for source in refused}
     found = []
     for number, line in enumerate(text.replace("\\\n", "  ").splitlines(), 1):
         words = line.split() if _COMMAND.search(line) else ()
         names = [name for word in words for name in (word.strip("'\""), f"{word.replace('.', '/')}.py")]
+        names = [name for name in names if name.rpartition("/")[2] in known]
         places = [(folder / name).resolve() for name in names for folder in (path.parent, Path())]
         found += [
             Remark(number, f"accelerate stays: it starts {place.name}, which is not changed")
@@ -112,6 +165,8 @@ def migrate_source(text: str) -> Migration:
     Args:
         text: the source; imports of ``accelerate`` and plain PyTorch training loops are rewritten.
     """
+    if _is_too_deep(text):
+        return Migration(text, text, (Remark(1, _TOO_DEEP),))
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
@@ -120,6 +175,19 @@ def migrate_source(text: str) -> Migration:
     if changed.code != module.code or refusals:
         return _result(text, changed, [*refusals, *missing_attributes(module)], notes)
     return _result(text, *rewrite_loops(module))
+
+
+def _is_too_deep(text: str) -> bool:
+    """Whether Python itself cannot read the text because of its depth; others may be for a newer Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (RecursionError, MemoryError):
+        return True
+    except (SyntaxError, ValueError) as error:
+        return "too many nested" in str(error)
+    return False
 
 
 def _result(text: str, module: cst.Module, refusals: list[Remark], notes: list[Remark]) -> Migration:

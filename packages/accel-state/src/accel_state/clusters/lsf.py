@@ -14,6 +14,7 @@ from accel_state.clusters.base import (
     stable_port,
 )
 from accel_state.errors import ConfigError
+from accel_state.whole_files import read_whole
 
 __all__ = ["JobStepManager", "hosts_of"]
 
@@ -71,7 +72,7 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     for name in _FILES:
         if environ.get(name):
             try:
-                words = Path(environ[name]).read_text().split()
+                words = read_whole(Path(environ[name])).decode(errors="replace").split()
             except OSError as error:
                 raise ConfigError(
                     f"environment variable {name} is {environ[name]!r}, which cannot be read ({error.strerror})"

@@ -28,7 +28,7 @@ class _Names:
 
 
 # Open MPI: documentation of mpirun, "Environment variables". MVAPICH2: user guide, MV2_COMM_WORLD_*.
-# Hydra: PMI_* from the process manager interface, MPI_LOCAL* from its proxies.
+# Hydra: PMI_* from the process manager interface, MPI_LOCAL* from its proxies. Cray's mpiexec, also under PBS: PMI_*.
 _IMPLEMENTATIONS = (
     _Names(
         "OMPI_COMM_WORLD_RANK",
@@ -39,6 +39,7 @@ _IMPLEMENTATIONS = (
     _Names(
         "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
     ),
+    _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 _JOB_NAMES = (
@@ -59,11 +60,19 @@ class MPI(Cluster):
 
     def detect(self, environ: Mapping[str, str]) -> Topology | None:
         """See the base class. On one node the address of rank 0 is 127.0.0.1, with a port derived from the job name."""
-        for names in _IMPLEMENTATIONS:
-            world_size = read_int(environ, names.size, minimum=1)
-            if world_size is not None and world_size > 1:
-                return self._topology(environ, names, world_size)
-        return None
+        sizes = {names: read_int(environ, names.size, minimum=1) or 1 for names in _IMPLEMENTATIONS}
+        found = [names for names, size in sizes.items() if size > 1]
+        names = next(
+            (names for names in found if environ.get(names.local_rank)), found[-1] if found else None
+        )
+        # Some kinds of srun --mpi set ranks and sizes alone: Slurm's own variables also tell the machines.
+        if names is None or (
+            not environ.get(names.local_rank)
+            and environ.get("SLURM_LOCALID")
+            and environ.get("SLURM_PROCID") == environ.get(names.rank)
+        ):
+            return None
+        return self._topology(environ, names, sizes[names])
 
     def _topology(self, environ: Mapping[str, str], names: _Names, world_size: int) -> Topology:
         rank = read_int(environ, names.rank, below=(names.size, world_size))

@@ -45,6 +45,7 @@ from accel_state.communication.torch_collectives import (
 )
 from accel_state.errors import AccelError, CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.messages import module_of
 
 __all__ = [
     "ENDED",
@@ -196,7 +197,7 @@ def error_site(error: BaseException) -> str | None:
     found = None
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if module_of(trace.tb_frame).partition(".")[0] not in _LIBRARIES:
             found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
@@ -205,7 +206,7 @@ def error_site(error: BaseException) -> str | None:
 def call_site(frame: FrameType | None) -> str | None:
     """``file:line`` of the innermost frame that belongs to neither this project nor torch."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        if module_of(frame).partition(".")[0] not in _LIBRARIES:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None

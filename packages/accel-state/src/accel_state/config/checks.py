@@ -10,6 +10,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.parallel_degrees import DIMENSIONS, experts_misfit, stages_misfit
 from accel_state.config.schema import all_of
+from accel_state.config.sections.deepspeed import DEEPSPEED_OPTIONS
 from accel_state.config.sources import Origin, Source, Sources
 from accel_state.config.strategies import LaunchableStrategy
 from accel_state.errors import ConfigError
@@ -18,18 +19,6 @@ __all__ = ["check", "find_contradictions"]
 
 # Degrees that one replica of a model can be sharded over.
 _SHARDED = ("dp_shard", "cp", "sp")
-
-# Options that DeepSpeed's own configuration file sets.
-_DEEPSPEED_OWN = (
-    "gradient_accumulation.num_steps",
-    "deepspeed.gradient_clipping",
-    "deepspeed.zero_stage",
-    "deepspeed.offload_optimizer_device",
-    "deepspeed.offload_param_device",
-    "deepspeed.offload_param_nvme_path",
-    "deepspeed.offload_optimizer_nvme_path",
-    "deepspeed.zero3_save_16bit_model",
-)
 
 
 def check(
@@ -148,7 +137,13 @@ def _enough_processes(merged: _MergedOptions) -> None:
         return
     ids = [part for part in str(merged.values["gpu_ids"] or "all").split(",") if part.strip()]
     one_machine = merged.values["num_machines"] == 1
-    if merged.values["num_processes"] == 1:
+    both = {merged.origin("distributed_type"), merged.origin("num_processes")}
+    if merged.values["num_processes"] == 1 and both == {Origin.FILE}:
+        # Accelerate launches such a file, and starts the one process as torchrun does.
+        merged.notes.append(
+            f"{merged.describe('distributed_type')} has one process ({merged.describe('num_processes')})"
+        )
+    elif merged.values["num_processes"] == 1:
         _single(merged, "num_processes", "request at least 2 processes, or remove the other option")
     elif one_machine and len(ids) == 1 and ids[0] != "all":
         _single(merged, "gpu_ids", "name at least 2 ids, or remove the other option")
@@ -253,7 +248,9 @@ def _deepspeed_file(merged: _MergedOptions) -> None:
     own = "deepspeed.hf_ds_config"
     if merged.values["distributed_type"] != "DEEPSPEED" or merged.values[own] is None:
         return
-    twice = [path for path in _DEEPSPEED_OWN if merged.values[path] is not None]
+    given = [path for path in DEEPSPEED_OPTIONS if merged.values[path] is not None]
+    # Beside flags and variables DeepSpeed's file counts, as for Accelerate: see `check_deepspeed_file`.
+    twice = [path for path in given if merged.origin(path) not in (Origin.ENVIRONMENT, Origin.FLAG)]
     if twice:
         raise ConfigError(
             f"{', '.join(merged.describe(path) for path in twice)}: set in DeepSpeed's own configuration instead, "

@@ -14,7 +14,7 @@ from accel_state.config.schema import BoundOption, Schema, all_of, build, schema
 from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 from accel_state.messages import shown, without_secrets
-from accel_state.whole_files import write_whole
+from accel_state.whole_files import read_whole, write_whole
 
 if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
@@ -228,20 +228,16 @@ def read_text(path: Path) -> str:
         ConfigError: it cannot be read, or is larger than any configuration.
     """
     try:
-        with open(path, "rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise ConfigError(
-                f"configuration file {path} has more than {_MOST_BYTES:,} bytes, which no configuration has; pass the "
-                "file that accel config wrote"
-            )
-        return raw.decode("utf-8-sig")  # Windows editors write a byte order mark
+        return read_whole(path, _MOST_BYTES).decode("utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise ConfigNotFoundError(
             f"configuration file {path} does not exist; `accel config` creates one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"configuration file {path} cannot be read: {reason}; pass the file that accel config wrote"
+        ) from error
 
 
 def parse_text(text: str, path: Path) -> dict[str, Any]:
@@ -460,7 +456,7 @@ class _Reader:
         )
 
     def _section(self, known: Schema, file_key: str, value: Any) -> None:
-        if value is None:
+        if value in (None, "", []):
             return
         try:
             inner = JsonObject().read(value)

@@ -105,6 +105,8 @@ class BoundOption:
         """
         if data is False and "no" in (choice.lower() for choice in self.about.choices):
             data = "no"  # YAML 1.1 reads an unquoted ``no`` as false
+        if data in ([], {}):
+            return None  # old files have these for unset options
         return self._convert(data, where, self.option_type.read)
 
     def _convert(self, data: Any, where: str, convert: Any) -> Any:
@@ -112,7 +114,7 @@ class BoundOption:
             return None
         try:
             value = self._check(convert(data))
-            return None if value in ((), {}) else value  # old files have empty lists for unset options
+            return None if value in ((), {}) else value
         except ValueError as error:
             text = HIDDEN if self.about.secret else shown(without_secrets(data))
             raise ConfigError(f"{where} is {text}; expected {error}") from None

@@ -173,7 +173,7 @@ def _device_index(topology: Topology, kind: str) -> int:
     count = device_count(kind)
     if topology.local_world_size <= count:
         return topology.local_rank
-    if count == 1 and topology.launcher in ("slurm", "mpi"):
+    if count == 1 and topology.launcher in ("flux", "lsf", "mpi", "slurm"):
         return 0  # these schedulers show each process only its own device
     raise DeviceError(
         f"{topology.local_world_size} processes were started on this node, but it has {count} {kind} "

@@ -80,6 +80,8 @@ class World:
         machines: number of machines.
         machine_rank: index of this machine.
         cpu: the processes compute on the CPU.
+        joined: this process is one of more ranks that a scheduler has started; the other numbers are those of a world
+            of one.
     """
 
     size: int
@@ -87,6 +89,14 @@ class World:
     machines: int
     machine_rank: int
     cpu: bool
+    joined: bool = False
+
+    def names_one_rank(self, config: LaunchConfig) -> bool:
+        """Whether its only process has the variables of a rank, as torchrun sets them: one of a distributed engine."""
+        engine = (
+            config.distributed_type not in (None, "NO", "MULTI_CPU", "XLA") or config.use_parallelism_config
+        )
+        return self.size == 1 and not self.joined and engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,7 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('distributed_type')} needs at least 2 processes, and there is 1; pass --num_processes 2, or "
             f"{words.remedy('distributed_type')}"
         )
-    if config.multi_accelerator and not config.use_cpu and size == 1:
+    if config.multi_accelerator and not config.use_cpu and size == 1 and config.num_processes is None:
         raise ConfigError(
             f"{words('distributed_type')} needs at least 2 processes, but there is 1 accelerator; "
             f"{words.remedy('distributed_type')}"
@@ -292,6 +302,9 @@ def plan(
         pet = frozenset(name for name in environ if name.startswith("PET_"))
         return _agent(argv, changes, drop | pet, world)
     if world.size == 1:
+        if world.names_one_rank(config):
+            changes |= _rank(0) | _group(config, world, attempt)
+            changes |= {} if port is None else _rendezvous(config.main_process_ip or _LOOPBACK, port)
         if _needs_no_supervisor(config):
             alone = ProcessSpec(0, python_target, changes, drop, cpus=_cpus(host, 0))
             return LaunchPlan((alone,), "direct", world)

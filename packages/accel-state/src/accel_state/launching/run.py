@@ -344,7 +344,7 @@ def _prepare(
         with reserve_port(config.main_process_port):
             pass  # otherwise a port in use would be detected only after torch has been imported
     if joins:
-        world = World(1, 1, 1, 0, config.use_cpu or accelerators.count == 0)
+        world = World(1, 1, 1, 0, config.use_cpu or accelerators.count == 0, joined=True)
     elif uses_deepspeed_launcher(config):
         size, machines = deepspeed_size(config)
         world = World(size, max(1, size // machines), machines, config.machine_rank, config.use_cpu)
@@ -409,7 +409,7 @@ def _port(config: LaunchConfig, world: World) -> contextlib.AbstractContextManag
     if config.mpirun.hostfile is not None or uses_deepspeed_launcher(config):
         needed = not config.main_process_port
     else:
-        needed = world.size > 1 and world.machines == 1
+        needed = (world.size > 1 and world.machines == 1) or world.names_one_rank(config)
     return (
         reserve_port(config.main_process_port) if needed else contextlib.nullcontext(config.main_process_port)
     )

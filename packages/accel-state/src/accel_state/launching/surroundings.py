@@ -20,6 +20,8 @@ from accel_state.config.merge import Origin, Resolved
 from accel_state.config.schema import build, flatten, schema_of
 from accel_state.config.sources import Source
 from accel_state.errors import ConfigError
+from accel_state.launching.hardware import Accelerators, find_accelerators
+from accel_state.launching.plan import plan_world
 
 __all__ = ["Surroundings", "find_surroundings"]
 
@@ -63,8 +65,7 @@ def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroun
         notes = (found.summary(),) if found.index == 0 else ()
         return Surroundings(resolved, found, joins=True, notes=notes)
     merged, notes_of_file = _merged(found, resolved, config)
-    changed = merged.local()
-    joins = found.joins and _is_one_rank_of(changed, merged)
+    joins = found.joins and _is_one_rank_of(merged, environ)
     told = () if joins and found.index != 0 else (found.summary(), *notes_of_file)
     return Surroundings(merged, found, joins=joins, notes=told)
 
@@ -196,10 +197,13 @@ def _shown(resolved: Resolved, path: str) -> str:
             return f"{bound.label} {value}"
 
 
-def _is_one_rank_of(config: LaunchConfig, resolved: Resolved) -> bool:
+def _is_one_rank_of(resolved: Resolved, environ: Mapping[str, str]) -> bool:
     """Whether this machine has one process that needs no supervision, and the script finds the same world by itself."""
+    config = resolved.local()
     given = (resolved.origin(path) > Origin.SCHEDULER for path in ("main_process_ip", "main_process_port"))
     supervised = config.max_restarts or config.spares or config.min_machines or config.log_dir is not None
-    several = config.num_processes is not None and config.num_processes > config.num_machines
     elastic = config.rdzv_backend != "static" or config.tee not in (None, "", "0")
-    return not (any(given) or supervised or several or elastic or config.resume)
+    if any(given) or supervised or elastic or config.resume:
+        return False
+    accelerators = Accelerators() if config.use_cpu else find_accelerators(environ)
+    return plan_world(config, accelerators, resolved.sources).local_size == 1

@@ -90,6 +90,10 @@ def _check_script(name: str, environ: Mapping[str, str]) -> None:
     if script.is_dir():
         if not (script / "__main__.py").exists():
             raise TargetError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
+    elif (
+        script.exists() and not script.is_file() and not name.startswith(("/dev/fd/", "/dev/stdin", "/proc/"))
+    ):
+        raise TargetError(f"{name!r} is a pipe or a device, not a script; pass the path of a Python file")
     elif not script.exists():
         scripts = {Path(there).stem: there for there in _scripts_in(script.parent)}
         hint = scripts.get(_nearest(script.stem, list(scripts)) or "")

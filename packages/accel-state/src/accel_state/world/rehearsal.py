@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accel_state.clusters.topology import Topology
 from accel_state.communication import mirrored
 from accel_state.communication.watchdog import call_site
+from accel_state.messages import module_of
 from accel_state.world.process_group import Membership
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Rehearsal:
             return
         self.bytes_given[call.operation] = self.bytes_given.get(call.operation, 0) + call.bytes
         frame = _beyond_torch(sys._getframe(1))
-        if frame is not None and frame.f_globals["__name__"].startswith(_OURS):
+        if frame is not None and module_of(frame).startswith(_OURS):
             return  # part of an operation that `compared` has; its messages may have other sizes on other ranks
         if call.operation in ("send", "recv"):
             if call.peer is not None:
@@ -154,7 +155,7 @@ def rehearse(
 def _beyond_torch(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that belongs neither to torch nor to the process group."""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+        module = module_of(frame)
         if module != mirrored.__name__ and module.partition(".")[0] not in _TORCH:
             return frame
         frame = frame.f_back

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from accel_state.config.flags import parse_flags
@@ -84,6 +86,10 @@ def test_modules_and_programs(hostfile):
     [
         ("worker-1", "line 1 .*'worker-1'.*slots=4"),
         ("a slots=1\na slots=2", "line 2.*names a again"),
+        ("a slots=99999999999", "line 1 .*slots=99999999999"),
+        ("a slots=1\n-oProxyCommand=x slots=1", "line 2 .*-oProxyCommand"),
+        ("a slots=-1", "line 1 "),
+        ("b" * 10_000, "line 1 .{0,500}$"),
         ("#\n", "no host"),
     ],
 )
@@ -124,3 +130,12 @@ def test_several_machines_need_a_hostfile():
         check_deepspeed(
             configured("--deepspeed_multinode_launcher", "pdsh", "--num_machines", "2", "--dry_run"), {}
         )
+
+
+def test_hostfiles_that_are_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_state.whole_files._PATIENCE", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for place in (tmp_path, tmp_path / "pipe", tmp_path / "bytes", "/dev/zero"):
+        with pytest.raises(LaunchError, match=r"the hostfile .* cannot be read"):
+            hosts_of(str(place))

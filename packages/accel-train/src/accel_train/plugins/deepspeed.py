@@ -12,24 +12,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accel_state.config.sections.deepspeed import DeepSpeedSection
+from accel_state.config.sections.deepspeed import DEEPSPEED_KEYS, DeepSpeedSection
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
 from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 
 __all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins"]
 
-# Where the fields of the plugin are in a configuration of DeepSpeed.
-_KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
 _DEFAULT_STAGE = 2
 
 
@@ -116,7 +105,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             config = given if hasattr(given, "find_config_node") else HfDeepSpeedConfig(given)
             self._merge(config)
         config.set_stage_and_offload()
-        found = {name: self._from(config, name) for name in _KEYS}
+        found = {name: self._from(config, name) for name in DEEPSPEED_KEYS}
         stage = found["zero_stage"]
         if stage not in (0, 1, 2, 3):
             raise OptionError(
@@ -153,7 +142,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     def _merge(self, config: Any) -> None:
         """Fill "auto" from fields, and refuse fields that contradict the configuration."""
-        for name, key in _KEYS.items():
+        for name, key in DEEPSPEED_KEYS.items():
             mine = getattr(self, name)
             if mine in (None, "auto"):
                 continue
@@ -172,7 +161,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
                 )
 
     def _from(self, config: Any, name: str) -> Any:
-        value = config.get_value(_KEYS[name])
+        value = config.get_value(DEEPSPEED_KEYS[name])
         if name == "zero_stage":
             return 0 if value is None else value
         return None if value == "auto" else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -84,9 +85,10 @@ def _masks_without_positions(forward: Callable[..., Any]) -> bool:
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-    except (OSError, TypeError):  # of the command line, or compiled
+        nodes = list(ast.walk(ast.parse(source)))
+    # Of the command line, compiled, edited since, or a lambda in a longer line.
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return False
-    nodes = list(ast.walk(ast.parse(source)))
     masks = [
         node
         for node in nodes

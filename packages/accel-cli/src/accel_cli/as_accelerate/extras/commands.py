@@ -21,6 +21,7 @@ from accel_state.config.sections.tpu import TpuSection
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.machines.tpu_pod import ssh_commands
+from accel_state.whole_files import read_whole
 
 __all__ = [
     "convert_config_to_fsdp2",
@@ -234,9 +235,7 @@ def _installation(args: argparse.Namespace) -> list[str]:
 
 
 def _commands(tpu: TpuSection) -> list[str]:
-    lines = (
-        [] if tpu.command_file is None else Path(tpu.command_file).read_text(encoding="utf-8").splitlines()
-    )
+    lines = [] if tpu.command_file is None else read_whole(Path(tpu.command_file)).decode().splitlines()
     found = [line for line in (*lines, *(tpu.commands or ())) if line.strip()]
     if not found:
         raise ConfigError("there is nothing to run; pass --command or --command_file")

@@ -23,6 +23,6 @@ class MPIProcesses(Scheduler):
         topology = MPI().detect(environ)
         if topology is None:
             return None
-        by_rank = topology.local_world_size > 1 or topology.master_addr is None
+        by_rank = topology.world_size > topology.num_nodes
         source = f"the {topology.world_size} processes of mpirun"
         return of_tasks(self.name, topology, by_rank, dict.fromkeys(("size", "nodes", "node"), source))

@@ -6,7 +6,25 @@ from dataclasses import dataclass
 
 from accel_state.config.option import Section, option
 
-__all__ = ["DeepSpeedLaunchSection", "DeepSpeedSection"]
+__all__ = ["DEEPSPEED_KEYS", "DEEPSPEED_OPTIONS", "DeepSpeedLaunchSection", "DeepSpeedSection"]
+
+DEEPSPEED_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Fields of the plugin to their places in DeepSpeed's own configuration."""
+_STEPS = "gradient_accumulation.num_steps"
+DEEPSPEED_OPTIONS = {
+    _STEPS if name == "gradient_accumulation_steps" else f"deepspeed.{name}": key
+    for name, key in DEEPSPEED_KEYS.items()
+}
+"""Options by path, to the same places."""
 
 _DEVICES = ("none", "cpu", "nvme")
 

@@ -19,6 +19,7 @@ class TpuSection(Section):
         False,
         help="With mixed_precision bf16: torch_xla converts float to bf16 and double to float32 (XLA_DOWNCAST_BF16).",
         env=("ACCELERATE_DOWNCAST_BF16",),
+        unset=("auto",),
         toggle=True,
         prompt="Should float be computed in bf16 and double in float32 (downcast_bf16)?",
     )

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_state.errors import ConfigError, LaunchError
+from accel_state.messages import shown
+from accel_state.whole_files import read_whole
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -34,7 +36,7 @@ _TOOLS = {
 """The program that DeepSpeed looks for before it uses a launcher."""
 _WHOLE_HOSTFILE = ("openmpi", "mpich", "impi", "mvapich")
 """Launchers that DeepSpeed runs on all slots of the hostfile or not at all."""
-_ENTRY = re.compile(r"^(\S+)\s+slots=(\d+)")
+_ENTRY = re.compile(r"^([^\s-]\S*)\s+slots=(\d{1,5})(?!\d)")  # not a host that ssh would take for an option
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500
 _FILTERS = ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
@@ -56,10 +58,11 @@ def hosts_of(hostfile: str) -> dict[str, int]:
         ConfigError: a line has another form, or a host is named twice, or none is.
     """
     try:
-        lines = Path(hostfile).expanduser().read_text().splitlines()
-    except OSError as error:
+        lines = read_whole(Path(hostfile).expanduser()).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
-            f"the hostfile {hostfile!r} cannot be read ({error.strerror}); pass another one with --deepspeed_hostfile"
+            f"the hostfile {hostfile!r} cannot be read ({reason}); pass another one with --deepspeed_hostfile"
         ) from error
     found: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -69,7 +72,7 @@ def hosts_of(hostfile: str) -> dict[str, int]:
         match = _ENTRY.match(text)
         if match is None:
             raise ConfigError(
-                f"line {number} of {hostfile} is {text!r}; expected a host and its slots: worker-0 slots=4"
+                f"line {number} of {hostfile} is {shown(text)}; expected a host and its slots: worker-0 slots=4"
             )
         if match[1] in found:
             raise ConfigError(

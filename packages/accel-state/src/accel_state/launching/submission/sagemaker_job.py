@@ -18,6 +18,7 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.errors import ConfigError, LaunchError, NotAvailableError
 from accel_state.launching.target import Target, check_target
 from accel_state.messages import without_secrets
+from accel_state.whole_files import read_whole
 
 __all__ = [
     "Credentials",
@@ -224,7 +225,7 @@ def _table(name: str | None, option: str, columns: tuple[str, str]) -> dict[str,
     if name is None:
         return {}
     try:
-        lines = Path(name).expanduser().read_text(encoding="utf-8-sig").splitlines()
+        lines = read_whole(Path(name).expanduser()).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{option} {name} cannot be read: {error}; pass the path of another file"
