@@ -278,7 +278,7 @@ class Case:
     saves_before: bool
     device_specific: bool
     idle: tuple[bool, ...]
-    """Processes between that load the state and save it again without a step; True: iterators of all loaders begin."""
+    """Processes between that load the state and save it again without a step; True: an iterator begins."""
 
     @classmethod
     def draw(cls, strategy: str, number: int) -> Case:
@@ -462,7 +462,7 @@ class Script:
 
     def save_again(self, begins: bool) -> None:
         """Save what was loaded, without a step."""
-        kept = [*map(iter, [self._rest_of(self._next_epoch()), *self.loaders[1:]])] if begins else []
+        kept = iter(self._rest_of(self._next_epoch())) if begins else None
         self.accelerator.save_state()
         del kept
 

@@ -722,7 +722,7 @@ class Accelerator:
     def share_schedules(self, from_process: int = 0) -> None:
         """Give all processes one's schedules and rates, after they took different numbers of steps; a collective."""
         here, strategy = self._prepared, self._plan.strategy
-        owners = [*here.schedulers, *map(GroupOptions, here.inner_optimizers)]
+        owners: list[Any] = [*here.schedulers, *map(GroupOptions, here.inner_optimizers)]
         take_states(owners, from_process, strategy.loss, strategy.options.device)
 
     @property

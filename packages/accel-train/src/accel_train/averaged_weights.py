@@ -80,7 +80,7 @@ class AveragedWeights:
         }
         self._applied = False
         accelerator.register_for_checkpointing(self)
-        self._strategy.averages.append(self)
+        self._strategy.weight_averages.append(self)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -146,7 +146,8 @@ class Epoch:
         """
         running = self.running
         if self.restored is None and running is not None and not running.yielded and not running.ended:
-            return running.restored
+            taken: Restored | None = running.restored
+            return taken
         return self.restored
 
     def between(self, ranks: Ranks) -> dict[str, Any]:

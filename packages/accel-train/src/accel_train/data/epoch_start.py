@@ -86,9 +86,10 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
             sampler.load_state_dict(saved)
         rng = randomness.tree(randomness.now())
         rng["samplers"] = [sampler.state_dict() for sampler in samplers] if samplers else []
-        rng["workers_run"] = running = loader.persistent_workers and loader.keeps_workers
+        running = loader.persistent_workers and loader.keeps_workers
         # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
         ran = loader.workers_ran if start is None else start.get("workers_run", False)
+        rng["workers_run"] = running or ran
         loader.seedless, loader.workers_ran = ran and not running, False
         iteration = loader.make_iteration(randomness, rng)
         iteration.epoch = epoch.iteration

@@ -161,7 +161,7 @@ class Prepared:
 
     def clear(self, objects: Sequence[Any] = ()) -> None:
         """Forget everything prepared, averages of its weights, and what is registered of `objects`."""
-        released = {id(item) for item in (*self.plan.strategy.averages, *objects)}
+        released = {id(item) for item in (*self.plan.strategy.weight_averages, *objects)}
         self.registered[:] = [known for known in self.registered if id(known.item) not in released]
         for items in (self.models, self.prepared_models, self.optimizers, self.schedulers, self.loaders):
             items.clear()

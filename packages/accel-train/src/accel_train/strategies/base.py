@@ -334,7 +334,7 @@ class Strategy:
         loss: ranks over which gradients are averaged when a window ends, and items are summed.
         states: saves and loads the states of what was prepared.
         gathered: units of FSDP that a forward may have left whole.
-        averages: averages of the weights of prepared models.
+        weight_averages: averages of the weights of prepared models.
     """
 
     name: ClassVar[str] = "single"
@@ -352,7 +352,7 @@ class Strategy:
         self.precision = options.precision
         self.states = self.adapter(self)
         self.gathered = GatheredUnits()
-        self.averages: list[AveragesWeights] = []
+        self.weight_averages: list[AveragesWeights] = []
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
@@ -427,7 +427,7 @@ class Strategy:
     def release(self) -> None:
         """Forget everything prepared: `free_memory()` was called."""
         self.gathered.clear()
-        self.averages.clear()
+        self.weight_averages.clear()
 
     # One micro-batch
 

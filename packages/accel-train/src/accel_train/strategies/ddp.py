@@ -328,7 +328,7 @@ class DDPStrategy(Strategy):
         if most == -shortest:
             return
         take_states(owners, source, ranks, self.options.device)
-        for average in self.averages:
+        for average in self.weight_averages:
             with average.shared() as tensors:
                 broadcast(tensors, source, group=ranks.group)
         self.precision.share_scale(lambda values: broadcast(values, source, group=ranks.group))
@@ -380,7 +380,7 @@ class DDPStrategy(Strategy):
         if self._joins:
             raise _not_joined()
         with contextlib.ExitStack() as stack:
-            of_model = [average for average in self.averages if average.plain is inner.module]
+            of_model = [average for average in self.weight_averages if average.plain is inner.module]
             along = [tensor for average in of_model for tensor in stack.enter_context(average.shared())]
             done = self.local.of(inner).average(self.loss, finished=finished, along=along)
         self.precision.share_scale(lambda values: reduce(values, "min", group=self.loss.group))

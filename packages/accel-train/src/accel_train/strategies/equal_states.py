@@ -54,7 +54,7 @@ def take_states(owners: Sequence[_Stateful], source: int, ranks: Ranks, device: 
         device: where tensors are sent from.
     """
     leaves, spec = flatten([owner.state_dict() for owner in owners])
-    described = [spec, [(leaf.shape, leaf.dtype, leaf.device.type) for leaf in leaves]]
+    described: list[Any] = [spec, [(leaf.shape, leaf.dtype, leaf.device.type) for leaf in leaves]]
     broadcast_object_list(described, source, group=ranks.group)
     spec, forms = described
     is_source = ranks.rank == source
