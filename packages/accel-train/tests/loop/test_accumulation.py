@@ -599,3 +599,21 @@ def test_gradients_of_windows_by_hand_are_corrected_once():
         ((reference(data[first : first + 4]).square().squeeze(1) * factor).sum() / factor.sum()).backward()
     found = accelerator.unwrap_model(model).weight.grad
     torch.testing.assert_close(found, reference.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_an_optimizer_gets_later_belong_to_their_models_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second, optimizer = accelerator.prepare(
+        first, second, torch.optim.SGD(first.parameters(), lr=0.1)
+    )
+    for model in (first, second):  # both windows are open
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+    optimizer.add_param_group({"params": [*second.parameters()]})
+    before = second.weight.detach().clone()
+    with accelerator.accumulate(second):
+        accelerator.backward(second(torch.ones(1, 1)).sum())
+        optimizer.step()
+    assert not torch.equal(second.weight, before), "its window is complete"

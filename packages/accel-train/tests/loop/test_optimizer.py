@@ -84,6 +84,9 @@ class Windows:
     def places_of(self, optimizer, before):
         return None
 
+    def forget_optimizer(self, optimizer):
+        pass
+
     def window_for(self, optimizer):
         return None
 

@@ -82,7 +82,7 @@ class Trained:
                         found[f"optimizer_{index}.{number}.{place}"] = parameter
         return found
 
-    def names(self, models: Sequence[nn.Module]) -> bool:
+    def knows(self, models: Sequence[nn.Module]) -> bool:
         """Whether `name_of` knows all of these models."""
         known = {id(module) for model in self.models for module in model.modules()}
         return known.union(map(id, self.prepared)).issuperset(map(id, models))
@@ -226,7 +226,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
         "complete": [
             {"models": [trained.name_of(model) for model in window.models], "noted": _noted(window)}
             for window in accumulator.windows()
-            if all(window is not other for other in windows) and trained.names(window.models)
+            if all(window is not other for other in windows) and trained.knows(window.models)
         ],
         "gradients": gradients,
         "engine_waits": states.gradients_wait,

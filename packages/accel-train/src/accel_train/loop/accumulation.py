@@ -219,6 +219,10 @@ class Accumulator:
         """
         return None if len(self._windows) < 2 else self._last_naming(optimizer)
 
+    def forget_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look again which models an optimizer steps: it has got further parameters."""
+        self._naming.pop(id(optimizer), None)
+
     def judged_with(self, optimizer: torch.optim.Optimizer) -> Window:
         """The window whose losses led to the gradients of an optimizer."""
         return self._last_naming(optimizer) or self._latest

@@ -40,6 +40,9 @@ class _AlwaysSync:
     def window_for(self, optimizer: torch.optim.Optimizer) -> Window | None:
         return None
 
+    def forget_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
     def may_drop_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         return True
 
@@ -157,6 +160,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+        self._accumulator.forget_optimizer(self)
         self._check_again()  # perhaps parameters of no prepared model
 
     def state_dict(self) -> dict[str, Any]:
