@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Provenance"]
+__all__ = ["Provenance", "storages", "tensors_in"]
 
 _aten = torch.ops.aten
 _BY_FORM = frozenset(
@@ -30,13 +30,11 @@ class Provenance(TorchDispatchMode):
 
     def mark(self, value: Any) -> None:
         """Follow the values of all tensors in a structure."""
-        for tensor in _tensors(value):
-            storage = tensor.untyped_storage()
-            self._marked[storage._cdata] = storage
+        self._marked |= {storage._cdata: storage for storage in storages(value)}
 
     def reaches(self, value: Any) -> bool:
         """Whether a tensor in a structure was computed from the values of a marked one."""
-        return any(tensor.untyped_storage()._cdata in self._marked for tensor in _tensors(value))
+        return any(storage._cdata in self._marked for storage in storages(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and mark its results if it read a marked tensor."""
@@ -46,5 +44,11 @@ class Provenance(TorchDispatchMode):
         return result
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def storages(value: Any) -> list[Any]:
+    """The memory of all tensors in a structure; that of a tensor is also that of its views."""
+    return [leaf.untyped_storage() for leaf in tensors_in(value)]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a structure."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
