@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +354,77 @@ def nested_target(schedule: str | None) -> tuple[float, float]:
 def test_a_target_of_several_tensors(schedule: str) -> None:
     for found in worlds.run(nested_target, 2, schedule):
         assert found == pytest.approx(nested_target(None), rel=1e-12)
+
+
+KINDS = 6
+CROSS_ENTROPY = nn.functional.cross_entropy
+LOSSES: dict[str, Any] = {
+    "cross entropy": CROSS_ENTROPY,
+    "another index": nn.CrossEntropyLoss(ignore_index=5),
+    "summed": partial(CROSS_ENTROPY, reduction="sum"),
+    "weighted": nn.CrossEntropyLoss(weight=torch.arange(1.0, KINDS + 1, dtype=torch.float64)),
+    "root": lambda output, target: CROSS_ENTROPY(output, target).sqrt(),
+    "contrastive": lambda output, target: CROSS_ENTROPY(output @ output.T, torch.arange(len(output))),
+}
+
+
+def of_kinds(name: str, handler: dict[str, Any] | None, evaluated: bool = False) -> list[float] | str:
+    """Losses and norms of two batches, of whose labels some do not count; or the error."""
+    from accel_train import PrepareError
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(FEATURES, FEATURES) for _ in range(3)), nn.Linear(FEATURES, KINDS)
+    ).double()
+    x, labels = rows_of(16)[0], torch.arange(16) % KINDS
+    ignored = 5 if name == "another index" else -100
+    labels[[1, 4, 5, 6, 7, 10]] = ignored if name in ("cross entropy", "another index") else 2
+    function, seen = LOSSES[name], []
+    if handler is not None:
+        accelerator = accelerator_of({**handler, "loss_function": function})
+        model = accelerator.prepare(model)
+    for rows in (slice(0, 8), slice(8, 16)):
+        if handler is None:
+            loss = function(model(x[rows]), labels[rows])
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        else:
+            try:
+                if evaluated:
+                    with torch.no_grad():
+                        model(x[rows], target=labels[rows])
+                loss = model(x[rows], target=labels[rows]).loss
+            except PrepareError as error:
+                return str(error)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        seen += [loss.item(), float(norm)]
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["cross entropy", "another index"])
+def test_a_loss_over_the_labels_that_count(name: str, schedule: str, evaluated: bool) -> None:
+    for found in worlds.run(of_kinds, 2, name, {"schedule": schedule}, evaluated):
+        assert found == pytest.approx(of_kinds(name, None), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["summed", "weighted", "root", "contrastive"])
+def test_a_loss_that_is_no_mean_is_refused_on_all_ranks(name: str, schedule: str) -> None:
+    for found in worlds.run(of_kinds, 2, name, {"schedule": schedule}):
+        assert re.search(
+            r"^loss_function=\S+ is .* for two micro-batches together, and the mean of theirs", found
+        )
+
+
+@pytest.mark.parametrize("name", ["weighted", "root"])
+def test_a_loss_of_one_micro_batch_may_be_any(name: str) -> None:
+    handler = {"schedule": "gpipe", "num_micro_batches": 1}
+    for found in worlds.run(of_kinds, 2, name, handler):
+        assert found == pytest.approx(of_kinds(name, None), rel=1e-12)
 
 
 def odd_after_evaluation() -> str:

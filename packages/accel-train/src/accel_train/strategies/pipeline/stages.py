@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from accel_train.errors import PrepareError
 from accel_train.strategies.pipeline.cut import Cut
@@ -27,7 +28,6 @@ __all__ = [
 
 _IGNORED = -100
 _CAUSAL = "ForCausalLM"
-_BY_LABEL = (_CAUSAL, "ForMaskedLM", "ForTokenClassification")
 TARGET = "target"
 """Argument of the prepared model that `PipelineParallelConfig.loss_function` gets."""
 
@@ -164,13 +164,13 @@ class Stage(nn.Module):
         self.chain = cut.chain
         self._calls = calls
         self._loss_function = loss_function
+        self._loss_kind = "" if cut.chain else loss_kind(model)
         self.layers = [model.get_submodule(name) for name in cut.stages[index] if name in cut.layers]
         self.module: nn.Module
         if cut.chain:
             self.module = _Chain(model, cut.stages[index], leaves=not self.is_last)
         else:
             self.module = copied_around(model, "", self._places(model, cut))
-            self._loss_kind = loss_kind(model)
             self._without_cache = without_cache(model)
 
     def _places(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
@@ -208,13 +208,15 @@ class Stage(nn.Module):
             return end.hidden
         finally:
             self._calls.running, self._calls.received = False, None
+        given = {TARGET: target} if target is not None else {} if self.chain else named
+        counted = counted_labels(self._loss_kind, given, self._loss_function)
+        if counted is not None and not counted:
+            # The mean over no labels is not a number; this micro-batch has no share in the loss.
+            logits = output["logits"] if target is None else tree_leaves(output)[0]
+            return {**(output if target is None else {}), "loss": logits.sum() * 0.0}
         if target is not None:
             assert self._loss_function is not None, "checked where the model is called"
             return {"loss": self._loss_function(output, target)}
-        counted = None if self.chain else counted_labels(self._loss_kind, named)
-        if counted is not None and not counted:
-            # The mean over no labels is not a number; this micro-batch has no share in the loss.
-            return {**output, "loss": output["logits"].sum() * 0.0}
         return output
 
 
@@ -233,20 +235,24 @@ def loss_kind(model: nn.Module) -> str:
     return kind or ""
 
 
-def counted_labels(kind: str, named: Mapping[str, Any]) -> Tensor | None:
-    """How many labels of a batch count in the mean loss of a model of transformers; None: it is a mean over rows.
+def counted_labels(
+    kind: str, named: Mapping[str, Any], loss_function: Callable[..., Any] | None
+) -> Tensor | None:
+    """How many labels of a batch count in a mean loss; None: all, so that it is a mean over rows.
 
     Args:
         kind: see `loss_kind`.
         named: what the model is called with.
+        loss_function: see `PipelineParallelConfig`.
     """
-    labels = named.get("labels")
-    if labels is None or kind not in _BY_LABEL:
+    labels = named.get(TARGET, named.get("labels"))
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    if kind == _CAUSAL:
+    ignored = getattr(loss_function, "ignore_index", _IGNORED) if TARGET in named else _IGNORED
+    if kind == _CAUSAL and TARGET not in named:
         following = named.get("shift_labels")  # the first label of a sequence follows nothing
         labels = labels[..., 1:] if following is None else following
-    counted: Tensor = (labels != _IGNORED).sum()
+    counted: Tensor = (labels != ignored).sum()
     return counted
 
 
