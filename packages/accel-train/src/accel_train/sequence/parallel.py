@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
+import textwrap
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -321,6 +324,13 @@ def _check_head(model: nn.Module, name: str) -> None:
     if not is_of_transformers(base):
         return
     kind, names = getattr(base, "loss_type", None), takes(base)
+    why = _counts_from_its_part(base, names)
+    if why is not None:
+        raise IncompatibleOptionsError(
+            f"{type(base).__name__} cannot compute parts of sequences, which {name} gives each rank: {why}. Use a "
+            "model whose forward takes position_ids and gives its loss all keyword arguments, such as Llama, or leave "
+            "out cp_size and sp_size."
+        )
     if kind is None and ("labels" not in names or base.can_generate()) and "mc_labels" not in names:
         return  # no loss of its own, or older names of causal language models
     if kind not in _BY_POSITION:
@@ -329,6 +339,28 @@ def _check_head(model: nn.Module, name: str) -> None:
             f"sequences, which {name} gives each rank. Use a model for causal or masked language modeling or for token "
             "classification, or leave out cp_size and sp_size."
         )
+
+
+def _counts_from_its_part(model: Any, names: Sequence[str]) -> str | None:
+    """Why a model of transformers takes the part of a rank for a whole sequence; None: it does not."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "it has an encoder and a decoder, and makes the decoder's inputs from the labels that it sees"
+    if "position_ids" not in names:
+        return "its forward takes no position_ids, so it counts the positions that it sees from 0"
+    if "labels" in names and model.can_generate() and _calls_loss_without_keywords(type(model).forward):
+        return "its forward gives its loss no shift_labels, so it shifts the labels that it sees"
+    return None
+
+
+def _calls_loss_without_keywords(forward: Any) -> bool:
+    """Whether a forward computes its loss without handing on `**kwargs`; False where there is no source code."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+    except (OSError, TypeError):
+        return False
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    losses = [call for call in calls if getattr(call.func, "attr", None) == "loss_function"]
+    return not any(keyword.arg is None for call in losses for keyword in call.keywords)
 
 
 def _warn_of_neighbours(model: nn.Module, name: str) -> None:
