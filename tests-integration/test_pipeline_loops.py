@@ -587,6 +587,63 @@ def test_sharded_stages_are_saved_after(tmp_path: Path, handler: dict[str, Any],
 # Several models
 
 
+def adapters() -> nn.Sequential:
+    """Every second layer is frozen, on all stages; of the last one the bias is trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(6))).double()
+    for layer in (model[0], model[2], model[4]):
+        layer.requires_grad_(False)
+    model[5].weight.requires_grad_(False)
+    return model
+
+
+def adapted(
+    degrees: dict[str, int] | None,
+    handler: dict[str, Any],
+    first: int,
+    last: int,
+    save: str = "",
+    load: str = "",
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after some steps with adapters; and the files of a state without the frozen layers."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True) if degrees is None else accelerator_of(handler, degrees)
+    model = adapters()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.01))
+    if load:
+        accelerator.load_state(load)
+    x, y = rows_of()
+    for step in range(first, last):
+        loss = loss_of(model, x * (step + 1), y, degrees is not None and "loss_function" in handler)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save, trainable_only=True)
+    return accelerator.get_state_dict(model), sorted(map(str, Path(save).rglob("*"))) if save else []
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard_size": 2}], ids=["pp", "pp x fsdp2"])
+def test_adapters_of_all_stages_are_saved_alone_and_go_on(tmp_path: Path, degrees: dict[str, int]) -> None:
+    from accel_ckpt import load_state_dict
+
+    ranks = 2 * degrees.get("dp_shard_size", 1)
+    [wanted, *_] = worlds.run(adapted, 1, None, {}, 0, 4)
+    worlds.run(adapted, ranks, degrees, FUSED, 0, 2, str(tmp_path / "state"))
+    saved = {name for file in (tmp_path / "state").rglob("*.safetensors") for name in load_state_dict(file)}
+    weights = {name.rpartition("/")[2] for name in saved if "exp_avg" not in name and "step" not in name}
+    assert {name for name in weights if re.fullmatch(r"\d\.(weight|bias)", name)} <= set(
+        adapters().state_dict()
+    )
+    assert not weights & {"0.weight", "2.weight", "4.bias", "5.weight"}
+    for found, _ in worlds.run(adapted, ranks, degrees, SCRIPT, 2, 4, "", str(tmp_path / "state")):
+        torch.testing.assert_close(dict(found), dict(wanted[0]), rtol=1e-9, atol=1e-12)
+    [found, *_] = worlds.run(adapted, 1, None, {}, 2, 4, "", str(tmp_path / "state"))
+    torch.testing.assert_close(dict(found[0]), dict(wanted[0]), rtol=1e-9, atol=1e-12)
+
+
 class Critic(nn.Module):
     """No chain of modules, so it cannot be cut."""
 
