@@ -54,13 +54,14 @@ class RoutedExperts(nn.ModuleList):
         return over_list(self, hidden_states, top_k_index, top_k_weights)
 
 
-def over_list(experts, x, indices, weights, skip=True):
+def over_list(experts, x, indices, weights, skip=True, named=False):
     """What hand-written layers do: each expert gets its tokens, and most skip those without tokens."""
     result = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         token, place = torch.where(indices == number)
         if token.numel() or not skip:
-            result.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+            found = expert(x=x[token]) if named else expert(x[token])
+            result.index_add_(0, token, found * weights[token, place, None])
     return result
 
 
@@ -78,7 +79,9 @@ class Block(nn.Module):
             "routed list": RoutedExperts,
             "list": lambda count: nn.ModuleList(Expert() for _ in range(count)),
             "unskipped list": lambda count: nn.ModuleList(Expert() for _ in range(count)),
+            "list by keyword": lambda count: nn.ModuleList(Expert() for _ in range(count)),
         }[kind](count)
+        self.named = kind == "list by keyword"
         self.skip = kind != "unskipped list"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +90,7 @@ class Block(nn.Module):
         flat = self.norm(x)
         weights, indices = self.router(flat).softmax(-1).topk(self.k)
         if type(self.experts) is nn.ModuleList:
-            return x + over_list(self.experts, flat, indices, weights, self.skip)
+            return x + over_list(self.experts, flat, indices, weights, self.skip, self.named)
         return x + self.experts(flat, indices, weights)
 
 
@@ -246,6 +249,7 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
     [
         pytest.param({"favoured": 2, "kind": "list"}, id="a rank of a list without tokens"),
         pytest.param({"favoured": 2, "kind": "unskipped list"}, id="experts called without tokens"),
+        pytest.param({"kind": "list by keyword"}, id="experts called by keyword"),
         pytest.param({"frozen": "some", "kind": "list"}, id="a list frozen in part"),
         pytest.param({"kind": "list", "plugin": {"activation_checkpointing": True}}, id="a list, recomputed"),
         pytest.param({"compiled": True}, marks=pytest.mark.full, id="compiled"),
@@ -542,6 +546,52 @@ class Counting(Block):
         return x + self.experts[self.calls % 2](x)
 
 
+class Chained(Block):
+    """Each token goes through two experts, one after the other."""
+
+    def forward(self, x):
+        _, indices = self.router(x).topk(2)
+        for turn in range(2):
+            x = x + over_list(self.experts, x, indices[:, turn, None], torch.ones_like(x[:, :1]))
+        return x
+
+
+class SharedFirst(Block):
+    """The others get what the first one returns."""
+
+    def forward(self, x):
+        x = x + self.experts[0](x)
+        return x + over_list(self.experts[1:], x, self.router(x)[:, 1:].argmax(-1, keepdim=True), x[:, :1])
+
+
+class Rerouted(Block):
+    """What one expert returns decides which tokens another one gets, always as many."""
+
+    def forward(self, x):
+        first = self.experts[0](x)
+        chosen = self.router(x + first)[:, 1].argsort()[:2]
+        return (x + first).index_add(0, chosen, self.experts[1](x[chosen]))
+
+
+class Stored(Block):
+    """What one expert returns goes into a tensor that another one gets."""
+
+    def forward(self, x):
+        both = torch.zeros_like(x)
+        both[0] = self.experts[0](x)[0]
+        return x + self.experts[1](both)
+
+
+class SometimesChained(Block):
+    """In its first forward no expert gets what another one returned."""
+
+    first = True
+
+    def forward(self, x):
+        found = x + self.experts[0](x)
+        return found if self.first else self.experts[1](found)
+
+
 class Apart(Model):
     """Calls an expert outside of the module that holds it."""
 
@@ -559,13 +609,24 @@ def refused_in_forward(kind):
     model = accelerator.prepare(model)
     try:
         model(samples(1, 4)[0][0])
+        if kind is SometimesChained:
+            kind.first = False
+            model(samples(1, 4)[0][0])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+OF_ANOTHER = r"blocks.0.experts.{} with values that were computed from what another member returned"
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        (Chained, "Chained calls blocks.0.experts."),
+        (SharedFirst, "SharedFirst calls blocks.0.experts."),
+        (Rerouted, "Rerouted calls " + OF_ANOTHER.format(1)),
+        (Stored, "Stored calls " + OF_ANOTHER.format(1)),
+        (SometimesChained, "SometimesChained calls " + OF_ANOTHER.format(1)),
         (InPlace, "InPlace, which holds blocks.0.experts, changes one of its inputs or buffers in place"),
         (Counting, "Counting called other members of blocks.0.experts, or with other tokens"),
         (Apart, "blocks.0.experts.0 was called outside of the forward of Block"),

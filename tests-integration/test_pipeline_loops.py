@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +356,77 @@ def test_a_target_of_several_tensors(schedule: str) -> None:
         assert found == pytest.approx(nested_target(None), rel=1e-12)
 
 
+KINDS = 6
+CROSS_ENTROPY = nn.functional.cross_entropy
+LOSSES: dict[str, Any] = {
+    "cross entropy": CROSS_ENTROPY,
+    "another index": nn.CrossEntropyLoss(ignore_index=5),
+    "summed": partial(CROSS_ENTROPY, reduction="sum"),
+    "weighted": nn.CrossEntropyLoss(weight=torch.arange(1.0, KINDS + 1, dtype=torch.float64)),
+    "root": lambda output, target: CROSS_ENTROPY(output, target).sqrt(),
+    "contrastive": lambda output, target: CROSS_ENTROPY(output @ output.T, torch.arange(len(output))),
+}
+
+
+def of_kinds(name: str, handler: dict[str, Any] | None, evaluated: bool = False) -> list[float] | str:
+    """Losses and norms of two batches, of whose labels some do not count; or the error."""
+    from accel_train import PrepareError
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(FEATURES, FEATURES) for _ in range(3)), nn.Linear(FEATURES, KINDS)
+    ).double()
+    x, labels = rows_of(16)[0], torch.arange(16) % KINDS
+    ignored = 5 if name == "another index" else -100
+    labels[[1, 4, 5, 6, 7, 10]] = ignored if name in ("cross entropy", "another index") else 2
+    function, seen = LOSSES[name], []
+    if handler is not None:
+        accelerator = accelerator_of({**handler, "loss_function": function})
+        model = accelerator.prepare(model)
+    for rows in (slice(0, 8), slice(8, 16)):
+        if handler is None:
+            loss = function(model(x[rows]), labels[rows])
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        else:
+            try:
+                if evaluated:
+                    with torch.no_grad():
+                        model(x[rows], target=labels[rows])
+                loss = model(x[rows], target=labels[rows]).loss
+            except PrepareError as error:
+                return str(error)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        seen += [loss.item(), float(norm)]
+        model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["cross entropy", "another index"])
+def test_a_loss_over_the_labels_that_count(name: str, schedule: str, evaluated: bool) -> None:
+    for found in worlds.run(of_kinds, 2, name, {"schedule": schedule}, evaluated):
+        assert found == pytest.approx(of_kinds(name, None), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["summed", "weighted", "root", "contrastive"])
+def test_a_loss_that_is_no_mean_is_refused_on_all_ranks(name: str, schedule: str) -> None:
+    for found in worlds.run(of_kinds, 2, name, {"schedule": schedule}):
+        assert re.search(
+            r"^loss_function=\S+ is .* for two micro-batches together, and the mean of theirs", found
+        )
+
+
+@pytest.mark.parametrize("name", ["weighted", "root"])
+def test_a_loss_of_one_micro_batch_may_be_any(name: str) -> None:
+    handler = {"schedule": "gpipe", "num_micro_batches": 1}
+    for found in worlds.run(of_kinds, 2, name, handler):
+        assert found == pytest.approx(of_kinds(name, None), rel=1e-12)
+
+
 def odd_after_evaluation() -> str:
     from accel_train import DataError
 
@@ -512,6 +585,63 @@ def test_sharded_stages_are_saved_after(tmp_path: Path, handler: dict[str, Any],
 
 
 # Several models
+
+
+def adapters() -> nn.Sequential:
+    """Every second layer is frozen, on all stages; of the last one the bias is trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(6))).double()
+    for layer in (model[0], model[2], model[4]):
+        layer.requires_grad_(False)
+    model[5].weight.requires_grad_(False)
+    return model
+
+
+def adapted(
+    degrees: dict[str, int] | None,
+    handler: dict[str, Any],
+    first: int,
+    last: int,
+    save: str = "",
+    load: str = "",
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after some steps with adapters; and the files of a state without the frozen layers."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True) if degrees is None else accelerator_of(handler, degrees)
+    model = adapters()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.01))
+    if load:
+        accelerator.load_state(load)
+    x, y = rows_of()
+    for step in range(first, last):
+        loss = loss_of(model, x * (step + 1), y, degrees is not None and "loss_function" in handler)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save, trainable_only=True)
+    return accelerator.get_state_dict(model), sorted(map(str, Path(save).rglob("*"))) if save else []
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard_size": 2}], ids=["pp", "pp x fsdp2"])
+def test_adapters_of_all_stages_are_saved_alone_and_go_on(tmp_path: Path, degrees: dict[str, int]) -> None:
+    from accel_ckpt import load_state_dict
+
+    ranks = 2 * degrees.get("dp_shard_size", 1)
+    [wanted, *_] = worlds.run(adapted, 1, None, {}, 0, 4)
+    worlds.run(adapted, ranks, degrees, FUSED, 0, 2, str(tmp_path / "state"))
+    saved = {name for file in (tmp_path / "state").rglob("*.safetensors") for name in load_state_dict(file)}
+    weights = {name.rpartition("/")[2] for name in saved if "exp_avg" not in name and "step" not in name}
+    assert {name for name in weights if re.fullmatch(r"\d\.(weight|bias)", name)} <= set(
+        adapters().state_dict()
+    )
+    assert not weights & {"0.weight", "2.weight", "4.bias", "5.weight"}
+    for found, _ in worlds.run(adapted, ranks, degrees, SCRIPT, 2, 4, "", str(tmp_path / "state")):
+        torch.testing.assert_close(dict(found), dict(wanted[0]), rtol=1e-9, atol=1e-12)
+    [found, *_] = worlds.run(adapted, 1, None, {}, 2, 4, "", str(tmp_path / "state"))
+    torch.testing.assert_close(dict(found[0]), dict(wanted[0]), rtol=1e-9, atol=1e-12)
 
 
 class Critic(nn.Module):

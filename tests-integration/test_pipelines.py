@@ -530,9 +530,27 @@ def test_saved_weights_load_into_the_plain_model(tmp_path) -> None:
 
 
 def language_model(kind: str, layers: int = 4):
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GPT2Config
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+    )
 
     torch.manual_seed(0)
+    if kind == "bert":
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+                tie_word_embeddings=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        ).double()  # fmt: skip
+    if kind == "llama for rows":
+        config = config_of("llama", layers)
+        config.num_labels, config.pad_token_id = KINDS, 0
+        return AutoModelForSequenceClassification.from_config(config).double()
     if kind == "llama for tokens":
         config = config_of("llama", layers)
         config.num_labels, config.classifier_dropout = KINDS, 0.0
@@ -561,6 +579,12 @@ def padded(kind: str = "") -> dict[str, Tensor]:
         labels = (rows % KINDS).masked_fill(labels == -100, -100)
         labels[2:4] = -100
     batch = {"input_ids": rows, "attention_mask": mask, "labels": labels}
+    if kind == "llama for rows":  # one label for each, at its last token
+        return {
+            "input_ids": rows.masked_fill(mask == 0, 0),
+            "attention_mask": mask,
+            "labels": rows[:, 0] % KINDS,
+        }
     if kind.endswith("shifted"):  # fewer count than in `labels`
         following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].clone()
         following[0, :5] = following[6, 2:] = -100
@@ -602,6 +626,7 @@ def train_language_model(
 
 
 TOKENS_MODULES = ["model.embed_tokens", "model.layers", "model.norm", "score"]
+BERT_MODULES = ["bert.embeddings", "bert.encoder.layer", "cls"]
 GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
 
 
@@ -616,6 +641,8 @@ GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transfor
         ("llama shifted", {"schedule": "gpipe"}),
         ("llama for tokens", {"modules": TOKENS_MODULES}),
         ("llama for tokens", {"modules": TOKENS_MODULES, "schedule": "gpipe"}),
+        ("llama for rows", {"modules": TOKENS_MODULES}),
+        ("bert", {"modules": BERT_MODULES}),
         ("qwen3_moe", {}),
         ("gpt2", {"modules": GPT2_MODULES}),
         ("deepseek_v3", {}),

@@ -604,9 +604,7 @@ def test_gradients_of_windows_by_hand_are_corrected_once():
 def test_parameters_that_an_optimizer_gets_later_belong_to_their_models_window():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-    first, second, optimizer = accelerator.prepare(
-        first, second, torch.optim.SGD(first.parameters(), lr=0.1)
-    )
+    first, second, optimizer = accelerator.prepare(first, second, torch.optim.SGD(first.parameters(), lr=0.1))
     for model in (first, second):  # both windows are open
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())

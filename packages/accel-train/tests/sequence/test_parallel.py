@@ -561,6 +561,51 @@ def test_transformers_models_with_heads_over_whole_sequences_are_refused():
     assert all(worlds.run(heads_of_whole_sequences, 2, {"cp": 2}))
 
 
+def counting_from_their_part(degrees):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 60, "d_model": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+    sizes |= {
+        f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")
+    }
+    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64}
+
+    class ShiftsItself(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
+            logits = super().forward(input_ids, position_ids=position_ids).logits
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return {"loss": loss, "logits": logits}
+
+    t5 = transformers.T5Config(vocab_size=60, d_model=16, d_ff=16, d_kv=4, num_layers=1, num_heads=4)
+    sequence, told = SequenceParallel(mesh_of(degrees)), []
+    for model in (
+        transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)),
+        transformers.MarianMTModel(transformers.MarianConfig(**sizes)),
+        transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)),
+        transformers.BartModel(transformers.BartConfig(**sizes)),
+        transformers.T5ForConditionalGeneration(t5),
+        transformers.BartForCausalLM(transformers.BartConfig(**sizes)),
+        transformers.MarianForCausalLM(transformers.MarianConfig(**sizes)),
+        ShiftsItself(llama().config),
+    ):
+        before = dict(model._forward_pre_hooks)
+        with pytest.raises(IncompatibleOptionsError) as caught:
+            sequence.prepare(model)
+        assert model._forward_pre_hooks == before
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"sp": 2}], ids=["cp", "sp"])
+def test_transformers_models_that_count_from_their_part_are_refused(degrees):
+    pytest.importorskip("transformers")
+    for told in worlds.run(counting_from_their_part, 2, degrees):
+        assert all(
+            "it has an encoder and a decoder, and makes the decoder's inputs" in text for text in told[:5]
+        )
+        assert all("its forward takes no position_ids" in text for text in told[5:7])
+        assert "its forward gives its loss no shift_labels" in told[7]
+
+
 class Neighbours(nn.Module):
     def __init__(self):
         super().__init__()

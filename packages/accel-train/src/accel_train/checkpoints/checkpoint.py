@@ -297,7 +297,7 @@ def _save_state(
         states.model_state(model, name) for model, name in zip(prepared.prepared_models, named, strict=True)
     ]
     if trainable_only:
-        trees.progress["frozen"] = leave_out_frozen(weights, named)
+        trees.progress["frozen"] = leave_out_frozen(weights, list(map(states.frozen, named)))
 
     def run_hooks(folder: Path) -> None:
         for hook in prepared.hooks.save.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 
 import accel_ckpt
 from accel_ckpt.format.forms import OTHERS, check_form, natural
-from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import is_divided, is_leaf, parts_of, shape_of
@@ -25,12 +24,14 @@ _FORM = [{OTHERS: {"shape": [natural], "dtype": str, "mark": (str, None)}}]
 """Of what `leave_out_frozen` returns."""
 
 
-def leave_out_frozen(weights: Sequence[dict[str, Any]], named: Sequence[NamedModel]) -> list[dict[str, Any]]:
+def leave_out_frozen(
+    weights: Sequence[dict[str, Any]], frozen: Sequence[Collection[str]]
+) -> list[dict[str, Any]]:
     """Remove frozen parameters, and entries that quantised ones have beside them.
 
     Args:
         weights: the weights of each model that this rank saves; changed in place.
-        named: the models.
+        frozen: the names of each model's frozen parameters, also of those that other ranks hold.
 
     Returns:
         The removed entries of each model: name → shape, dtype, and a mark of its values if it is whole.
@@ -39,9 +40,8 @@ def leave_out_frozen(weights: Sequence[dict[str, Any]], named: Sequence[NamedMod
         OptionError: no parameter of any model is frozen.
     """
     removed = []
-    for held, model in zip(weights, named, strict=True):
-        frozen = {name for name, p in model.parameters().items() if not p.requires_grad}
-        names = [name for name in held if name in frozen or not frozen.isdisjoint(_above(name))]
+    for held, left_out in zip(weights, map(set, frozen), strict=True):
+        names = [name for name in held if not left_out.isdisjoint((name, *_above(name)))]
         removed.append(_described({name: held.pop(name) for name in names}))
     if not any(removed):
         raise OptionError(

@@ -151,7 +151,8 @@ class PipelineParallelConfig:
         cuts: names of the modules with which the second and all later stages begin. None: stages of about equal bytes
             of parameters.
         loss_function: called by the last stage as ``loss_function(output, target)``, where the script calls
-            ``model(…, target=target)``, which then returns the loss. It must return a mean over rows.
+            ``model(…, target=target)``, which then returns the loss. It must return a mean over rows, or over integer
+            labels other than its `ignore_index` (-100); the first call checks it.
         checkpoint: weights of a model that is on the meta device, as `load_checkpoint_in_model` takes them; each rank
             reads those of its stages.
         param_init_fn: initialises the parameters of one module of a model that is on the meta device, and of no module

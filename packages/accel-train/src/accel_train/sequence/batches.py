@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
-from collections.abc import Mapping
+import textwrap
+import tokenize
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +18,7 @@ from accel_state.trees import flatten, recursively_apply
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.layout import WHOLE, Layout
 
-__all__ = ["IGNORED", "ModelFacts", "Place", "cut_batch", "takes"]
+__all__ = ["IGNORED", "ModelFacts", "Place", "cut_batch", "source_nodes", "takes"]
 
 IGNORED = -100
 """Label that losses leave out: the default `ignore_index` of torch's cross entropy."""
@@ -142,6 +145,18 @@ def _longest(model: nn.Module) -> int | None:
 def takes(model: nn.Module) -> list[str]:
     """Names of the arguments of a forward, in their order."""
     return list(inspect.signature(model.forward).parameters)
+
+
+def source_nodes(function: Callable[..., Any]) -> list[ast.AST]:
+    """The nodes of a function's source code.
+
+    None if there is no such code: it is of the command line, compiled, edited since, or a lambda in a longer line.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+        return list(ast.walk(ast.parse(source)))
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return []
 
 
 def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import threading
 import weakref
@@ -19,7 +20,7 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, takes
+from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, source_nodes, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
 from accel_train.sequence.layout import Layout
 
@@ -321,6 +322,13 @@ def _check_head(model: nn.Module, name: str) -> None:
     if not is_of_transformers(base):
         return
     kind, names = getattr(base, "loss_type", None), takes(base)
+    why = _counts_from_its_part(base, names)
+    if why is not None:
+        raise IncompatibleOptionsError(
+            f"{type(base).__name__} cannot compute parts of sequences, which {name} gives each rank: {why}. Use a "
+            "model whose forward takes position_ids and gives its loss all keyword arguments, such as Llama, or leave "
+            "out cp_size and sp_size."
+        )
     if kind is None and ("labels" not in names or base.can_generate()) and "mc_labels" not in names:
         return  # no loss of its own, or older names of causal language models
     if kind not in _BY_POSITION:
@@ -329,6 +337,25 @@ def _check_head(model: nn.Module, name: str) -> None:
             f"sequences, which {name} gives each rank. Use a model for causal or masked language modeling or for token "
             "classification, or leave out cp_size and sp_size."
         )
+
+
+def _counts_from_its_part(model: Any, names: Sequence[str]) -> str | None:
+    """Why a model of transformers takes the part of a rank for a whole sequence; None: it does not."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "it has an encoder and a decoder, and makes the decoder's inputs from the labels that it sees"
+    if "position_ids" not in names:
+        return "its forward takes no position_ids, so it counts the positions that it sees from 0"
+    if "labels" in names and model.can_generate() and _calls_loss_without_keywords(type(model).forward):
+        return "its forward gives its loss no shift_labels, so it shifts the labels that it sees"
+    return None
+
+
+def _calls_loss_without_keywords(forward: Any) -> bool:
+    """Whether a forward computes its loss without handing on `**kwargs`; False where there is no source code."""
+    nodes = source_nodes(forward)
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    losses = [call for call in calls if getattr(call.func, "attr", None) == "loss_function"]
+    return bool(nodes) and not any(keyword.arg is None for call in losses for keyword in call.keywords)
 
 
 def _warn_of_neighbours(model: nn.Module, name: str) -> None:

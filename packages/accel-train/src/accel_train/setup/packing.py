@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-import tokenize
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from accel_state.messages import warn
 from accel_train.data.packing import PackingCollator
-from accel_train.sequence.batches import takes
-from accel_train.sequence.documents import is_of_transformers
+from accel_train.sequence.batches import source_nodes, takes
+from accel_train.sequence.documents import is_of_transformers, restarts
 
-__all__ = ["warn_of_packing"]
+__all__ = ["FirstBatches", "warn_of_packing"]
+
+_LOOKED_AT = 8
+"""Calls of a model; looking waits for its device."""
 
 
-def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None:
+def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module], new: Iterable[nn.Module]) -> None:
     """Warn of models of transformers that let the documents of packed batches attend to each other.
 
     They make the mask of their attention from `position_ids`, but not where a cache is in use. Encoders never do.
@@ -28,22 +29,62 @@ def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None
 
     Args:
         loaders: of single datasets.
-        models: those that were prepared with them; frozen ones are left out.
+        models: those that are prepared; frozen ones are left out.
+        new: those that are being prepared, whose first batches are looked at if no collate function packs.
     """
     packing = next((each for loader in loaders if (each := _packing(loader)) is not None), None)
-    if packing is None:
-        return
-    for model in models:
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            for module in filter(is_of_transformers, model.modules()):
-                reason = _mixes(module)
-                if reason is not None:
-                    warn(
-                        f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
-                        f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: "  # type: ignore[union-attr]
-                        f"{reason}",
-                    )
-                    return
+    for module, reason in filter(None, map(_mixing, new if packing is None else models)):
+        if packing is not None:
+            _warn(packing, module, reason)
+            break
+        FirstBatches(module, reason)
+
+
+def _mixing(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """The outermost model of transformers in a trained model that lets documents attend to each other, and why."""
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    for module in filter(is_of_transformers, model.modules() if trained else ()):
+        reason = _mixes(module)
+        if reason is not None:
+            return module, reason
+    return None
+
+
+class FirstBatches:
+    """Looks for packed documents in the first batches that a model is called with.
+
+    Args:
+        module: a model of transformers.
+        reason: why it lets documents attend to each other.
+    """
+
+    def __init__(self, module: nn.Module, reason: str) -> None:
+        self._reason, self._left = reason, _LOOKED_AT
+        self._hook = module.register_forward_pre_hook(self, with_kwargs=True)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn of position ids that begin again, where neither a mask nor an argument keeps documents apart."""
+        given = {**dict(zip(takes(module), args, strict=False)), **kwargs}
+        positions = given.get("position_ids")
+        self._left -= 1
+        packed = (
+            isinstance(positions, Tensor)
+            and given.get("attention_mask") is None
+            and given.get("use_cache") is not False
+            and bool(restarts(positions).any())
+        )
+        if packed:
+            _warn("A batch whose position_ids begin again", module, self._reason)
+        if packed or not self._left:
+            self._hook.remove()
+
+
+def _warn(packing: str, module: Any, reason: str) -> None:
+    warn(
+        f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
+        f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: {reason}",
+    )
 
 
 def _packing(loader: Any) -> str | None:
@@ -64,7 +105,8 @@ def _mixes(module: Any) -> str | None:
             "'flash_attention_2'. Load it with that, or give each document a sequence of its own."
         )
     # Training switches the cache off there.
-    checkpoints = getattr(module, "is_gradient_checkpointing", False)
+    newer = hasattr(type(module), "is_activation_checkpointing")  # the older name warns
+    checkpoints = getattr(module, f"is_{'activation' if newer else 'gradient'}_checkpointing", False)
     if "use_cache" in names and getattr(config, "use_cache", False) and not checkpoints:
         return (
             "it makes no mask for documents while config.use_cache is True. Set model.config.use_cache = False, or "
@@ -83,12 +125,7 @@ def _masks_without_positions(forward: Callable[..., Any]) -> bool:
 
     They are arguments, or keys of a mapping of arguments. False where there is no source code to look at.
     """
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
-        nodes = list(ast.walk(ast.parse(source)))
-    # Of the command line, compiled, edited since, or a lambda in a longer line.
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-        return False
+    nodes = source_nodes(forward)
     masks = [
         node
         for node in nodes

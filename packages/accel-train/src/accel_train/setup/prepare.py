@@ -102,7 +102,8 @@ class _Objects:
         ):
             found = [*self._prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
-            warn_of_packing(loaders, [*self._prepared.models, *map(self._strategy.plain, self._new.values())])
+            new = list(map(self._strategy.plain, self._new.values()))
+            warn_of_packing(loaders, [*self._prepared.models, *new], new)
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""

@@ -156,6 +156,10 @@ class StateAdapter:
         """
         return (named or NamedModel(self.strategy.plain(model))).state_dict()
 
+    def frozen(self, named: NamedModel) -> set[str]:
+        """The names of a model's frozen parameters, also of those that other ranks hold. Collective."""
+        return {name for name, parameter in named.parameters().items() if not parameter.requires_grad}
+
     def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
         """Parameters of a prepared model that only other ranks hold, as empty parts; this rank's are in the module.
 

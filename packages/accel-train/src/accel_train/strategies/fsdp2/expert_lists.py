@@ -26,6 +26,7 @@ from accel_state.operations.collectives import gather_object
 from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.activations import CheckpointedForward
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
+from accel_train.strategies.provenance import Provenance
 
 __all__ = ["ListedExperts", "divide_list"]
 
@@ -98,6 +99,10 @@ class ListedExperts:
         self._calls: list[tuple[int, Tensor]] = []
         self._results: list[Tensor] | None = None
         self._running = False
+        self._values: Provenance | None = None  # in a run that follows what members return
+        self._followed: set[tuple[bool, int]] = (
+            set()
+        )  # members that one has seen, in training and in evaluation
         self._used: set[int] = set()  # experts that this rank called in its last forward, some without tokens
         self._form: tuple[int, torch.dtype] | None = None  # of the rows that members are called with
         if experts.caller is None:
@@ -159,8 +164,12 @@ class ListedExperts:
                 "change a copy, or give the list of experts a forward(hidden_states, indices, weights), which runs "
                 "once."
             )
+        self._used = {number for number, _ in self._calls}
+        seen = {(self._caller.training, number) for number in self._used}
+        if not seen <= self._followed:
+            self._follow(drawn, args, kwargs)
+            self._followed |= seen
         calls = self._calls
-        self._used = {number for number, _ in calls}
         results = self._computed(calls)
         drawn_since = self._random_states()
         self._set_random_states(drawn)
@@ -170,6 +179,22 @@ class ListedExperts:
         if _described(self._calls) != _described(calls):
             self._refuse_other_calls()
         return output if calls else _depending_on(results[0], output)
+
+    def _follow(self, drawn: Sequence[Tensor], args: Sequence[Any], kwargs: Any) -> None:
+        """The first run once more, in which a member that gets what another one returned is refused."""
+        self._set_random_states(drawn)
+        before, self._calls = self._calls, []
+        try:
+            with (
+                torch.no_grad(),
+                Provenance() as self._values,
+            ):  # a recomputed forward keeps the same number of tensors
+                self._forward(*args, **kwargs)
+        finally:
+            self._values = None
+        if _described(self._calls) != _described(before):
+            self._refuse_other_calls()
+        self._calls = before
 
     def call(self, number: int, args: Sequence[Any], kwargs: Any) -> Any:
         """The forward of one member.
@@ -185,20 +210,32 @@ class ListedExperts:
                 "holds it. With ep_size only that forward can call it, because other ranks have parts of it; or call "
                 "it inside accelerator.whole_parameters(model)."
             )
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        values = (*args, *kwargs.values())
+        if len(values) != 1 or not isinstance(values[0], Tensor):
             raise PrepareError(
                 f"{self._name}.{number} was called with {len(args)} arguments and the keywords {list(kwargs)}; with "
                 "ep_size experts take one tensor, whose last dimension is that of a token's features."
             )
-        rows = args[0].reshape(-1, args[0].shape[-1])
+        [tokens] = values
+        rows = tokens.reshape(-1, tokens.shape[-1])
         place = len(self._calls)
         self._calls.append((number, rows))
         if self._results is None:
-            return self._zeros_like_result(args[0])
+            zeros = self._zeros_like_result(tokens)
+            if self._values is not None:
+                if self._values.reaches(tokens):
+                    raise PrepareError(
+                        f"{type(self._caller).__name__} calls {self._name}.{number} with values that were computed "
+                        "from what another member returned. With ep_size all members compute together, after a first "
+                        "run that notes their tokens, so none can wait for another. Leave out ep_size, or move a "
+                        "shared expert out of the list."
+                    )
+                self._values.mark(zeros)
+            return zeros
         if place >= len(self._results) or len(self._results[place]) != len(rows):
             self._refuse_other_calls()
         result = self._results[place]
-        return result.view(*args[0].shape[:-1], result.shape[-1])
+        return result.view(*tokens.shape[:-1], result.shape[-1])
 
     def _refuse_other_calls(self) -> None:
         raise PrepareError(

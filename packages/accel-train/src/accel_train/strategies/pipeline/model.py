@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
+from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, PrepareError
 from accel_train.plugins.parallelism import PipelineParallelConfig
 from accel_train.strategies.computed_loss import ComputedLosses, raw_backward
 from accel_train.strategies.outputs import EngineOutput
@@ -79,6 +79,7 @@ class PipelineModel(nn.Module):
         self._exchange = Exchange(group, device)
         self._chain = stages[0].chain
         self._loss_kind = "" if self._chain else loss_kind(given)
+        self._compares_losses = config.num_micro_batches != 1
         self._signature = inspect.signature(given.forward)
         #: Rows of the longest batch in training; shorter ones may be cut into fewer micro-batches.
         self.most_rows = 0
@@ -172,6 +173,9 @@ class PipelineModel(nn.Module):
                 "which the script computes the loss."
             )
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
+        if has_loss and self._compares_losses and self.foresight is None:
+            self._compares_losses = False
+            self._compare_losses(micro_batches)
         weights = self._weights(micro_batches)
         if fused:
             if not schedule.takes(len(micro_batches), self._layout):
@@ -206,19 +210,57 @@ class PipelineModel(nn.Module):
         return SCHEDULES[name]
 
     def _weights(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
-        """The share of each micro-batch in the loss of the batch.
-
-        Language models average over labels, which micro-batches have different numbers of; other losses are taken for
-        means over rows.
-        """
+        """The share of each micro-batch in the loss of the batch: of its labels that count, else of its rows."""
         if "num_items_in_batch" in micro_batches[0][1]:
             return [1.0] * len(micro_batches)  # the script divides by the items of the whole batch
-        found = [counted_labels(self._loss_kind, named) for _, named in micro_batches]
+        function = self._config.loss_function
+        found = [counted_labels(self._loss_kind, named, function) for _, named in micro_batches]
         known = [count for count in found if count is not None]
         if not known:
             return [1 / len(micro_batches)] * len(micro_batches)
         counts = torch.stack(known).tolist()
         return [count / max(sum(counts), 1) for count in counts]
+
+    def _compare_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check, in the first call, that the loss of two micro-batches together is the mean of theirs. Collective.
+
+        Raises:
+            PrepareError: it is not, so the loss of the batch cannot be computed from those of micro-batches.
+        """
+        labels = [_tensors(each[1].get(TARGET, each[1].get("labels"))) for each in micro_batches]
+        differ = [not all(map(torch.equal, found, labels[0])) for found in labels]
+        apart = [micro_batches[0], micro_batches[differ.index(True) if True in differ else -1]]
+        outputs: list[Any] = []
+        with _evaluated(self.stages), torch.no_grad():
+            for each in (apart, [tree_map(_joined, *apart)]):
+                forms: dict[int, list[Form]] = {}
+                outputs += run_forward(
+                    self._stages, self._layout, self._rank, self._exchange, each, forms, trains=False
+                ).outputs
+        self.free()
+        last = self._layout.stages - 1
+        found = None
+        if outputs:
+            low = max(torch.finfo(form.dtype).eps for form in forms[last])
+            first, second, both = (float(output["loss"]) for output in outputs)
+            weights = self._weights(apart)
+            mean = first * weights[0] + second * weights[1]
+            found = [torch.tensor([mean, both, low], dtype=torch.float64, device=self._device)]
+        mean, whole, low = self._exchange.share(found, self._layout.owner(last))[0].tolist()
+        if not abs(mean - whole) <= max(low**0.5, 1e-6) * max(abs(mean), abs(whole), 1e-3):
+            function = self._config.loss_function
+            name = getattr(function, "__name__", type(function).__name__)
+            who = (
+                f"loss_function={name}"
+                if TARGET in apart[0][1]
+                else f"The loss of {type(self.given).__name__}"
+            )
+            raise PrepareError(
+                f"{who} is {whole:.6g} for two micro-batches together, and the mean of theirs is {mean:.6g}. A "
+                "pipeline averages the losses of micro-batches, by the labels that count (other than -100) or by rows. "
+                "Give it such a mean, without weights of classes and without a sum; or choose num_micro_batches=1, or "
+                "schedule='gpipe' and compute the loss in the script."
+            )
 
     def _cut(
         self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: Schedule | None
@@ -544,6 +586,12 @@ class _Pass:
                 tensors.append(tensor)
             found.append((tensors, theirs))
         return found
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """The rows of two micro-batches."""
+    rows = isinstance(one, Tensor) and one.dim() and one is not other
+    return torch.cat([one, other]) if rows else one
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from accel_train.errors import PrepareError
 from accel_train.strategies.pipeline.cut import Cut
 
-__all__ = ["TARGET", "Absent", "Stage", "counted_labels", "loss_kind", "make_stages", "tensors_of"]
+__all__ = [
+    "TARGET",
+    "Absent",
+    "Stage",
+    "copied_around",
+    "counted_labels",
+    "loss_kind",
+    "make_stages",
+    "tensors_of",
+    "without_cache",
+]
 
 _IGNORED = -100
 _CAUSAL = "ForCausalLM"
-_BY_LABEL = (_CAUSAL, "ForMaskedLM", "ForTokenClassification")
 TARGET = "target"
 """Argument of the prepared model that `PipelineParallelConfig.loss_function` gets."""
 
@@ -35,32 +46,36 @@ class _Calls:
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage: returns its first input. It keeps plain attributes of the module."""
+    """In the place of a module of another stage: returns an activation. It keeps plain attributes of the module."""
 
     def __init__(self, name: str, module: nn.Module, calls: _Calls) -> None:
         super().__init__()
         for attribute, value in module.__dict__.items():
             if attribute not in self.__dict__ and not attribute.startswith("_"):
                 self.__dict__[attribute] = value
-        self._name = name
+        self.name = name
         self._calls = calls
-        # An embedding has tokens as its input, which are no activations; what depends on it is not computed here.
-        self._zero = torch.zeros((), dtype=module.weight.dtype) if isinstance(module, nn.Embedding) else None
+
+    @property
+    def weight(self) -> Any:
+        """For models that ask embeddings for their device and dtype."""
+        return self._calls.received
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The first input; of an embedding 0.
+        """The first input; zeros of the form of what the stage received if that is no activation, such as tokens.
 
         Raises:
             PrepareError: the model is called by itself, not by its pipeline.
         """
         if not self._calls.running:
             raise PrepareError(
-                f"{self._name!r} is in another stage of the pipeline, so this rank cannot run the model by itself. "
+                f"{self.name!r} is in another stage of the pipeline, so this rank cannot run the model by itself. "
                 "Call what prepare() returned, on all ranks; for a whole model load what save_model() writes."
             )
-        if self._zero is not None:
-            return self._zero
-        return inputs[0] if inputs else next(iter(named.values()))
+        first = next(iter((*inputs, *named.values())), None)
+        if isinstance(first, Tensor) and first.is_floating_point():
+            return first
+        return torch.zeros_like(self._calls.received)  # the model may change it in place
 
 
 class _Reached(Exception):  # noqa: N818 (no error)
@@ -94,10 +109,10 @@ class _Edge(nn.Module):
         if self._enters and inputs:
             inputs = (self._calls.received, *inputs[1:])
         elif self._enters:
-            named = {**named, "hidden_states": self._calls.received}
+            named = {**named, next(iter(named)): self._calls.received}
         output = self.layer(*inputs, **named)
         if self._leaves:
-            raise _Reached(output[0] if isinstance(output, tuple) else output)
+            raise _Reached(output[0] if isinstance(output, tuple | list) else output)
         return output
 
 
@@ -149,13 +164,14 @@ class Stage(nn.Module):
         self.chain = cut.chain
         self._calls = calls
         self._loss_function = loss_function
+        self._loss_kind = "" if cut.chain else loss_kind(model)
         self.layers = [model.get_submodule(name) for name in cut.stages[index] if name in cut.layers]
         self.module: nn.Module
         if cut.chain:
             self.module = _Chain(model, cut.stages[index], leaves=not self.is_last)
         else:
-            self.module = _copied(model, "", self._places(model, cut))
-            self._loss_kind = loss_kind(model)
+            self.module = copied_around(model, "", self._places(model, cut))
+            self._without_cache = without_cache(model)
 
     def _places(self, model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
         """What replaces modules of the model."""
@@ -179,7 +195,12 @@ class Stage(nn.Module):
         if self.chain:
             named = named if self.is_first else {}
         else:
-            inputs, named = self._arguments(inputs, named)
+            if not self.is_first:
+                [self._calls.received] = inputs
+                inputs = ()
+            if not self.is_last:
+                named.pop("labels", None)
+            named |= self._without_cache
         self._calls.running = True
         try:
             output = self.module(*inputs, **named)
@@ -187,26 +208,23 @@ class Stage(nn.Module):
             return end.hidden
         finally:
             self._calls.running, self._calls.received = False, None
+        given = {TARGET: target} if target is not None else {} if self.chain else named
+        counted = counted_labels(self._loss_kind, given, self._loss_function)
+        if counted is not None and not counted:
+            # The mean over no labels is not a number; this micro-batch has no share in the loss.
+            logits = output["logits"] if target is None else tree_leaves(output)[0]
+            return {**(output if target is None else {}), "loss": logits.sum() * 0.0}
         if target is not None:
             assert self._loss_function is not None, "checked where the model is called"
             return {"loss": self._loss_function(output, target)}
-        counted = None if self.chain else counted_labels(self._loss_kind, named)
-        if counted is not None and not counted:
-            # The mean over no labels is not a number; this micro-batch has no share in the loss.
-            return {**output, "loss": output["logits"].sum() * 0.0}
         return output
 
-    def _arguments(
-        self, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model's own forward is called with."""
-        if not self.is_first:
-            named.pop("input_ids", None)
-            [self._calls.received] = inputs
-            inputs, named["inputs_embeds"] = (), self._calls.received
-        if not self.is_last:
-            named.pop("labels", None)
-        return inputs, {**named, "use_cache": False}
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The argument with which a model of transformers keeps nothing for generation, if it takes that."""
+    parameters = inspect.signature(model.forward).parameters
+    any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return {"use_cache": False} if any_name or "use_cache" in parameters else {}
 
 
 def loss_kind(model: nn.Module) -> str:
@@ -217,20 +235,24 @@ def loss_kind(model: nn.Module) -> str:
     return kind or ""
 
 
-def counted_labels(kind: str, named: Mapping[str, Any]) -> Tensor | None:
-    """How many labels of a batch count in the mean loss of a model of transformers; None: it is a mean over rows.
+def counted_labels(
+    kind: str, named: Mapping[str, Any], loss_function: Callable[..., Any] | None
+) -> Tensor | None:
+    """How many labels of a batch count in a mean loss; None: all, so that it is a mean over rows.
 
     Args:
         kind: see `loss_kind`.
         named: what the model is called with.
+        loss_function: see `PipelineParallelConfig`.
     """
-    labels = named.get("labels")
-    if labels is None or kind not in _BY_LABEL:
+    labels = named.get(TARGET, named.get("labels"))
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    if kind == _CAUSAL:
+    ignored = getattr(loss_function, "ignore_index", _IGNORED) if TARGET in named else _IGNORED
+    if kind == _CAUSAL and TARGET not in named:
         following = named.get("shift_labels")  # the first label of a sequence follows nothing
         labels = labels[..., 1:] if following is None else following
-    counted: Tensor = (labels != _IGNORED).sum()
+    counted: Tensor = (labels != ignored).sum()
     return counted
 
 
@@ -262,7 +284,7 @@ def make_stages(
     return [Stage(model, cut, number, calls, loss_function) for number in held]
 
 
-def _copied(module: nn.Module, prefix: str, places: Mapping[str, nn.Module]) -> nn.Module:
+def copied_around(module: nn.Module, prefix: str, places: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the modules around some, in whose places others stand; all else, and all tensors, is shared with it."""
     copied = copy.copy(module)
     copied._modules = {}
@@ -271,7 +293,7 @@ def _copied(module: nn.Module, prefix: str, places: Mapping[str, nn.Module]) -> 
         if child is not None and full in places:
             child = places[full]
         elif child is not None and any(other.startswith(f"{full}.") for other in places):
-            child = _copied(child, f"{full}.", places)
+            child = copied_around(child, f"{full}.", places)
         copied._modules[name] = child
     return copied
 

@@ -65,6 +65,11 @@ class PipelineStates(StateAdapter):
         }
         return {**found, **held}
 
+    def frozen(self, named: NamedModel) -> set[str]:
+        """The frozen parameters of all stages."""
+        ranks: list[set[str]] = gather_object([super().frozen(named)], group=self.strategy.pipeline_group)
+        return set().union(*ranks)
+
     def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
         """The parameters of other stages."""
         whole: Whole | None = self.strategy.whole_of(model)

@@ -35,6 +35,7 @@ from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
 from accel_train.strategies.pipeline.stages import make_stages
 from accel_train.strategies.pipeline.states import PipelineStates, Whole
+from accel_train.strategies.pipeline.trial import try_cut
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import StateAdapter
@@ -192,7 +193,9 @@ class PipelineStrategy(Strategy):
             PrepareError: it cannot, and perhaps it need not be: it is frozen, or not the only one.
         """
         try:
-            cut_model(model, self.pipeline, self._layout.stages)
+            cut = cut_model(model, self.pipeline, self._layout.stages)
+            if not cut.chain:
+                try_cut(model, cut)
         except PrepareError as error:
             if alone and any(parameter.requires_grad for parameter in model.parameters()):
                 raise
