@@ -41,7 +41,7 @@ from accel_ckpt.format.reader import file_digest
 from accel_ckpt.format.writer import FileRecord
 from accel_state.messages import readable_size, warn
 
-__all__ = ["LocalTransaction"]
+__all__ = ["LocalTransaction", "link_or_copy"]
 
 logger = logging.getLogger(__name__)
 
@@ -281,14 +281,19 @@ def _carry_over(directory: Path, temporary: Path, carried: set[str], disk: Disk)
         if source.is_symlink():
             target.symlink_to(os.readlink(source))
             continue
-        try:
-            disk.link(source, target)
-        except OSError as error:
-            logger.info("%s is copied, because it cannot be linked: %s", source, error)
-            shutil.copy2(source, target)
-            with open(target, "rb+") as copied:
-                disk.fsync(copied.fileno())
+        link_or_copy(source, target, disk)
     shutil.copymode(directory, temporary)
+
+
+def link_or_copy(source: Path, target: Path, disk: Disk) -> None:
+    """Give a file a second name, or copy it where the file system cannot."""
+    try:
+        disk.link(source, target)
+    except OSError as error:
+        logger.info("%s is copied, because it cannot be linked: %s", source, error)
+        shutil.copy2(source, target)
+        with open(target, "rb+") as copied:
+            disk.fsync(copied.fileno())
 
 
 def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
