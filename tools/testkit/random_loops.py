@@ -277,10 +277,13 @@ class Case:
     """Batches between the save and the end of that process."""
     saves_before: bool
     device_specific: bool
+    idle: tuple[bool, ...]
+    """Processes between that load the state and save it again without a step; True: iterators of all loaders begin."""
 
     @classmethod
     def draw(cls, strategy: str, number: int) -> Case:
         chance = random.Random(f"{strategy} {number}")
+        idle = random.Random(f"{strategy} {number} idle").choice([(), (True,), (False,), (True, False)])
         skips = chance.random() < 0.35
         count = 1 if skips else chance.choice([1, 1, 2])
         return cls(
@@ -312,6 +315,7 @@ class Case:
             more=chance.choice([0, 0, 1, 2]),
             saves_before=chance.random() < 0.2,
             device_specific=chance.random() < 0.3,
+            idle=idle,
         )
 
 
@@ -440,14 +444,8 @@ class Script:
     def run(self, saves: Sequence[int] = (), stop_at: int | None = None) -> Found:
         """Train to the end, or until a batch; save after others."""
         found, case, progress = Found(), self.case, self.progress
-        if case.leaves_after is not None and progress.batch >= case.leaves_after:
-            progress.epoch, progress.batch = progress.epoch + 1, 0
-        for epoch in range(progress.epoch, case.epochs):
-            self.loaders[0].set_epoch(epoch)
-            rest = self.loaders[0]
-            if case.skips and progress.batch:
-                rest = self.accelerator.skip_first_batches(rest, progress.batch)
-            for batch in rest:
+        for epoch in range(self._next_epoch(), case.epochs):
+            for batch in self._rest_of(epoch):
                 found.batches.append(self._batch(batch))
                 if progress.batches in saves:
                     handle = self.accelerator.save_state(asynchronous=case.background)
@@ -461,6 +459,23 @@ class Script:
         weights = [self.accelerator.get_state_dict(model) for model in self.models]
         found.at_end = weights, [dict(average.state_dict()) for average in self.averages], progress.losses
         return found
+
+    def save_again(self, begins: bool) -> None:
+        """Save what was loaded, without a step."""
+        kept = [*map(iter, [self._rest_of(self._next_epoch()), *self.loaders[1:]])] if begins else []
+        self.accelerator.save_state()
+        del kept
+
+    def _next_epoch(self) -> int:
+        progress = self.progress
+        if self.case.leaves_after is not None and progress.batch >= self.case.leaves_after:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+        return progress.epoch
+
+    def _rest_of(self, epoch: int) -> Any:
+        loader, batches = self.loaders[0], self.progress.batch
+        loader.set_epoch(epoch)
+        return self.accelerator.skip_first_batches(loader, batches) if self.case.skips and batches else loader
 
     def _batch(self, batch: Any) -> Any:
         case, accelerator, progress = self.case, self.accelerator, self.progress
@@ -564,9 +579,11 @@ def problem_of(case: Case, folder: str) -> str | None:
         stop = min(count, save + case.more)
         saves = [*places[: case.saves_before], save]
         before = Script(case, folder, resume=False).run(saves, stop)
+        for begins in case.idle:
+            Script(case, folder, resume=True).save_again(begins)
         after = Script(case, folder, resume=True).run()
     PartialState().wait_for_everyone()
-    where = f"saved after batch {save}, stopped after {stop} of {count}"
+    where = f"saved after batch {save}, stopped after {stop} of {count}, saved again {case.idle}"
     for what, expected, found in (
         ("stopped run", whole.batches[:stop], before.batches),
         ("resumed run", whole.batches[save:], after.batches),

@@ -63,7 +63,7 @@ def test_an_epoch_whose_last_batch_was_returned_is_over():
     assert epoch.iteration == 4
     assert epoch.waiting() is None, "the next epoch begins at its beginning"
     epoch.choose(3)  # the script returns to it, and skips all its batches
-    waiting = epoch.take()
+    waiting = epoch.begin(0, {})
     assert waiting is not None
     assert waiting.position == {"samples": 10}
 
@@ -113,11 +113,11 @@ def test_choosing_an_epoch_drops_a_state_of_another_one():
 def test_a_state_is_taken_once():
     epoch = Epoch()
     epoch.load(saved(epoch=3))
-    assert epoch.take() is not None
-    assert epoch.take() is None
+    assert epoch.begin(0, {}) is not None
+    assert epoch.begin(0, {}) is None
     epoch.load(saved(epoch=3))
     epoch.iteration = 4
-    assert epoch.take() is None
+    assert epoch.begin(0, {}) is None
     assert epoch.restored is None, "a state of another epoch is dropped"
 
 
@@ -126,13 +126,13 @@ def test_what_an_iteration_took_and_did_not_use_goes_to_the_next_one():
     epoch = Epoch()
     epoch.load(saved(epoch=3))
     unused = begun(0)
-    unused.restored = epoch.take()
+    unused.restored = epoch.begin(0, {})
     epoch.running = unused
-    assert epoch.take() is unused.restored
+    assert epoch.begin(0, {}) is unused.restored
     unused.yielded = 1
-    assert epoch.take() is None
+    assert epoch.begin(0, {}) is None
     unused.yielded, unused.ended = 0, True
-    assert epoch.take() is None, "it found that nothing is left"
+    assert epoch.begin(0, {}) is None, "it found that nothing is left"
 
 
 def test_a_running_iteration_does_not_travel():

@@ -281,10 +281,13 @@ def seed(value):
     np.random.seed(value)
 
 
-def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False, stateful=True, **options):
+def interrupted(kind, epoch, count, ranks=None, rank=None, idle=(), stateful=True, **options):
     """The uninterrupted stream, and the one of a run that ended and was resumed by a fresh loader.
 
     Without `stateful` the script goes on as with Accelerate: it says which epoch it is in, and skips.
+
+    Args:
+        idle: runs between that save what they loaded and read nothing; True: an iterator begins before the save.
     """
     seed(21)
     whole: list = []
@@ -299,10 +302,15 @@ def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False, statefu
     if not stateful and count != "end":
         fresh.set_epoch(epoch)
         options["skip"] = count + 1
-    if resave:  # loaded and saved again before it was iterated
-        again, fresh = fresh.state_dict(), make(kind, ranks, rank)
-        fresh.load_state_dict(again)
     set_rng_state(saved["rng"])
+    for begins in idle:
+        unused = iter(fresh) if begins else None
+        again, rng = pickle.loads(pickle.dumps(fresh.state_dict())), get_rng_state()
+        del unused
+        seed(98)
+        fresh = make(kind, ranks, rank)
+        fresh.load_state_dict(again)
+        set_rng_state(rng)
     run(fresh, parts, **options)
     return whole, parts
 
@@ -436,9 +444,19 @@ def test_t5_a_seedable_order_from_the_loaders_own_generator_goes_on(workers):
     assert rest == whole[4:]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "seedable", "subset", "own generator", "stream"])
-def test_a_loaded_state_can_be_saved_again(kind):
-    whole, parts = interrupted(kind, 2, 3, ranks=1, rank=0, resave=True)
+@pytest.mark.parametrize("place", [(0, 0), (2, 3), (1, 11), (2, "end")])
+@pytest.mark.parametrize("idle", [(False,), (True,), (True, True)], ids=["loaded", "begun", "begun twice"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
+def test_a_loaded_state_of_which_nothing_was_read_can_be_saved_again(kind, idle, place):
+    """KempnerForge#57: the second resume within an epoch read another order."""
+    whole, parts = interrupted(kind, *place, ranks=1, rank=0, idle=idle)
+    assert parts == whole
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" in kind])
+def test_a_loaded_state_of_which_workers_read_nothing_can_be_saved_again(kind):
+    whole, parts = interrupted(kind, 2, 3, ranks=1, rank=0, idle=(False, True))
     assert parts == whole
 
 
@@ -470,7 +488,7 @@ def interrupted_in_a_world():
     found = {}
     for kind in WORLD_KINDS:
         for place in ((0, 2), (2, 1), (2, 5), (1, "end")):
-            for options in ({}, {"stateful": False}, {"ask": True}):
+            for options in ({}, {"stateful": False}, {"ask": True}, {"idle": (False, True)}):
                 found[kind, place, str(options)] = interrupted(kind, *place, **options)
     return found
 

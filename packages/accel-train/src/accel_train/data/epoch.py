@@ -112,9 +112,8 @@ class Epoch:
             known = (epoch, self.iteration, told.get(id(follower)))
             if follower.epoch not in known and not self.chosen:
                 self.choose(follower.epoch)
-        if self.restored is not None or (running is not None and running.restored is not None):
-            return self.take()
-        return None
+        waiting, self.restored = self.waiting(), None
+        return waiting
 
     def go_on(self, iteration: Iteration) -> None:
         """An iteration that began before the one that runs, or before a load, goes on.
@@ -137,19 +136,18 @@ class Epoch:
 
     def waiting(self) -> Restored | None:
         """The loaded state, if the next iteration is of its epoch."""
-        restored = self.restored
+        restored = self.unread()
         return restored if restored is not None and restored.epoch == self.iteration else None
 
-    def take(self) -> Restored | None:
-        """Take the loaded state for the iteration that begins now; a state of another epoch is dropped.
+    def unread(self) -> Restored | None:
+        """The loaded state of which nothing has been read: no iteration has taken it, or one that yielded nothing.
 
-        What an iteration has taken that yielded nothing of it is given to the next one.
+        It still says where the loader is. The next iteration takes it, and the next save repeats it.
         """
         running = self.running
         if self.restored is None and running is not None and not running.yielded and not running.ended:
-            self.restored = running.restored
-        waiting, self.restored = self.waiting(), None
-        return waiting
+            return running.restored
+        return self.restored
 
     def between(self, ranks: Ranks) -> dict[str, Any]:
         """The state between two epochs, as plain data."""
@@ -178,9 +176,10 @@ class Epoch:
             options: see `Restored.options`.
             finished: whether the last returned batch was the last of its epoch.
         """
-        waiting, running = self.restored, self.running
+        waiting, running = self.unread(), self.running
         state = self.between(ranks) | {"options": options}
-        if waiting is not None and waiting.epoch in (self.iteration, self.iteration - 1):
+        before = self.iteration - (0 if self.chosen else 1)  # a loaded epoch that was over
+        if waiting is not None and waiting.epoch in (self.iteration, before):
             return state | _counted(waiting.tree(), waiting.epoch < self.iteration)
         if running is None or running.ended or self.chosen or running.epoch != self.iteration:
             return state

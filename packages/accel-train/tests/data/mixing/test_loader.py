@@ -527,6 +527,41 @@ def test_random_orders_continue_with_the_random_state():
     assert named(resumed, 40) == expected
 
 
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_mixture_that_stops_again_and_again_reads_what_one_that_does_not_reads(end, every, begins):
+    """Sources that were not chosen between two stops are saved as they were loaded."""
+
+    def build():
+        return MixedDataLoader(plain(generator=False), WEIGHTS, **end)
+
+    def drawn(mixed, batches):
+        found = []
+        while len(found) < batches:
+            for batch in mixed:
+                found.append((batch.tolist(), torch.rand(()).item()))  # the script uses the generator, too
+                if len(found) == batches:
+                    break
+        return found
+
+    torch.manual_seed(3)
+    expected = drawn(build(), 28)
+    torch.manual_seed(3)
+    mixed, found = build(), []
+    while len(found) < 28:
+        found += drawn(mixed, every)
+        for idle in [False, *[True] * begins]:
+            unused = iter(mixed) if idle else None
+            state, rng = copy.deepcopy(mixed.state_dict()), torch.get_rng_state()
+            del unused
+            torch.manual_seed(5)
+            mixed = build()
+            mixed.load_state_dict(state)
+            torch.set_rng_state(rng)
+    assert found == expected
+
+
 # What is refused
 
 

@@ -685,17 +685,15 @@ def _leave_loaded_epoch(source: PreparedLoader) -> None:
     Such a one would continue where it was saved. In an uninterrupted run it has yielded, and begins the next epoch.
     """
     state = source.epoch_state
-    running, restored = state.running, state.waiting()
-    if restored is None and running is not None and not running.yielded and not running.ended:
-        restored = running.restored
+    restored = state.waiting()
     if restored is None:
         return
     if restored.batches:
         source.iteration += 1
         return
     state.restored = None
-    if running is not None:
-        running.restored = None
+    if state.running is not None:
+        state.running.restored = None
 
 
 def _left_after_loading(source: PreparedLoader) -> int | None:
