@@ -520,7 +520,15 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             NotAvailableError: the position has no equivalent for this number of ranks or workers, or this batch size.
         """
         restored = read(state_dict)
-        self.randomness().check_own(state_dict.get("generators", []))
+        randomness = self.randomness()
+        randomness.check_own(state_dict.get("generators", []))
+        ahead = {} if restored is None else restored.ahead
+        trees = [
+            None if restored is None else restored.rng_at_start,
+            ahead.get("rng"),
+            ahead.get("first_rng"),
+        ]
+        randomness.check(state_dict, [tree for tree in trees if tree is not None])
         if restored is not None and self.use_stateful_dataloader and not state_dict["finished"]:
             check_fits(self, restored)
         for sampler, saved in self._saved_samplers(state_dict):
