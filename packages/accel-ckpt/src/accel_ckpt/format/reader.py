@@ -485,8 +485,8 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     The result has the versions of modules, as in a state dict of torch.
 
-    Tensors that are not expanded are contiguous, and do not share memory unless two names hold the same tensor: training
-    one of two overlapping views would change the other.
+    Tensors that are not expanded are contiguous, and do not share memory unless two names hold the same tensor:
+    training one of two overlapping views would change the other.
 
     Raises:
         CorruptCheckpointError: the file does not hold tensors by name.
