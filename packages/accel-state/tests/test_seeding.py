@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from accel_state.enums import RNGType
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, DeviceError, StateError
 from accel_state.seeding import (
+    check_generator_states,
+    check_rng_state,
     get_rng_state,
     set_rng_state,
     set_seed,
@@ -255,3 +258,28 @@ def test_a_damaged_state_of_a_device_changes_nothing(kind, value, said):
     with pytest.raises(StateError, match=rf"is {said}, where .* was expected"):
         set_rng_state(damaged)
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    ("left", "following", "seeded"),
+    [(624, 624, 1), (624, 2, 1), (2, 624, 1), (0, 0, 1), (-1, 0, 1), (1, 0, 0)],
+)
+def test_a_state_of_torch_s_generator_that_would_read_behind_its_memory(left, following, seeded):
+    torch.rand(3)
+    before = get_rng_state()
+    state = get_rng_state()
+    bad = bytearray(state["torch"].tolist())
+    bad[8:24] = struct.pack("<iiQ", left, seeded, following)
+    state["torch"] = torch.tensor(list(bad), dtype=torch.uint8)
+    for refuse in (check_rng_state, set_rng_state):
+        with pytest.raises(StateError, match=r"words left|cannot be restored"):
+            refuse(state)
+    assert torch.equal(get_rng_state()["torch"], before["torch"])
+
+
+def test_every_state_of_torch_s_generator_is_taken():
+    generator = torch.Generator().manual_seed(3)
+    for count in (0, 1, 2, 620, 1, 1, 1, 3, 624, 7):
+        torch.rand(count, generator=generator)
+        torch.randn(1, generator=generator)
+        check_generator_states({"a": [generator.get_state()]})

@@ -80,7 +80,7 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
     Contiguous memory of one dtype on the CPU is copied by the C library, which takes less time than torch.
     """
     same = values.nbytes >= _MEMORY_COPY and (into.dtype, into.shape) == (values.dtype, values.shape)
-    if same and _is_plain_memory(into) and _is_plain_memory(values) and not into.is_inference():
+    if same and is_plain_memory(into) and is_plain_memory(values) and not into.is_inference():
         as_bytes(into)[:] = as_bytes(values)
         torch.autograd.graph.increment_version(into)
         return
@@ -88,7 +88,8 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
         into.copy_(values)
 
 
-def _is_plain_memory(tensor: torch.Tensor) -> bool:
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous memory on the CPU that holds its values as they are."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.is_cpu

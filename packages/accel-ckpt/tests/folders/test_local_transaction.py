@@ -14,6 +14,7 @@ from accel_ckpt import (
     CheckpointSaveError,
     CheckpointVersionError,
     CorruptCheckpointError,
+    UnsafeCheckpointError,
     complete_checkpoints,
     open_training_state,
     prune_checkpoints,
@@ -21,6 +22,8 @@ from accel_ckpt import (
 )
 from accel_ckpt.disk import Disk
 from accel_ckpt.format.manifest import Manifest
+from accel_ckpt.format.reader import file_digest
+from accel_ckpt.format.writer import FileRecord
 from testkit.disks import FailingDisk, PlainDisk, StubbornDisk
 from testkit.stepped_states import save, step_of
 
@@ -341,3 +344,30 @@ def test_an_old_folder_that_stays_after_a_swap_does_not_stop_the_next_save(tmp_p
             save(tmp_path / "c", number, disk)
         assert ["could not be removed" in str(warning.message) for warning in said] == [True] * len(said)
         assert step_of(tmp_path / "c") == number
+
+
+def test_a_manifest_does_not_say_which_files_are_removed(tmp_path):
+    target = save(tmp_path / "c", 1)
+    for name in ("notes.txt", "data/table.csv"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("precious")
+    listed = {name: FileRecord(8, file_digest(target / name)) for name in ("notes.txt", "data/table.csv")}
+    manifest = Manifest.read(target)
+    (target / "manifest.json").unlink()
+    Manifest(1, (0,), manifest.models, {**manifest.files, **listed}).write(target)
+    open_training_state(target).verify()
+    for step in (2, 3):
+        save(target, step)
+        assert step_of(target) == step
+        assert all((target / name).read_text() == "precious" for name in listed)
+
+
+def test_a_manifest_is_no_link_out_of_its_folder(tmp_path):
+    target, other = save(tmp_path / "c", 1), save(tmp_path / "d", 2)
+    (target / "manifest.json").unlink()
+    (target / "manifest.json").symlink_to(other / "manifest.json")
+    with pytest.raises(UnsafeCheckpointError, match=r"manifest\.json is a link to"):
+        open_training_state(target)
+    with pytest.raises(CheckpointSaveError, match=r"manifest\.json is a link to"):
+        save(target, 3)
+    assert step_of(other) == 2

@@ -79,3 +79,13 @@ def test_weights_know_tied_names():
     weights = PiecedWeights({"a": tensor(cut((0, 0, 4, 6)))}, {"b": "a", "c": "gone"})
     assert set(weights.about) == {"a", "b"}
     assert torch.equal(weights.tensor("b"), WHOLE)
+
+
+def test_an_expanded_piece_is_refused_before_the_whole_takes_memory():
+    size = 1 << 23
+    pieces = [
+        Piece((row * size, 0), (size, size), lambda: torch.zeros(1).expand(size, size)) for row in range(2)
+    ]
+    tensor = PiecedTensor("w", (2 * size, size), torch.float32, pieces, "file")
+    with pytest.raises(CorruptCheckpointError, match=r"file holds 4 bytes of 'w'"):
+        tensor.whole()

@@ -1,6 +1,5 @@
 """Reads of boxes: right values from any box into any target, and no more bytes than are needed."""
 
-import mmap
 import os
 import resource
 from pathlib import Path
@@ -18,31 +17,18 @@ from accel_ckpt.format.writer import write_safetensors
 from accel_ckpt.geometry import Box
 
 
-@pytest.fixture(params=["mapped", "read"])
-def read_bytes(request, monkeypatch):
+@pytest.fixture
+def read_bytes(monkeypatch):
     """Bytes of each request."""
     requests = []
-    read, fetch = box_reads.read_into, box_reads.populate
+    read = box_reads.read_into
 
-    def reading(file, view, path):
+    def reading(file, view, path, offset):
         requests.append(len(view))
-        read(file, view, path)
-
-    def fetching(mapped):
-        if request.param == "read":
-            return False
-        assert mapped.data_ptr() % mmap.PAGESIZE == 0
-        requests.append(mapped.numel())
-        return fetch(mapped)
+        read(file, view, path, offset)
 
     monkeypatch.setattr(box_reads, "read_into", reading)
-    monkeypatch.setattr(box_reads, "populate", fetching)
     return requests
-
-
-def exactly(nbytes):
-    """A request of so many bytes, from the beginning of a page if the file is mapped."""
-    return pytest.approx(nbytes + mmap.PAGESIZE / 2, abs=mmap.PAGESIZE / 2)
 
 
 def entry_of(path, tensor):
@@ -64,8 +50,8 @@ limits = st.tuples(
 )
 
 
-@given(cases(), limits, st.sampled_from([torch.float32, torch.float64]), st.booleans(), st.booleans())
-def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strided, mapped):
+@given(cases(), limits, st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strided):
     shape, box = case
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     entry = entry_of(tmp_path_factory.getbasetemp() / "any.safetensors", whole)
@@ -75,8 +61,6 @@ def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strid
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("_REQUEST", "_GAP", "_SMALL"), limits, strict=True):
             patch.setattr(box_reads, name, value)
-        if not mapped:  # as where the kernel cannot fetch mapped files
-            patch.setattr(box_reads, "populate", lambda part: False)
         read_boxes([BoxRead(entry, box, into)])
     assert torch.equal(into, whole[box.slices].to(dtype))
 
@@ -88,7 +72,7 @@ def test_small_tensors_that_are_side_by_side_are_one_request(tmp_path, read_byte
     into = {name: torch.zeros(64) for name in tensors}
     read_boxes(BoxRead(entries[name], Box((0,), (64,)), into[name]) for name in tensors)
     assert all(torch.equal(into[name], tensors[name]) for name in tensors)
-    assert read_bytes == [exactly(100 * 256)]
+    assert read_bytes == [100 * 256]
 
 
 def test_rows_are_read_without_the_others(tmp_path, read_bytes):
@@ -97,7 +81,7 @@ def test_rows_are_read_without_the_others(tmp_path, read_bytes):
     into = torch.zeros(1024, 1024)
     read_boxes([BoxRead(entry, Box((1024, 0), (1024, 1024)), into)])
     assert torch.equal(into, whole[1024:2048])
-    assert into.nbytes <= sum(read_bytes) <= into.nbytes + mmap.PAGESIZE * len(read_bytes)
+    assert sum(read_bytes) == into.nbytes
 
 
 def test_columns_with_large_gaps_are_read_without_them_and_small_gaps_along(tmp_path, read_bytes):
@@ -106,7 +90,7 @@ def test_columns_with_large_gaps_are_read_without_them_and_small_gaps_along(tmp_
     into = torch.zeros(8, 1 << 15)
     read_boxes([BoxRead(entry, Box((0, 1 << 16), (8, 1 << 15)), into)])
     assert torch.equal(into, whole[:, 1 << 16 : 3 << 15])
-    assert read_bytes == [exactly(into.nbytes // 8)] * 8
+    assert read_bytes == [into.nbytes // 8] * 8
     read_bytes.clear()
     near = torch.zeros(8, (1 << 17) - 16)
     read_boxes([BoxRead(entry, Box((0, 16), (8, (1 << 17) - 16)), near)])
@@ -121,7 +105,7 @@ def test_no_request_is_larger_than_the_limit(tmp_path, read_bytes):
     read_boxes([BoxRead(entry, Box((0,), (5_000_000,)), into)])
     assert torch.equal(into, whole)
     assert max(read_bytes) <= 1 << 24
-    assert into.nbytes <= sum(read_bytes) <= into.nbytes + mmap.PAGESIZE * len(read_bytes)
+    assert sum(read_bytes) == into.nbytes
 
 
 def test_a_file_that_became_shorter_is_an_error(tmp_path):

@@ -1,8 +1,10 @@
 """save_model's files are those that other libraries write and read."""
 
+import errno
 import io
 import json
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from accel_ckpt import (
     CheckpointSaveError,
     UnsupportedValueError,
     load,
+    load_checkpoint_in_model,
     load_state_dict,
     save,
     save_model,
@@ -176,21 +179,27 @@ def test_t33_names_do_not_carry_wrappers(tmp_path):
     assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == set(net().state_dict())
 
 
-def test_a_failure_midway_leaves_no_set_that_looks_whole(tmp_path):
-    class Fails(Disk):
+def test_a_failure_midway_keeps_the_old_weights(tmp_path):
+    class Full(Disk):
         left = 3
 
-        def rename(self, source, target):
+        def write(self, descriptor, data):
             self.left -= 1
             if not self.left:
-                raise OSError("gone")
-            super().rename(source, target)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(descriptor, data)
 
-    save_model(net(), tmp_path, max_shard_size="500B")
-    with pytest.raises(OSError, match="gone"):
-        save_model(net(), tmp_path, max_shard_size="500B", disk=Fails())
-    assert "model.safetensors.index.json" not in listing(tmp_path)
-    assert not [name for name in listing(tmp_path) if name.startswith(".")]
+    first = net()
+    written = save_model(first, tmp_path, max_shard_size="500B")
+    told = (
+        r"No space left.* \(writing model-0000\d-of-0000\d\.safetensors\); what was there before is unchanged"
+    )
+    with pytest.raises(CheckpointSaveError, match=told):
+        save_model(net(), tmp_path, max_shard_size="500B", disk=Full())
+    assert listing(tmp_path) == sorted(written)
+    found = net()
+    load_checkpoint_in_model(found, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), first.parameters(), strict=True))
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path):
@@ -236,6 +245,28 @@ def test_save_and_load_objects(tmp_path):
     save([1, torch.zeros(1)], buffer)
     buffer.seek(0)
     assert load(buffer)[0] == 1
+
+
+def test_what_a_killed_save_of_an_object_left_is_removed(tmp_path):
+    left = tmp_path / f".o.pt.saving-{'0' * 12}@{socket.gethostname()}"
+    other = tmp_path / f".p.pt.saving-{'0' * 12}@{socket.gethostname()}"
+    for folder in (left, other):
+        folder.mkdir()
+        (folder / "o.pt").write_text("half")
+    save({"a": 1}, tmp_path / "o.pt")
+    assert listing(tmp_path) == [other.name, "o.pt"]
+
+
+def test_a_full_disk_keeps_an_object(tmp_path, monkeypatch):
+    def full(self, descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save({"a": 1}, tmp_path / "o.pt")
+    monkeypatch.setattr(Disk, "write", full)
+    with pytest.raises(CheckpointSaveError, match=r"o\.pt failed: .*No space left.* before is unchanged"):
+        save({"a": 2}, tmp_path / "o.pt")
+    assert listing(tmp_path) == ["o.pt"]
+    assert load(tmp_path / "o.pt") == {"a": 1}
 
 
 def test_save_as_safetensors(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from accel_state.operations.collectives import broadcast
 from accel_state.world.process import PartialState, current_state
 
 __all__ = [
+    "check_generator_states",
     "check_rng_state",
     "derive_rng_state",
     "get_rng_state",
@@ -35,6 +37,9 @@ __all__ = [
     "synchronize_rng_states",
 ]
 
+# left, seeded, next, and whether a normal number is kept, in at::CPUGeneratorImplState of
+# https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/CPUGeneratorImpl.cpp
+_GENERATOR = struct.Struct("<8xiiQ5028xB3x")
 _MAX_SEED = 2**32 - 1  # NumPy's limit, the narrowest of all
 
 
@@ -189,6 +194,7 @@ def _tried(state: Mapping[str, Any], template: Mapping[str, Any]) -> tuple[Any, 
             raise ValueError("has_gauss of NumPy is neither 0 nor 1")
         np.random.RandomState(getattr(np.random, template["bit_generator"])()).set_state(for_numpy)
         torch.Generator().set_state(state["torch"])
+        check_generator_states(state["torch"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StateError(
             f"the random state cannot be restored: {first_line(error)}; nothing was changed. It is damaged, or does "
@@ -294,6 +300,26 @@ def python_state(tree: Mapping[str, Any]) -> tuple[Any, ...]:
     """The inverse of ``python_state_tree``."""
     internal = tuple(map(int, tree["internal"].tolist()))
     return int(tree["version"]), internal, tree["gauss"]
+
+
+def check_generator_states(tree: Any) -> None:
+    """Refuse states of torch's generator on the CPU, anywhere in a tree, that it would not check itself.
+
+    It reads `left` words from `next` on before it makes new ones, wherever that is: from memory behind its own.
+
+    Raises:
+        ValueError: a state has numbers that no generator has.
+    """
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            check_generator_states(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            check_generator_states(value)
+    elif isinstance(tree, torch.Tensor) and tree.dtype == torch.uint8 and tree.numel() == _GENERATOR.size:
+        left, seeded, following, has_normal = _GENERATOR.unpack(bytes(tree.tolist()))
+        if not (seeded == 1 and 1 <= left <= 624 and following <= 625 - left and has_normal <= 1):
+            raise ValueError(f"torch's generator has {left} words left after number {following} of 624")
 
 
 def numpy_state_tree(node: Any) -> Any:

@@ -1,10 +1,23 @@
 """A saved position that means something else for this loader is refused before anything is changed."""
 
+import contextlib
+
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
-from accel_state.errors import NotAvailableError
+from accel_state.errors import AccelError, NotAvailableError
+from accel_train import MixedDataLoader, PackedDataset, TokenBatchSampler
 from accel_train.data import prepare_data_loader, skip_first_batches
 from accel_train.errors import DataError
 
@@ -187,3 +200,173 @@ def test_another_number_of_generators_is_found_before_anything_is_changed(finish
             load(state)
     assert without.iteration == 0
     assert without.state_dict() == before
+
+
+# Data of another length
+
+
+class Endless(Sampler):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class Shorter(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class Counted(Shorter):
+    def __len__(self):
+        return self.size
+
+
+def own():
+    return torch.Generator().manual_seed(1)
+
+
+LOADERS = {
+    "shuffled": lambda size: DataLoader(range(size), 2, shuffle=True),
+    "shuffled by its own generator": lambda size: DataLoader(range(size), 2, shuffle=True, generator=own()),
+    "in order": lambda size: DataLoader(range(size), 2),
+    "with replacement": lambda size: DataLoader(
+        range(size), 2, sampler=RandomSampler(range(size), replacement=True, generator=own())
+    ),
+    "fewer samples": lambda size: DataLoader(
+        range(99), 2, sampler=RandomSampler(range(99), num_samples=size, generator=own())
+    ),
+    "subset": lambda size: DataLoader(range(99), 2, sampler=SubsetRandomSampler(range(size), own())),
+    "weighted": lambda size: DataLoader(
+        range(99), 2, sampler=WeightedRandomSampler([1.0] * 99, size, generator=own())
+    ),
+    "iterated sampler": lambda size: DataLoader(range(99), 2, sampler=Endless(size)),
+    "batch sampler": lambda size: DataLoader(range(99), batch_sampler=BatchSampler(Endless(size), 2, False)),
+    "single samples": lambda size: DataLoader(range(size), batch_size=None, shuffle=True),
+    "stream": lambda size: DataLoader(Shorter(size), 2),
+    "counted stream": lambda size: DataLoader(Counted(size), 2),
+    "tokens": lambda size: DataLoader(
+        range(size), batch_sampler=TokenBatchSampler([3] * size, 6), collate_fn=torch.tensor
+    ),
+    "packed": lambda size: DataLoader(
+        PackedDataset([[1, 2, 3]] * size, [3] * size, 3), 2, collate_fn=torch.tensor
+    ),
+}
+PREFIXES_CONTINUE = (
+    "iterated sampler",
+    "batch sampler",
+    "stream",
+)  # nobody knows that they have become longer
+READERS = {
+    "one rank": {},
+    "ranks": {"ranks": 2},
+    "rank 0": {"dispatch_batches": True, "put_on_device": True},
+}
+
+
+def left(kind, size, ranks, batches):
+    loader = prepare(LOADERS[kind](size), **READERS[ranks])
+    loop = iter(loader)
+    for _ in range(batches):
+        next(loop)
+    return loader.state_dict()
+
+
+def load_and_read(loader, state):
+    loader.load_state_dict(state)
+    return next(iter(loader))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [10, 41])
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("ranks", READERS)
+def test_data_of_another_length_is_refused_inside_an_epoch(ranks, kind, size):
+    state = left(kind, 40, ranks, 7)
+    again = prepare(LOADERS[kind](size), **READERS[ranks])
+    if size > 40 and kind in PREFIXES_CONTINUE:
+        again.load_state_dict(state)
+        whole = [*prepare(LOADERS[kind](size), **READERS[ranks])]
+        assert repr([*again]) == repr(whole[7:])
+        return
+    with pytest.raises(DataError, match=rf"40.*\b{size}\b|before the saved position"):
+        load_and_read(again, state)
+    same = prepare(LOADERS[kind](40), **READERS[ranks])
+    same.load_state_dict(state)
+    assert len([*same]) == len([*prepare(LOADERS[kind](40), **READERS[ranks])]) - 7
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [10, 41])
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("ranks", READERS)
+def test_data_of_another_length_is_welcome_after_an_epoch(ranks, kind, size):
+    loader = prepare(LOADERS[kind](40), **READERS[ranks])
+    assert len([*loader])
+    again = prepare(LOADERS[kind](size), **READERS[ranks])
+    again.load_state_dict(loader.state_dict())
+    assert again.iteration == 1
+    assert len([*again]) == len([*prepare(LOADERS[kind](size), **READERS[ranks])])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["shuffled by its own generator", "fewer samples", "subset", "stream"])
+def test_an_epoch_of_other_data_can_begin_again(kind):
+    state = left(kind, 40, "one rank", 7)
+    again = prepare(LOADERS[kind](10), stateful=False)
+    again.load_state_dict(state)
+    with pytest.warns(UserWarning, match="trained on again"):
+        assert len([*again]) == 5
+
+
+@pytest.mark.timeout(60)
+def test_batches_of_other_data_are_not_skipped():
+    state = left("shuffled", 40, "one rank", 7)
+    again = prepare(LOADERS["shuffled"](30), stateful=False)
+    again.load_state_dict(state)
+    with pytest.raises(DataError, match=r"40, and has 30 now"):
+        skip_first_batches(again, 7)
+
+
+@pytest.mark.timeout(60)
+def test_a_source_of_a_mixture_with_other_data():
+    def mixture(size):
+        loaders = {"a": LOADERS["shuffled"](40), "b": LOADERS["shuffled by its own generator"](size)}
+        return MixedDataLoader(
+            {name: prepare(loader) for name, loader in loaders.items()},
+            {"a": 1, "b": 1},
+            stop="first_exhausted",
+        )
+
+    saved = mixture(40)
+    loop = iter(saved)
+    for _ in range(12):
+        next(loop)
+    state = saved.state_dict()
+    for size in (10, 30, 41):
+        with pytest.raises(DataError, match=rf"40, and has {size} now"):
+            mixture(size).load_state_dict(state)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("ranks", READERS)
+@pytest.mark.parametrize(
+    "where", ["samples", "base_batches", "local_batches", "pulled", "drawn", "ahead", "ranks"]
+)
+def test_no_count_of_a_state_is_believed(ranks, kind, where):
+    """A crafted count ends in an error or in an epoch, soon."""
+    state = left(kind, 40, ranks, 7)
+    holder = {"drawn": state["draw"], "ahead": state["ahead"], "ranks": state}.get(where, state["position"])
+    key = {"ahead": "batches"}.get(where, where)
+    if key not in holder:
+        pytest.skip("this kind has no such count")
+    holder[key] = 1 << 60
+    again = prepare(LOADERS[kind](40), **READERS[ranks])
+    with contextlib.suppress(AccelError):
+        again.load_state_dict(state)
+        assert len([*again]) <= 40

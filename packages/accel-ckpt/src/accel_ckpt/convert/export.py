@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
+from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError, StateMismatchError
+from accel_ckpt.folders.leftovers import TemporaryFolder, clean_leftovers, host_token, temporary_name
 from accel_ckpt.foreign.sources import open_pieces, source_of
 from accel_ckpt.format.writer import write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
@@ -53,17 +55,19 @@ def export_to_accelerate(
     checkpoint = open_training_state(checkpoint_dir)
     checkpoint.verify()
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = hidden_sibling(output, "part")
-    disk.mkdir(temporary)
+    temporary = TemporaryFolder(temporary_name(output, host_token(secrets.token_hex(6))), disk)
     try:
-        notes = _Export(checkpoint, temporary, disk).write()
-        disk.sync_directory(temporary)
-        disk.rename(temporary, output)
+        clean_leftovers(output.parent, temporary.path.stat().st_mtime, disk)
+        notes = _Export(checkpoint, temporary.path, disk).write()
+        disk.sync_directory(temporary.path)
+        disk.rename(temporary.path, output)
     except BaseException as error:
-        disk.remove_tree(temporary)
+        disk.remove_tree(temporary.path)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             raise CheckpointSaveError(f"writing {output} failed: {error}") from error
         raise
+    finally:
+        temporary.release()
     disk.sync_directory(output.parent)
     return tuple(notes)
 

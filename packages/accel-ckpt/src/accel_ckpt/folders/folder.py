@@ -28,6 +28,7 @@ from accel_ckpt.errors import (
     CheckpointSaveError,
     ObjectStorageError,
 )
+from accel_ckpt.folders.weight_switch import Writers
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
@@ -317,19 +318,22 @@ class Folder(ABC):
     @abstractmethod
     def publish_weights(
         self,
-        writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
+        writers: Writers,
         index: tuple[str, str] | None,
         disk: Disk = LOCAL,
     ) -> tuple[str, ...]:
-        """Replace the weights: each file in one step, the index last, older files of weights removed.
+        """Replace the weights as a whole, see `WeightSwitch`; files of weights that were there are removed.
 
         Args:
-            writers: file name → writes it to the path and disk that it is given.
+            writers: what writes each file.
             index: name and text of the index, if there is to be one.
             disk: the local file system.
 
         Returns:
             The names of the files written, the index included.
+
+        Raises:
+            CheckpointSaveError: see `WeightSwitch.run`.
         """
 
     @abstractmethod

@@ -16,6 +16,7 @@ from accel_state.messages import warn
 
 __all__ = [
     "TemporaryFolder",
+    "abandoned",
     "clean_leftovers",
     "host_token",
     "is_abandoned",
@@ -115,20 +116,25 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
         The removed folders. Others that cannot be removed stay, with a warning, until a later save removes them.
     """
     removed = []
+    for path in abandoned(parent, now):
+        holds_something = not _is_empty(path)
+        if not remove_or_warn(path, disk):
+            continue
+        # An empty one may be a living save's, made this moment and not yet locked.
+        if holds_something:
+            warn(f"a save that did not finish left {path}; it is removed")
+        removed.append(path)
+    return removed
+
+
+def abandoned(parent: Path, now: float) -> Iterator[Path]:
+    """The temporary folders of dead saves, as for `clean_leftovers`, each locked until the next one is asked for."""
     for path, name, kind, token in _leftovers(parent):
         if kind == "previous" and not (parent / name).exists():
             continue
         with _claimed(path, token, now) as dead:
-            if not dead:
-                continue
-            holds_something = not _is_empty(path)
-            if not remove_or_warn(path, disk):
-                continue
-            # An empty one may be a living save's, made this moment and not yet locked.
-            if holds_something:
-                warn(f"a save that did not finish left {path}; it is removed")
-            removed.append(path)
-    return removed
+            if dead:
+                yield path
 
 
 def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:

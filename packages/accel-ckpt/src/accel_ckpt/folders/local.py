@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,20 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from accel_ckpt.folders.folder import Folder, OpenFolder
 from accel_ckpt.folders.leftovers import (
+    TemporaryFolder,
+    abandoned,
     host_token,
     locked,
     remove_or_warn,
     restore_interrupted_swaps,
     temporary_name,
 )
-from accel_ckpt.folders.local_transaction import LocalTransaction
+from accel_ckpt.folders.local_transaction import LocalTransaction, link_or_copy
+from accel_ckpt.folders.weight_switch import WeightSwitch, Writers
 from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
-from accel_ckpt.format.writer import FileRecord, replace_file, write_bytes
+from accel_ckpt.format.writer import FileRecord, write_bytes
 from accel_state.messages import warn
 
 __all__ = ["LocalFolder"]
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
 _DEAD = 600  # seconds without a write
+_WEIGHTS = "weights"  # in the names of hidden folders of weights that are being saved
 
 
 class LocalFolder(Folder):
@@ -141,38 +145,37 @@ class LocalFolder(Folder):
 
     def publish_weights(
         self,
-        writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
+        writers: Writers,
         index: tuple[str, str] | None,
         disk: Disk = LOCAL,
     ) -> tuple[str, ...]:
         """The folder is made if it is not there; a process that has an old file mapped keeps seeing it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-            # Without an index a half-replaced set of shards cannot be taken for a whole one.
-            if (self.path / stale).is_file():
-                disk.unlink(self.path / stale)
-        for name, write in writers.items():
-            replace_file(self.path / name, _on(disk, write), disk)
-        written = [*writers]
-        if index is not None:
-            name, text = index
-            replace_file(self.path / name, lambda path: write_bytes(path, text.encode(), disk), disk)
-            written.append(name)
-        self._remove_old_weights(written, disk)
-        disk.sync_directory(self.path)
-        return tuple(written)
-
-    def _remove_old_weights(self, written: list[str], disk: Disk) -> None:
-        now = (self.path / written[0]).stat().st_mtime
-        safe = any(name.endswith(".safetensors") for name in written)
-        for path in self.path.iterdir():
-            is_stale = is_weight_file(path.name) and path.name not in written
-            if (is_stale or _is_dead_part(path, now)) and path.is_file():
-                _remove_old(path, misleads=is_stale and not safe, disk=disk)
+        return _LocalSwitch(self.path, writers, index, disk).run()
 
     def write_file(self, name: str, write: Callable[[Path, Disk], FileRecord]) -> None:
-        """The old content stays until the new one is complete."""
-        replace_file(self.path / name, _on(LOCAL, write))
+        """The old content stays until the new one is complete; what a killed save of this file left is removed.
+
+        Raises:
+            CheckpointSaveError: writing failed.
+        """
+        place = self.path / name
+        folder = TemporaryFolder(temporary_name(place, host_token(secrets.token_hex(6))))
+        try:
+            for dead in abandoned(self.path, folder.path.stat().st_mtime):
+                if dead.name.startswith(f".{name}.saving-"):
+                    remove_or_warn(dead)
+            write(folder.path / name, LOCAL)
+            LOCAL.rename(folder.path / name, place)
+        except OSError as error:
+            if error.filename is not None or isinstance(error, CheckpointError):
+                raise
+            raise CheckpointSaveError(
+                f"saving {place} failed: {error}; what was there before is unchanged"
+            ) from error
+        finally:
+            remove_or_warn(folder.path)
+            folder.release()
+        LOCAL.sync_directory(self.path)
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[Path]:
@@ -201,33 +204,96 @@ def _prune(path: Path, disk: Disk) -> bool:
         return False
 
 
-def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
-    """Remove a file that an earlier save left.
+class _LocalSwitch(WeightSwitch):
+    """A replacement of weights; the new files are written to a hidden folder, which is locked meanwhile."""
 
-    Raises:
-        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
-    """
-    try:
-        disk.unlink(path)
-    except OSError as error:
-        if misleads and path.name.endswith(".safetensors"):
-            raise CheckpointSaveError(
-                f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
-                f"removed: {error}. Remove it, or save to another folder"
-            ) from error
-        warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}", once=True)
+    def __init__(self, path: Path, writers: Writers, index: tuple[str, str] | None, disk: Disk) -> None:
+        super().__init__(path, writers, index)
+        self.disk = disk
+        self._scratch = temporary_name(path / _WEIGHTS, host_token(secrets.token_hex(6)))
 
+    def run(self) -> tuple[str, ...]:
+        """Also remove what killed saves left: before, because the room may be needed, and what is used until then."""
+        folder = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            folder = TemporaryFolder(self._scratch, self.disk)
+            self._now = self._scratch.stat().st_mtime
+            self._remove_dead()
+            return super().run()
+        except OSError as error:
+            raise error if isinstance(error, CheckpointError) else self._failure(error) from error
+        finally:
+            if folder is not None:
+                folder.release()
+                self._remove_dead(self._scratch)
 
-def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:
-    return lambda path: write(path, disk)
+    def there(self) -> set[str]:
+        """Files of weights, and parts of such files that a killed save of an older version left."""
+        paths = [
+            path for path in self.path.iterdir() if is_weight_file(path.name) or self._is_dead_part(path)
+        ]
+        return {path.name for path in paths if path.is_file()}
 
+    def _is_dead_part(self, path: Path) -> bool:
+        match = _PART.fullmatch(path.name)
+        return match is not None and is_weight_file(match[1]) and self._now - path.stat().st_mtime > _DEAD
 
-def _is_dead_part(path: Path, now: float) -> bool:
-    """Whether a killed save left this part of a file of weights: it has not been written to for a while."""
-    match = _PART.fullmatch(path.name)
-    if match is None or not is_weight_file(match[1]):
-        return False
-    return now - path.stat().st_mtime > _DEAD
+    def read(self, name: str) -> bytes:
+        """Read a file."""
+        return (self.path / name).read_bytes()
+
+    def put(self, name: str, text: str) -> None:
+        """Rename a new file."""
+        self.doing = f"writing {name}"
+        write_bytes(self._scratch / name, text.encode(), self.disk)
+        self.disk.rename(self._scratch / name, self.path / name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self.disk.unlink(self.path / name)
+
+    def remove_old(self, names: Sequence[str]) -> None:
+        """Remove files, each by itself."""
+        for name in names:
+            try:
+                self.remove(name)
+            except OSError as error:
+                warn(
+                    f"{self.path / name} is of an earlier save and could not be removed, so it stays: {error}",
+                    once=True,
+                )
+
+    def write(self, apart: bool) -> str:
+        """Write them to the hidden folder."""
+        for name, write in self.writers.items():
+            self.doing = f"writing {name}"
+            write(self._scratch / name, self.disk)
+        self.disk.sync_directory(self._scratch)
+        self._apart = apart
+        return self._scratch.name
+
+    def give_names(self) -> bool:
+        """Rename them; files that an index names here get second names."""
+        for name in self.writers:
+            self.doing = f"naming {name}"
+            source = self._scratch / name
+            if self._apart:
+                source = self._scratch / f"{name}.named"
+                link_or_copy(self._scratch / name, source, self.disk)
+            self.disk.rename(source, self.path / name)
+        return True
+
+    def sync(self) -> None:
+        """Return when names are on the disk."""
+        self.disk.sync_directory(self.path)
+
+    def _remove_dead(self, *own: Path) -> None:
+        used = {file for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) for file in self.used(index)}
+        for folder in (*own, *abandoned(self.path, self._now)):
+            is_used = any(file.startswith(f"{folder.name}/") for file in used)
+            if folder.name.startswith(f".{_WEIGHTS}.") and not is_used:
+                remove_or_warn(folder, self.disk)
 
 
 def _nearby(folder: Path) -> str:

@@ -38,10 +38,11 @@ from accel_ckpt.folders.leftovers import (
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
+from accel_ckpt.format.state_files import is_state_file
 from accel_ckpt.format.writer import FileRecord
 from accel_state.messages import readable_size, warn
 
-__all__ = ["LocalTransaction"]
+__all__ = ["LocalTransaction", "link_or_copy"]
 
 logger = logging.getLogger(__name__)
 
@@ -249,12 +250,16 @@ def _unreported_files(folder: Path, reported: Mapping[str, Any], disk: Disk) -> 
     return records
 
 
-def _own_files(directory: Path) -> set[str]:
-    """The files that our last save put into a folder; none if it is not ours."""
+def _own_files(directory: Path, new: Path) -> set[str]:
+    """The files of our last save in a folder that a new one replaces; none if it is not ours.
+
+    A manifest could list any file, so files of hooks are replaced by others of their names, and else carried over.
+    """
     if not (directory / MANIFEST_NAME).is_file():
         return set()
     try:
-        return {*Manifest.read(directory).files, MANIFEST_NAME}
+        listed = Manifest.read(directory).files
+        return {MANIFEST_NAME, *(name for name in listed if is_state_file(name) or (new / name).exists())}
     except CheckpointNotFoundError:  # it has been pruned since
         raise
     except CheckpointError as error:
@@ -266,7 +271,7 @@ def _own_files(directory: Path) -> set[str]:
 
 def _carry_over(directory: Path, temporary: Path, carried: set[str], disk: Disk) -> None:
     """Give the other files of the old folder a second name in the new one, and add them to ``carried``."""
-    own = _own_files(directory)
+    own = _own_files(directory, temporary)
     foreign = {name for name in _files_below(directory) if name not in own} - carried
     clashes = sorted(name for name in foreign if (temporary / name).exists())
     if clashes:
@@ -281,19 +286,24 @@ def _carry_over(directory: Path, temporary: Path, carried: set[str], disk: Disk)
         if source.is_symlink():
             target.symlink_to(os.readlink(source))
             continue
-        try:
-            disk.link(source, target)
-        except OSError as error:
-            logger.info("%s is copied, because it cannot be linked: %s", source, error)
-            shutil.copy2(source, target)
-            with open(target, "rb+") as copied:
-                disk.fsync(copied.fileno())
+        link_or_copy(source, target, disk)
     shutil.copymode(directory, temporary)
+
+
+def link_or_copy(source: Path, target: Path, disk: Disk) -> None:
+    """Give a file a second name, or copy it where the file system cannot."""
+    try:
+        disk.link(source, target)
+    except OSError as error:
+        logger.info("%s is copied, because it cannot be linked: %s", source, error)
+        shutil.copy2(source, target)
+        with open(target, "rb+") as copied:
+            disk.fsync(copied.fileno())
 
 
 def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
     """Move over what appeared in the old folder while it was being replaced."""
-    known = carried | _own_files(old)
+    known = carried | _own_files(old, directory)
     for name in _files_below(old):
         target = directory / name
         if name not in known and not target.exists():

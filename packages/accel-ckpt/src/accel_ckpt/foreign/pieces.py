@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.format.reader import refuse_expanded
 from accel_ckpt.geometry import Box, overlap
 
 __all__ = ["Piece", "PiecedTensor", "PiecedWeights"]
@@ -56,11 +57,13 @@ class PiecedTensor:
         """The tensor, on the CPU. Needs its own size, and that of one piece if there are several."""
         if len(self.pieces) == 1:
             return self._read(self.pieces[0])
-        result = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        result: torch.Tensor | None = None
         for piece in self.pieces:
-            box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-            result[box] = self._read(piece)
-        return result
+            value = self._read(piece)  # the first says whether the others are worth so much memory
+            if result is None:
+                result = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            result[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = value
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu") if result is None else result
 
     def runs(self) -> Iterator[torch.Tensor]:
         """Tensors whose values in order are those of the tensor; piece by piece where it is cut by rows."""
@@ -77,6 +80,7 @@ class PiecedTensor:
                 f"{self.source} describes a piece of {self.name!r} as {list(piece.sizes)} of {self.dtype}, but it "
                 f"is {list(value.shape)} of {value.dtype}"
             )
+        refuse_expanded(self.name, value, self.source)
         return value
 
     def _check(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import IO, NamedTuple
 
 import torch
 
-from accel_ckpt.format.memory import map_whole, populate
+from accel_ckpt.format.memory import copy_from_file
 from accel_ckpt.format.reader import TensorEntry, read_into
 from accel_ckpt.geometry import Box
 from accel_ckpt.tensor_storage import as_bytes, copy_values
@@ -97,7 +96,7 @@ def read_boxes(reads: Iterable[BoxRead]) -> None:
         for read in reads:
             if isinstance(read.content, torch.Tensor):
                 whole = read.box.sizes == tuple(read.content.shape)  # an odd layout has no slices
-                read.into.copy_(read.content if whole else read.content[read.box.slices])
+                copy_from_file(read.into, read.content if whole else read.content[read.box.slices])
             elif read.into.numel():
                 wanted += _divided(read)
                 if not read.into.is_inference():
@@ -105,15 +104,15 @@ def read_boxes(reads: Iterable[BoxRead]) -> None:
         wanted.sort(key=lambda read: (str(_entry(read).file), _begin(read)))
         batches = list(_batches(wanted))
         if len(batches) < 2:
-            for batch, mapped in _with_files(batches):
-                _copy(_values(batch, mapped))
+            for batch in batches:
+                _copy(_read(batch))
             return
         pending: deque[Future[list[_Copy]]] = deque()
         with ThreadPoolExecutor(_READERS) as readers:
-            for batch, mapped in _with_files(batches):
+            for batch in batches:
                 if len(pending) == _READERS:
                     _copy(pending.popleft().result())
-                pending.append(readers.submit(_values, batch, mapped))
+                pending.append(readers.submit(_read, batch))
             for future in pending:
                 _copy(future.result())
 
@@ -121,46 +120,6 @@ def read_boxes(reads: Iterable[BoxRead]) -> None:
 def _copy(copies: Iterable[_Copy]) -> None:
     for into, values in copies:
         copy_values(into, values)
-
-
-def _with_files(batches: Iterable[list[BoxRead]]) -> Iterator[tuple[list[BoxRead], torch.Tensor | None]]:
-    """Each batch with its file, mapped if it can be: from there values are copied once, and to their place."""
-    for path, of_one_file in itertools.groupby(batches, lambda batch: _entry(batch[0]).file):
-        mapped = map_whole(path)
-        for batch in of_one_file:
-            yield batch, mapped
-
-
-def _values(batch: Sequence[BoxRead], mapped: torch.Tensor | None) -> list[_Copy]:
-    """What a batch wants: as views of the mapped file once they are in memory, or else read."""
-    if mapped is not None and _fetch(batch, mapped):
-        return [_Copy(read.into, _view(read, mapped)) for read in batch]
-    return _read(batch)
-
-
-def _fetch(batch: Sequence[BoxRead], mapped: torch.Tensor) -> bool:
-    """Bring what a batch wants of a mapped file into memory; runs that are close to each other at once."""
-    for read in batch:
-        entry = _entry(read)
-        if entry.offset % entry.dtype.itemsize or entry.offset + entry.nbytes > len(mapped):
-            return False
-    ranges = sorted(one for read in batch for one in _spans(read, _GAP))
-    begin, end = ranges[0]
-    for following in (*ranges[1:], None):
-        if following is not None and following[0] - end <= _GAP:
-            end = max(end, following[1])
-            continue
-        if not populate(mapped[begin // mmap.PAGESIZE * mmap.PAGESIZE : end]):
-            return False
-        if following is not None:
-            begin, end = following
-    return True
-
-
-def _view(read: BoxRead, mapped: torch.Tensor) -> torch.Tensor:
-    entry = _entry(read)
-    whole = mapped[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
-    return whole if read.box.sizes == tuple(entry.shape) else whole[read.box.slices]
 
 
 def _entry(read: BoxRead) -> TensorEntry:
@@ -297,5 +256,4 @@ def _read_runs(file: IO[bytes], path: Path, read: BoxRead, rows: torch.Tensor, o
 
 
 def _read_at(file: IO[bytes], path: Path, offset: int, into: torch.Tensor) -> None:
-    file.seek(offset)
-    read_into(file, as_bytes(into), path)
+    read_into(file, as_bytes(into), path, offset)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.format.reader import read_json
+from accel_ckpt.format.reader import parse_json, read_json
 from accel_ckpt.modules.names import listed
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "WeightFiles",
+    "changed_index",
+    "files_of_index",
     "find_weights",
     "index_text",
     "inside",
@@ -33,6 +36,8 @@ _WEIGHT_FILE = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
     r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
 )
+_YIELDS_TO = "yields_to"
+"""Key of an index's metadata: the single file that counts instead, if it is there; see ``folders/weight_switch.py``."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
@@ -92,12 +97,7 @@ def read_index(path: Path) -> WeightFiles:
         CorruptCheckpointError: the index does not map names to files.
         UnsafeCheckpointError: it names a file outside its folder.
     """
-    content = read_json(path)
-    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CorruptCheckpointError(
-            f'{path} does not map names of tensors to names of files, as {{"weight_map": …}} or flat'
-        )
+    weight_map = _weight_map(read_json(path), str(path))
     resolved = {file: inside(path.parent, file) for file in dict.fromkeys(weight_map.values())}
     missing = [str(file) for file in resolved.values() if not file.is_file()]
     if missing:
@@ -105,14 +105,59 @@ def read_index(path: Path) -> WeightFiles:
     return WeightFiles(tuple(resolved.values()), {name: resolved[file] for name, file in weight_map.items()})
 
 
+def _weight_map(content: Any, what: str) -> dict[str, str]:
+    weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptCheckpointError(
+            f'{what} does not map names of tensors to names of files, as {{"weight_map": …}} or flat'
+        )
+    return weight_map
+
+
+def files_of_index(raw: bytes) -> set[str]:
+    """The names of the files in the text of an index.
+
+    Raises:
+        CorruptCheckpointError: the text is not an index.
+    """
+    return set(_weight_map(parse_json(raw, "the index"), "the index").values())
+
+
+def changed_index(raw: bytes, *, home: str = "", yields_to: str | None = None) -> str:
+    """The text of an index, changed for the time in which weights replace others.
+
+    Args:
+        raw: the text.
+        home: the folder in which the files are, beside the index.
+        yields_to: a file that counts instead of the index as soon as, or while, it is there.
+
+    Raises:
+        CorruptCheckpointError: the text is not an index.
+    """
+    content = parse_json(raw, "the index")
+    weight_map = {
+        name: f"{home}/{file}" if home else file for name, file in _weight_map(content, "the index").items()
+    }
+    metadata = content.get("metadata") if "weight_map" in content else None
+    metadata = {**metadata} if isinstance(metadata, dict) else {}
+    if yields_to is not None:
+        metadata[_YIELDS_TO] = yields_to
+    return _text({"metadata": metadata, "weight_map": weight_map})
+
+
+def _yields(index: Path, single: str) -> bool:
+    content = read_json(index)
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    return isinstance(metadata, dict) and metadata.get(_YIELDS_TO) == single
+
+
 def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
     """Write the text of an index, as other libraries do."""
-    return (
-        json.dumps(
-            {"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2, sort_keys=True
-        )
-        + "\n"
-    )
+    return _text({"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
 def is_weight_file(name: str) -> bool:
@@ -138,6 +183,8 @@ def find_weights(checkpoint: Path) -> WeightFiles:
         )
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         found = [checkpoint / name for name in (single, index) if (checkpoint / name).is_file()]
+        if len(found) == 2 and _yields(found[1], single):
+            return WeightFiles((found[0],))
         if len(found) == 2:
             files = read_index(found[1])
             if found[0] not in files.files:

@@ -102,8 +102,9 @@ class Manifest:
                 incomplete.
             CheckpointVersionError: it was written by a newer version.
             CorruptCheckpointError: the manifest is damaged.
+            UnsafeCheckpointError: it is a link out of the folder.
         """
-        path = directory / MANIFEST_NAME
+        path = inside(directory, MANIFEST_NAME)
         if directory.is_file():
             raise CheckpointNotFoundError(f"{directory} is a file; pass the folder of the checkpoint")
         if not directory.is_dir():

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import FileChangedError
 from accel_ckpt.format.blocks import BLOCK
-from accel_ckpt.tensor_storage import as_bytes
+from accel_ckpt.tensor_storage import as_bytes, copy_values, is_plain_memory
 
 __all__ = [
     "Arena",
@@ -31,12 +31,14 @@ __all__ = [
     "HostBuffers",
     "MappedFile",
     "collector_paused",
+    "copy_from_file",
     "evict",
     "map_file",
-    "map_whole",
     "mapped_file_of",
     "new_bytes",
+    "own_memory",
     "populate",
+    "pread_into",
     "read_around",
     "trim_heap",
 ]
@@ -126,6 +128,7 @@ class MappedFile(mmap.mmap):
     path: Path
     _descriptor: int
     _fingerprint: tuple[int, int]
+    _address: int
 
     def __new__(cls, path: Path, size: int) -> Self:
         """Map the first ``size`` bytes."""
@@ -138,14 +141,28 @@ class MappedFile(mmap.mmap):
             raise
         self.path, self._descriptor = path, descriptor
         self._fingerprint = self._look()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         weakref.finalize(self, os.close, descriptor)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        address = self._address
         with _registering:
             _mappings[address] = self
             # Those that are gone may be within this one. Going through a weak dictionary fails while other threads
             # drop values of it.
             _begins[:] = sorted({begin for begin in (*_begins, address) if begin in _mappings})
         return self
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Read the bytes that are mapped at an address to other memory.
+
+        Raises:
+            FileChangedError: the file has become shorter.
+        """
+        filled = 0
+        while filled < len(into):
+            count = pread_into(self._descriptor, into[filled:], address - self._address + filled)
+            if not count:
+                raise FileChangedError(f"{self.path} has become shorter; another process is changing it")
+            filled += count
 
     def _look(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
@@ -202,12 +219,44 @@ def map_file(path: Path, size: int) -> torch.Tensor:
     return torch.frombuffer(MappedFile(path, size), dtype=torch.uint8)
 
 
-def map_whole(path: Path) -> torch.Tensor | None:
-    """Map a whole file; ``None`` if it is empty or cannot be mapped. Reading it says why, if it fails too."""
-    try:
-        return map_file(path, path.stat().st_size)
-    except (OSError, ValueError):
-        return None
+def pread_into(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read bytes of a file to memory; returns how many there were."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    os.lseek(descriptor, offset, os.SEEK_SET)  # Windows
+    data = os.read(descriptor, len(view))
+    view[: len(data)] = data
+    return len(data)
+
+
+def copy_from_file(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor, without autograd; those of a mapped file are read, as they are in the file.
+
+    If the file has become shorter, that is an error here. Touching the mapping would end the process.
+
+    Raises:
+        FileChangedError: the file has become shorter.
+    """
+    file = mapped_file_of(values)
+    if file is None or not is_plain_memory(values):
+        copy_values(into, values)
+        return
+    direct = is_plain_memory(into) and (into.dtype, into.shape) == (values.dtype, values.shape)
+    target = into if direct else torch.empty_like(values)
+    file.read(values.data_ptr(), as_bytes(target))
+    if not direct:
+        copy_values(into, target)
+    elif not into.is_inference():
+        torch.autograd.graph.increment_version(into)
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same values that is no view of a mapped file; see `copy_from_file`."""
+    if mapped_file_of(tensor) is None:
+        return tensor
+    found = torch.empty_like(tensor)
+    copy_from_file(found, tensor)
+    return found
 
 
 def populate(mapped: torch.Tensor) -> bool:

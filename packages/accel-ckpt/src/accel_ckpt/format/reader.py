@@ -29,7 +29,7 @@ from accel_ckpt.errors import (
     UnsupportedValueError,
 )
 from accel_ckpt.format.forms import OTHERS, check_form, natural
-from accel_ckpt.format.memory import Arena, MappedFile, map_whole, populate
+from accel_ckpt.format.memory import Arena, MappedFile, pread_into
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
 from accel_ckpt.modules.versions import versions_of, with_versions
@@ -50,6 +50,7 @@ __all__ = [
     "MappedShard",
     "TensorEntry",
     "cause_of",
+    "is_expanded",
     "is_plain_zip",
     "parse_json",
     "read_entry",
@@ -59,13 +60,14 @@ __all__ = [
     "read_pickled",
     "read_pickled_weights",
     "read_tensors",
+    "refuse_expanded",
     "refuse_irregular",
     "refuse_pointer",
 ]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of the format whose shapes torch counts otherwise
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19  # bytes that are read ahead; they are in the processor's cache when they are hashed
 _MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
 
 # What torch.load raises for bytes that torch.save did not write, besides UnpicklingError.
@@ -85,11 +87,8 @@ DAMAGE = (
 
 _POINTER = b"version https://git-lfs"
 
-# Bytes of a mapped file that are asked for at a time.
-_AHEAD = 1 << 22
-
 # Parts of a file that are read at a time: a disk is faster with a few requests, and reading with a second core.
-_READERS = 4
+_READERS = 2
 
 
 class TensorEntry(NamedTuple):
@@ -248,13 +247,12 @@ class MappedShard:
             self.verify(xxh3)
 
     def verify(self, xxh3: str) -> None:
-        """Compare the content with a checksum, in the same pass that brings it into memory.
+        """Compare the content with a checksum.
 
         Raises:
             CorruptCheckpointError: the checksum differs.
         """
-        content = torch.frombuffer(self._map(), dtype=torch.uint8)
-        check_digest(self.header.file, _mapped_digest(content) or _read_digest(self.header.file), xxh3)
+        check_digest(self.header.file, file_digest(self.header.file), xxh3)
 
     def again(self) -> MappedShard:
         """Map the file once more: writing to tensors of one mapping does not change those of the other."""
@@ -294,19 +292,6 @@ class MappedShard:
         return self._file
 
 
-def _mapped_digest(content: torch.Tensor) -> str | None:
-    """The xxh3 checksum of a mapped file, which is read ahead; ``None`` if the kernel cannot do that."""
-    parts = torch.split(content, _AHEAD)
-    digest = xxhash.xxh3_64()
-    with ThreadPoolExecutor(2) as readers:
-        for part, is_there in zip(parts, readers.map(populate, parts), strict=True):
-            if not is_there:
-                readers.shutdown(cancel_futures=True)
-                return None
-            digest.update(as_bytes(part))
-    return digest.hexdigest()
-
-
 def read_entry(entry: TensorEntry, into: torch.Tensor | None = None) -> torch.Tensor:
     """Read one tensor of a safetensors file.
 
@@ -320,20 +305,19 @@ def read_entry(entry: TensorEntry, into: torch.Tensor | None = None) -> torch.Te
     tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu") if into is None else into
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
-            file.seek(entry.offset)
-            read_into(file, as_bytes(tensor), entry.file)
+            read_into(file, as_bytes(tensor), entry.file, entry.offset)
     return tensor
 
 
-def read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
-    """Fill memory with the next bytes of an unbuffered file.
+def read_into(file: IO[bytes], view: memoryview, path: Path, offset: int) -> None:
+    """Fill memory with the bytes of an unbuffered file from an offset on; several threads may read one file.
 
     Raises:
         CorruptCheckpointError: the file ends too early.
     """
     filled = 0
     while filled < len(view):
-        count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        count = pread_into(file.fileno(), view[filled:], offset + filled)
         if not count:
             raise CorruptCheckpointError(f"{path} ended while it was read; another process is changing it")
         filled += count
@@ -346,8 +330,13 @@ def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str,
         path: the file.
         xxh3: the required checksum of the content; ``None`` does not check.
     """
-    shard, arena = MappedShard(path, xxh3), Arena()
-    return shard.header, {name: arena.copy(shard.tensor(name)) for name in shard.header.entries}
+    header, arena = MappedShard(path, xxh3).header, Arena()
+    found = {name: arena.empty(entry.shape, entry.dtype) for name, entry in header.entries.items()}
+    with open(path, "rb", buffering=0) as file:
+        for name, entry in header.entries.items():
+            if entry.nbytes:
+                read_into(file, as_bytes(found[name]), path, entry.offset)
+    return header, found
 
 
 def check_digest(path: Path, found: str, expected: str | None) -> None:
@@ -360,28 +349,22 @@ def check_digest(path: Path, found: str, expected: str | None) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The xxh3 checksum of a file.
+    """The xxh3 checksum of a file. It is read, not mapped: touching what is no longer in the file ends the process.
 
-    The file is hashed as a mapping, which saves a copy, or read if the kernel cannot read mapped files ahead.
+    Raises:
+        CorruptCheckpointError: the file has become shorter.
     """
-    content = map_whole(path)
-    return (content is not None and _mapped_digest(content)) or _read_digest(path)
-
-
-def _read_digest(path: Path) -> str:
     size = path.stat().st_size
     window = [memoryview(bytearray(min(_CHUNK, size))) for _ in range(2 * _READERS)]
-
-    def read(number: int) -> memoryview:
-        view = window[number % len(window)][: size - number * _CHUNK]
-        with open(path, "rb", buffering=0) as file:
-            file.seek(number * _CHUNK)
-            read_into(file, view, path)
-        return view
-
     digest = xxhash.xxh3_64()
     pending: deque[Future[memoryview]] = deque()
-    with ThreadPoolExecutor(_READERS) as readers:
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(_READERS) as readers:
+
+        def read(number: int) -> memoryview:
+            view = window[number % len(window)][: size - number * _CHUNK]
+            read_into(file, view, path, number * _CHUNK)
+            return view
+
         for number in range(-(-size // _CHUNK)):
             if len(pending) == len(window):  # what comes next is read to the place of the first
                 digest.update(pending.popleft().result())
@@ -502,8 +485,8 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
 
     The result has the versions of modules, as in a state dict of torch.
 
-    Tensors are contiguous, and do not share memory unless two names hold the same tensor: training one of two
-    overlapping views would change the other.
+    Tensors that are not expanded are contiguous, and do not share memory unless two names hold the same tensor:
+    training one of two overlapping views would change the other.
 
     Raises:
         CorruptCheckpointError: the file does not hold tensors by name.
@@ -534,7 +517,9 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         if (reason := why_not_plain(tensor)) is not None:
             raise UnsupportedValueError(f"{path} cannot be loaded: the tensor {name!r} {reason}")
         storage = id_tensor_storage(tensor)
-        if same_tensor_id(tensor) not in same:
+        if is_expanded(tensor):  # its values are made when its shape was compared
+            same[same_tensor_id(tensor)] = tensor.detach()
+        elif same_tensor_id(tensor) not in same:
             plain = tensor.detach().resolve_conj().resolve_neg()
             apart = plain.is_contiguous() and storage not in used
             same[same_tensor_id(tensor)] = (
@@ -543,6 +528,24 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         used.add(storage)
     found = {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}
     return with_versions(found, versions), objects
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows values several times, so that a small file can ask for any amount of memory."""
+    return tensor.layout == torch.strided and tensor.nbytes > tensor.untyped_storage().nbytes()
+
+
+def refuse_expanded(name: str, tensor: torch.Tensor, where: str) -> None:
+    """Refuse an expanded tensor where nothing says how large it should be.
+
+    Raises:
+        CorruptCheckpointError: it is one.
+    """
+    if is_expanded(tensor):
+        raise CorruptCheckpointError(
+            f"{where} holds {tensor.untyped_storage().nbytes():,} bytes of {name!r}, which shows them as "
+            f"{tensor.nbytes:,}; it was not saved as a whole. Save tensor.contiguous()"
+        )
 
 
 def _model_in(content: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:

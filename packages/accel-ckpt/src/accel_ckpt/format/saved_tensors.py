@@ -23,6 +23,7 @@ from accel_ckpt.format.reader import (
     read_entry,
     read_header,
     read_pickled,
+    refuse_expanded,
 )
 from accel_ckpt.format.sharding import Place, places_of
 from accel_ckpt.geometry import Box, overlap
@@ -239,6 +240,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         aliases = tied_aliases(content)
         for name, value in content.items():
             if name not in aliases:
+                refuse_expanded(name, value, str(path))
                 place = Place((0,) * value.dim(), tuple(value.shape))
                 saved = _Saved(Box(place.offsets, tuple(value.shape)), path, value)
                 self._found.setdefault(name, []).append((place, saved))

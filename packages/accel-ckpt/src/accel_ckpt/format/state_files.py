@@ -5,10 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["EXTRA", "model_stem", "part_file", "rank_stem", "tensor_files"]
+__all__ = ["EXTRA", "is_state_file", "model_stem", "part_file", "rank_stem", "tensor_files"]
 
 EXTRA = "model_{}.extra"
 """Among the shared trees: what the state dict of a model holds besides tensors."""
+
+
+_OWN = re.compile(
+    r"(model|pytorch_model)(_\d+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|(model(_\d+)?|state|rank-\d{5})(-\d{5})?(-shard-\d{5}(-\d+)?)?\.(safetensors|json)"
+)
+
+
+def is_state_file(name: str) -> bool:
+    """Whether a save gives this name to a file by itself, not through a hook."""
+    return _OWN.fullmatch(name) is not None
 
 
 def model_stem(index: int, safe_serialization: bool) -> str:

@@ -15,7 +15,7 @@ from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordina
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.index import WeightFiles
-from accel_ckpt.format.memory import collector_paused
+from accel_ckpt.format.memory import collector_paused, copy_from_file, mapped_file_of, own_memory
 from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
 from accel_ckpt.loading.renaming import renamed_weights
@@ -124,7 +124,9 @@ def _read_file(path: Path, places: Mapping[str, torch.device | None]) -> dict[st
         key = source.key_of(name)
         tensor = source.tensor(key)
         device = _device_of(name, places)
-        result[name] = loaded.setdefault((key, device), tensor.to(device) if device is not None else tensor)
+        result[name] = loaded.setdefault(
+            (key, device), own_memory(tensor).to(device) if device is not None else tensor
+        )
     return result
 
 
@@ -396,8 +398,7 @@ class Placer:
             fill_part(old, value)
         elif old.device == home and old.dtype == dtype:
             if value is not old:  # as of a module that has filled it itself
-                with torch.no_grad():
-                    old.copy_(value)
+                copy_from_file(old.detach(), value)
         else:
             assign(step.target, self.own(converted(value, home, dtype)))
 
@@ -405,7 +406,7 @@ class Placer:
         """Return the value, or a copy if another tensor of the model uses its memory already."""
         address = value.data_ptr()
         if address in self._taken and value.numel():
-            return value.clone()
+            return own_memory(value) if mapped_file_of(value) is not None else value.clone()
         self._taken.add(address)
         return value
 
@@ -426,7 +427,9 @@ class Placer:
 
 def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Convert a value to a device and dtype; returns it unchanged if it has both (a faster check than ``to``)."""
-    return value if value.dtype == dtype and value.device == home else value.detach().to(home, dtype)
+    if value.dtype == dtype and value.device == home:
+        return value
+    return own_memory(value.detach()).to(home, dtype)
 
 
 def load_weights(

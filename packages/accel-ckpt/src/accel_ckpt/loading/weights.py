@@ -263,7 +263,7 @@ class MappedWeights(_Files):
         home = self._homes[name]
         if isinstance(home, MappedShard):
             return home.tensor(self._keys.get(name, name))
-        return home[name].clone()
+        return home[name].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
     def key_of(self, name: str) -> str:
         """The name under which a file holds the tensor."""

@@ -71,8 +71,9 @@ def save_model(
     """Save a model's weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards if they are large.
 
     The calling process writes; call it on one rank, or with ``writer`` on all ranks. Files of an earlier
-    ``save_model`` in the folder, shards and index of either format, are removed; other files stay. Files are
-    replaced, never changed in place, so a process that has one mapped keeps its old content. Names are canonical:
+    ``save_model`` in the folder, shards and index of either format, are replaced as a whole: whatever interrupts the
+    save, readers find all of the old weights or all of the new ones. Other files stay. No file is changed in place, so
+    a process that has one mapped keeps its old content. Names are canonical:
     prefixes of DDP, ``torch.compile`` and other wrappers are left out. Of tied names the first is saved; the
     others are kept in the metadata, as ``safetensors.torch.save_model`` does.
 
@@ -93,8 +94,9 @@ def save_model(
         The names of the files written, the index included.
 
     Raises:
-        CheckpointSaveError: the folder is a file or a training state; or the upload failed, and the weights are
-            in the folder. On a waiting rank: the writer failed, has ended or does not make the call.
+        CheckpointSaveError: the folder is a file or a training state; writing failed, and the message says which
+            weights are there now; or the upload failed, and the weights are in the folder. On a waiting rank: the
+            writer failed, has ended or does not make the call.
         MissingDependencyError: ``push_to_hub`` is given, and huggingface_hub is not installed.
         UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
             layout that the format does not know; or a module has extra state that is not a tensor, and the format is

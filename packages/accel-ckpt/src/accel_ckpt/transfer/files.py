@@ -12,6 +12,7 @@ from pathlib import Path
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, StateMismatchError, TransferError
+from accel_ckpt.format.memory import own_memory
 from accel_ckpt.loading.weights import WeightSource, open_weights
 from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Leaf, fill_part, parts_of, shape_of
@@ -142,7 +143,7 @@ class WeightFolder:
                     continue
                 _check(source, wants, ignored, self.path(newest))
                 for name, leaf in wants.items():
-                    fill_part(leaf, source.tensor(name))
+                    fill_part(leaf, own_memory(source.tensor(name)))
                 source.finish()
                 return newest
             if time.monotonic() >= deadline:

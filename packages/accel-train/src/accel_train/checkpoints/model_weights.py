@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import accel_ckpt
+from accel_ckpt.format.memory import own_memory
 from accel_ckpt.parts import fill_part
 
 __all__ = ["CheckpointModel", "WholeModel"]
@@ -70,4 +71,4 @@ class WholeModel:
     def fill(self, targets: Mapping[str, Any]) -> None:
         """Copy this rank's part to each target."""
         for name, target in targets.items():
-            fill_part(target, self._weights[name])
+            fill_part(target, own_memory(self._weights[name]))

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from accel_ckpt.format.forms import OTHERS, Form, check_form, natural, positive
 from accel_train.data.iteration import Iteration
 from accel_train.data.sampling.permutations import Record
 from accel_train.errors import DataError
@@ -14,6 +17,49 @@ from accel_train.ranks import Ranks
 __all__ = ["Epoch", "Restored"]
 
 _VERSION = 1
+
+
+def _seed(value: Any) -> bool:
+    """A seed of torch's generators."""
+    return type(value) is int and -(1 << 63) <= value < 1 << 64
+
+
+_FORMS: dict[str, Form] = {
+    "version": natural,
+    "epoch": natural,
+    "finished": bool,
+    "ranks": positive,
+    "index": (None, natural),
+    "batches_yielded": natural,
+    "batches_of_finished": natural,
+    "position": {},
+    "draw": {},
+    "options": (None, {}),
+    "ahead": (None, {}),
+    "source": object,
+    "rng_at_start": (None, {}),
+    "reading": (None, {}),
+    "workers": (None, {"count": positive, "turn": natural, "states": {OTHERS: {}}}),
+    "sampler_seed": _seed,
+    "generators": [object],
+    "samplers": [object],
+}
+_PARTS: dict[str, dict[str, Form]] = {
+    "position": {
+        "samples": natural,
+        "base_batches": natural,
+        "local_batches": natural,
+        "samples_per_batch": (None, positive),
+        "pulled": (None, natural),
+        "ended": bool,
+        "ahead": [object],
+    },
+    "draw": {"seed": _seed, "generator": torch.Tensor, "drawn": natural, "exhausted": bool},
+    "options": {"lengths": [(None, natural)]},
+    "ahead": {"batches": natural, "rng": {}, "first_rng": (None, {})},
+    "rng_at_start": {"samplers": [object]},
+}
+"""What is in a state, where it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +277,12 @@ def read(state: dict[str, Any]) -> Restored | None:
             f"The loader state has version {state['version']}, this release reads up to {_VERSION}. Upgrade "
             "accel-train, or start the epoch from its beginning."
         )
+    for key, form in _FORMS.items():
+        if key in state:
+            check_form(state[key], form, f"the state of a data loader: {key}")
+    for group, forms in _PARTS.items():
+        for key, value in (state.get(group) or {}).items():
+            check_form(value, forms.get(key, object), f"the state of a data loader: {group}[{key!r}]")
     batches = int(state["batches_yielded"])
     if state["finished"]:
         batches = int(state.get("batches_of_finished") or batches)

@@ -22,7 +22,7 @@ from accel_train.data.epoch import Restored
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import Indexes, PreparedLoader
-from accel_train.data.position import batches_of_stream, check_fits
+from accel_train.data.position import batches_of_stream, check_fits, refuse_short
 from accel_train.data.reading_states import (
     ReadingSource,
     begin_own_reading,
@@ -177,6 +177,8 @@ def _open_indexes(
     if restored is not None and restored.batches:
         with reading or _AS_IT_IS:
             stream.prime()
+        if there and stream.passed is not None:
+            refuse_short(restored, restored.position.get("base_batches", 0), stream.passed)
     return there
 
 
@@ -192,6 +194,8 @@ def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restore
     with iteration.reading or _AS_IT_IS:
         source = make_source(loader, iteration, state)
         iteration.skipped = batches if state is not None else skip_batches(source, batches)
+        if resume is not None or (restored is not None and restored.batches == batches):
+            refuse_short(restored, batches, iteration.skipped)
         if restored is not None and restored.batches:
             if not iteration.skipped:
                 # A stream may draw its order no earlier than it is read, so one item is read now and kept.
@@ -203,7 +207,7 @@ def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restore
             ):
                 with iteration.randomness.as_of(restored.ahead["rng"]):
                     source = itertools.chain(
-                        list(itertools.islice(source, restored.ahead["batches"])), source
+                        list(itertools.islice(source, min(restored.ahead["batches"], 1))), source
                     )
     iteration.source = source
     return restored is not None and iteration.skipped == restored.batches

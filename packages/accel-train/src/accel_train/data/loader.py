@@ -34,6 +34,7 @@ from accel_train.data.sampling.samplers import (
 )
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
+from accel_train.data.sampling.token_batches import TokenBatchSampler
 from accel_train.data.stateful import is_stateful
 from accel_train.data.torchdata_instance import TorchdataInstance
 from accel_train.data.transfer import BatchTransfer, DirectTransfer
@@ -457,7 +458,16 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             "num_workers": self.num_workers,
             "batch_size": self.sampler_batch_size,
             "drop_last": self.drop_last,
+            "lengths": self.lengths,
         }
+
+    @property
+    def lengths(self) -> list[int | None]:
+        """Samples of the dataset, and of an epoch, where torch's samplers draw it; None where that is not known."""
+        shard = self.dataset
+        dataset = shard.dataset if isinstance(shard, IterableDatasetShard) else shard
+        plan = None if self.indexes is None else plan_of(self.indexes.sampler)
+        return [length_of(dataset), None if plan is None or plan.source is None else plan.samples]
 
     def _generators_after(self, over: Iteration | None) -> list[Any]:
         """States of the loader's generators, including what torch draws at the end of an epoch.
@@ -497,7 +507,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
             sampler.initial_seed = int(state_dict["sampler_seed"])
         self.randomness().set_own(state_dict.get("generators", []))
-        for stateful, saved in zip(self.stateful_samplers, state_dict.get("samplers", []), strict=False):
+        for stateful, saved in self._saved_samplers(state_dict):
             stateful.load_state_dict(saved)
         self._note_epochs()
 
@@ -510,9 +520,29 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             NotAvailableError: the position has no equivalent for this number of ranks or workers, or this batch size.
         """
         restored = read(state_dict)
-        self.randomness().check_own(state_dict.get("generators", []))
+        randomness = self.randomness()
+        randomness.check_own(state_dict.get("generators", []))
+        ahead = {} if restored is None else restored.ahead
+        trees = [
+            None if restored is None else restored.rng_at_start,
+            ahead.get("rng"),
+            ahead.get("first_rng"),
+        ]
+        randomness.check(state_dict, [tree for tree in trees if tree is not None])
         if restored is not None and self.use_stateful_dataloader and not state_dict["finished"]:
             check_fits(self, restored)
+        for sampler, saved in self._saved_samplers(state_dict):
+            if isinstance(sampler, TokenBatchSampler):
+                sampler.check_state_dict(saved)
+
+    def _saved_samplers(self, state_dict: dict[str, Any]) -> list[tuple[Any, Any]]:
+        """Samplers that keep a state, each with what was saved of it. After an epoch a plan may have other samples."""
+        pairs = zip(self.stateful_samplers, state_dict.get("samplers", []), strict=False)
+        return [
+            (sampler, saved)
+            for sampler, saved in pairs
+            if not (state_dict["finished"] and isinstance(sampler, TokenBatchSampler))
+        ]
 
     # What positions are counted in
 

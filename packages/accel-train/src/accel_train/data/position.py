@@ -14,7 +14,7 @@ from accel_train.data.epoch import Restored
 from accel_train.errors import DataError
 from accel_train.ranks import Ranks
 
-__all__ = ["batches_of_stream", "check_fits", "check_workers", "steps_to"]
+__all__ = ["batches_of_stream", "check_fits", "check_lengths", "check_workers", "refuse_short", "steps_to"]
 
 _ADVICE = (
     "Use the same value, or load without use_stateful_dataloader and start the epoch from its beginning."
@@ -29,6 +29,9 @@ class _Loader(Protocol):
     num_workers: int
     asks_dataset: bool
     ranks: Ranks
+
+    @property
+    def lengths(self) -> list[int | None]: ...
 
     @property
     def position_unit(self) -> str: ...
@@ -59,11 +62,34 @@ def check_fits(loader: _Loader, restored: Restored) -> None:
             "not the kind of loader, or of sampler, that the state was saved with. Prepare the same loader, or do not "
             "load its state."
         )
+    check_lengths(loader, restored)
     check_workers(loader, restored)
     if unit == "local_batches":
         batches_of_stream(loader, restored)
     if unit == "base_batches" or (unit == "local_batches" and loader.stream_stride is None):
         _check_batch_size(loader, restored)
+
+
+def check_lengths(loader: _Loader, restored: Restored) -> None:
+    """Whether the data is as long as it was when a position inside an epoch was saved, which it does not pass.
+
+    Raises:
+        DataError: the dataset or the sampler has another length, or the position is behind their end.
+    """
+    whole = loader.lengths
+    for what, before, now in zip(
+        ("data set", "order"), restored.options.get("lengths") or (), whole, strict=False
+    ):
+        if before != now and None not in (before, now):
+            raise DataError(
+                f"This loader was left after {restored.batches} batches of an epoch whose {what} had the length "
+                f"{before}, and has {now} now: samples would be lost or repeated. Continue with the same data, or "
+                "begin an epoch: load the state without use_stateful_dataloader, or one that was saved between epochs."
+            )
+    samples = restored.position.get("samples", 0)
+    length = next((length for length in reversed(whole) if length is not None), samples)
+    if samples > length:
+        raise DataError(f"The saved position is after {samples} samples, and this epoch has {length}.")
 
 
 def _units(position: dict[str, Any]) -> list[str]:
@@ -129,6 +155,24 @@ def batches_of_stream(loader: _Loader, restored: Restored) -> int:
             "the same batch size, or without use_stateful_dataloader."
         )
     return steps
+
+
+def refuse_short(restored: Restored | None, wanted: int, passed: int) -> None:
+    """Refuse a stream that ends before a saved position.
+
+    Args:
+        restored: the state, if there is one.
+        wanted: batches up to the position.
+        passed: how many there were.
+
+    Raises:
+        DataError: there were fewer.
+    """
+    if restored is not None and restored.batches and passed < wanted:
+        raise DataError(
+            f"This loader was left after {wanted} batches of an epoch, which ends after {passed} now, before the saved "
+            "position. Continue with the same data, or load a state that was saved between epochs."
+        )
 
 
 def steps_to(loader: _Loader, position: dict[str, Any]) -> float | None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
+from accel_state.errors import AccelError
+from accel_state.messages import first_line
+from accel_state.seeding import (
+    check_generator_states,
+    numpy_state,
+    numpy_state_tree,
+    python_state,
+    python_state_tree,
+)
 from accel_train.errors import DataError
 
 __all__ = ["Randomness", "generators_of"]
@@ -74,6 +82,35 @@ class Randomness:
                 f"NumPy generators in the loader, its samplers or its stream), this one has {len(self.own)}. Build "
                 "the loader as it was built when its state was saved."
             )
+
+    def check(self, state: Mapping[str, Any], trees: Iterable[Any]) -> None:
+        """Check that the generators can take all states in the state of a loader: they take them, and are put back.
+
+        Args:
+            state: the state of the loader.
+            trees: what is in it for `as_of`.
+
+        Raises:
+            DataError: a state is not one of such a generator.
+        """
+        now = self.now()
+        try:
+            check_generator_states(state)
+            self.set_own(state.get("generators", []))
+            if "generator" in state["draw"]:
+                torch.Generator().set_state(state["draw"]["generator"])
+            for tree in trees:
+                with self.as_of(tree):
+                    pass
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, AccelError):
+                raise
+            raise DataError(
+                f"The state of a data loader has random states that cannot be restored: {first_line(error)}. It is "
+                "damaged, or of another loader."
+            ) from error
+        finally:
+            self.put_back(now)
 
     def set_own(self, trees: list[Any]) -> None:
         """Set the loader's own generators to what `own_trees` returned.

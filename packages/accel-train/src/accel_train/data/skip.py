@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data.combined import CombinedLoader
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.position import check_workers, steps_to
+from accel_train.data.position import check_lengths, check_workers, steps_to
 from accel_train.data.sampling.batches import SkipBatchSampler
 from accel_train.data.sampling.samplers import loader_options
 from accel_train.data.shard import DataLoaderShard
@@ -101,6 +101,7 @@ def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
         )
     if num_batches != restored.batches:
         return
+    check_lengths(loader, restored)
     check_workers(loader, restored)
     steps = steps_to(loader, restored.position)
     if restored.ranks != loader.ranks.size and steps not in (None, num_batches):

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.format.memory import copy_from_file, own_memory
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
 from accel_ckpt.modules.versions import versions_of, with_versions
-from accel_ckpt.parts import Part, fill_part, is_divided, is_leaf, shape_of
+from accel_ckpt.parts import Part, is_divided, is_leaf, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
 from accel_ckpt.training.optimizers import steps_only
 from accel_train.errors import PrepareError
@@ -386,16 +387,19 @@ def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> N
     own = None if any(map(loads_by_itself, model.modules())) else _own_tensors(model)
     if own is not None and own.keys() == weights.keys():
         for name, value in weights.items():
-            fill_part(own[name], value)
+            copy_from_file(own[name], value)
         return
     state = under_own_names(model, weights)
     formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
-    loaded = {name: value for name, value in state.items() if name not in formats}
+    loaded = {
+        name: own_memory(value) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if name not in formats
+    }
     model.load_state_dict(with_versions(loaded, versions_of(state)), strict=strict)
     kept = model.state_dict() if formats else {}
-    with torch.no_grad():
-        for name in formats & kept.keys():
-            kept[name].copy_(state[name])
+    for name in formats & kept.keys():
+        copy_from_file(kept[name], state[name])
 
 
 def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor] | None:

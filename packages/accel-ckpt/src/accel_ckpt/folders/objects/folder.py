@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel_ckpt.folders.folder import Folder, OpenFolder
 from accel_ckpt.folders.objects import listing, weights
 from accel_ckpt.folders.objects.mirror import open_remote
 from accel_ckpt.folders.objects.transaction import ObjectTransaction
+from accel_ckpt.folders.weight_switch import Writers
 from accel_ckpt.format.writer import FileRecord
 from accel_ckpt.locations import RemotePath
 
@@ -96,14 +97,14 @@ class ObjectFolder(Folder):
 
     def publish_weights(
         self,
-        writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
+        writers: Writers,
         index: tuple[str, str] | None,
         disk: Disk = LOCAL,
     ) -> tuple[str, ...]:
         """They are uploaded while they are written.
 
         Raises:
-            CheckpointSaveError: the storage refuses, or does not answer.
+            CheckpointSaveError: the storage refuses, or does not answer; see `WeightSwitch.run`.
         """
         return weights.publish_weights(self._uri, writers, index)
 

@@ -44,6 +44,7 @@ __all__ = [
     "complete_checkpoints",
     "files_folder",
     "is_complete",
+    "is_files_folder",
     "new_token",
     "open_manifest",
     "prune_checkpoints",
@@ -55,7 +56,8 @@ logger = logging.getLogger(__name__)
 
 _MARKS = ".accel-saving"
 _MARK = re.compile(r"(?P<name>(?!\.{1,2}\.[0-9a-f]{12}\.json$)[^/]*)\.(?P<token>[0-9a-f]{12})\.json")
-_FILES = re.compile(r"(files-([0-9a-f]{12}))/.+")
+_HOME = r"(files-([0-9a-f]{12}))"
+_FILES = re.compile(_HOME + r"/.+")
 _FOREIGN_AGE = 24 * 3600
 """Seconds; whether a process of another machine lives cannot be seen, so its mark is judged by its age."""
 
@@ -68,6 +70,11 @@ def new_token() -> str:
 def files_folder(token: str) -> str:
     """The folder of the files of one save, below the checkpoint's."""
     return f"files-{token}"
+
+
+def is_files_folder(name: str) -> bool:
+    """Whether a folder has a name of those that `files_folder` gives."""
+    return re.fullmatch(_HOME, name) is not None
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from accel_ckpt.folders.objects.listing import files_folder, is_files_folder, new_token
 from accel_ckpt.folders.objects.mirror import Mirror, open_remote
 from accel_ckpt.folders.objects.store import Store
 from accel_ckpt.folders.objects.stores import open_store
 from accel_ckpt.folders.objects.uploads import UploadDisk
+from accel_ckpt.folders.weight_switch import WeightSwitch, Writers
 from accel_ckpt.format.index import find_weights, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import parse_json
@@ -41,15 +43,16 @@ def check_weights_folder(directory: RemotePath) -> None:
 
 
 def publish_weights(
-    directory: RemotePath,
-    writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
-    index: tuple[str, str] | None,
+    directory: RemotePath, writers: Writers, index: tuple[str, str] | None
 ) -> tuple[str, ...]:
-    """Replace the weights below a URI: each object in one step, the index last, older weights removed.
+    """Replace the weights below a URI; see `WeightSwitch`.
+
+    Objects cannot be renamed, so shards whose names readers use stay in a folder, where their index names them; the
+    next save uses the plain names again.
 
     Args:
         directory: where.
-        writers: file name → writes it to the path and disk that it is given.
+        writers: what writes each file.
         index: name and text of the index, if there is to be one.
 
     Returns:
@@ -58,42 +61,55 @@ def publish_weights(
     Raises:
         CheckpointSaveError: the storage refuses, or does not answer.
     """
-    store = open_store(directory)
-    try:
-        there = [name for name in store.sizes() if is_weight_file(name)]
-        # Without an index a half-replaced set of shards cannot be taken for a whole one.
-        store.delete(name for name in there if name.endswith(".json"))
-        _upload(store, writers)
-        written = [*writers]
-        if index is not None:
-            store.put(index[0], index[1].encode())
-            written.append(index[0])
-    except CheckpointSaveError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointSaveError(f"saving weights to {directory} failed: {error}") from error
-    _remove_old(
-        store, [name for name in there if name not in written and not name.endswith(".json")], written
-    )
-    return tuple(written)
+    return _ObjectSwitch(directory, writers, index).run()
 
 
-def _remove_old(store: Store, names: Sequence[str], written: Sequence[str]) -> None:
-    """Remove what an earlier save left.
+class _ObjectSwitch(WeightSwitch):
+    old = "readers choose {}"
 
-    Raises:
-        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
-    """
-    try:
-        store.delete(names)
-    except CheckpointError as error:
-        left = f"{', '.join(names)} of an earlier save in {store.uri()} could not all be removed: {error}"
-        misleads = [name for name in names if name.endswith(".safetensors")]
-        if misleads and not any(name.endswith(".safetensors") for name in written):
-            raise CheckpointSaveError(
-                f"the new weights are saved, but readers choose {misleads[0]}. {left}. Remove them, or save elsewhere"
-            ) from error
-        warn(left, once=True)
+    def __init__(self, directory: RemotePath, writers: Writers, index: tuple[str, str] | None) -> None:
+        super().__init__(directory, writers, index)
+        self._store = open_store(directory)
+
+    def there(self) -> set[str]:
+        return {name for name in self._store.sizes() if _is_of_weights(name)}
+
+    def read(self, name: str) -> bytes:
+        return self._store.read(name)
+
+    def put(self, name: str, text: str) -> None:
+        self.doing = f"writing {name}"
+        self._store.put(name, text.encode())
+
+    def remove(self, name: str) -> None:
+        self._store.delete([name])
+
+    def remove_old(self, names: Sequence[str]) -> None:
+        try:
+            for last in (False, True):  # indexes first
+                self._store.delete(name for name in names if name.endswith(".json") != last)
+        except CheckpointError as error:
+            warn(
+                f"{', '.join(names)} of an earlier save in {self.path} could not all be removed: {error}",
+                once=True,
+            )
+
+    def write(self, apart: bool) -> str:
+        home = files_folder(new_token())
+        self.doing = f"writing {', '.join(self.writers)}"
+        _upload(self._store, self.writers, f"{home}/" if apart else "")
+        return home
+
+    def give_names(self) -> bool:
+        return False  # those that were not written apart have them
+
+    def sync(self) -> None:
+        """An object that was put is there."""
+
+
+def _is_of_weights(name: str) -> bool:
+    home, _, file = name.rpartition("/")
+    return is_weight_file(file) and (not home or is_files_folder(home))
 
 
 def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -> None:
@@ -110,9 +126,9 @@ def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -
         raise CheckpointSaveError(f"saving {place} failed: {error}") from error
 
 
-def _upload(store: Store, writers: Mapping[str, Callable[[Path, Disk], FileRecord]]) -> None:
+def _upload(store: Store, writers: Writers, prefix: str = "") -> None:
     folder = Path("/")  # of names; nothing is made there
-    disk = UploadDisk(store, folder)
+    disk = UploadDisk(store, folder, prefix)
     try:
         for name, write in writers.items():
             write(folder / name, disk)
@@ -148,7 +164,7 @@ def fetch_weights(place: RemotePath) -> tuple[Path, Mirror]:
         CheckpointNotFoundError: there are no weights.
     """
     store = open_store(place)
-    sizes = {name: size for name, size in store.sizes().items() if "/" not in name or name == MANIFEST_NAME}
+    sizes = {name: size for name, size in store.sizes().items() if "/" not in name or _is_of_weights(name)}
     if MANIFEST_NAME in sizes:
         manifest, mirror, _ = open_remote(place, verify=True)
         models = [name for names in manifest.models for name in names]

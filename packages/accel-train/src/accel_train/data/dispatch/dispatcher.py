@@ -16,6 +16,7 @@ from accel_train.data.epoch_start import make_source, open_with_workers, skip_ba
 from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.iterators import LoaderIterator, TimedIterator, early_end
 from accel_train.data.loader import PreparedLoader
+from accel_train.data.position import refuse_short
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
@@ -297,7 +298,9 @@ class DataLoaderDispatcher(PreparedLoader):
         if indexes is None or plan is None:
             source = make_source(self, iteration, state)
             if state is None:
-                skip_batches(source, base, passed)
+                done = skip_batches(source, base, passed)
+                if restored is not None and restored.position.get("base_batches") == base:
+                    refuse_short(restored, base, done)
         else:
             opening = Opening(
                 recorded=None if restored is None else restored.draw,
@@ -326,11 +329,14 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration.first_rng = restored.ahead.get("first_rng")
         if iteration.stream is not None:
             iteration.stream.prime()
+            passed = iteration.stream.passed
+            if passed is not None and base == restored.position.get("base_batches"):
+                refuse_short(restored, base, passed)
         elif not base:
             reader.fetch()  # a stream may draw its order no earlier than it is read
         if "rng" in restored.ahead and base == restored.position.get("base_batches"):
             with reader.reading.as_of(restored.ahead["rng"]):
-                reader.fetch(restored.ahead["batches"])
+                reader.fetch(min(restored.ahead["batches"], self.sampler_batches_per_step + 1))
 
     def read_first(self, stream: IndexStream | None) -> Any:
         """Read the first batch of an epoch that was begun after it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -40,6 +41,8 @@ class IndexStream(ABC):
     """What was drawn to get the order; empty until something is."""
     first: int = 0
     """Number of this rank's first batch here, counted from the beginning of the epoch."""
+    passed: int | None = None
+    """How many items of an iterated sampler lead to the first batch, once they were read."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -416,6 +419,7 @@ class _Iterated(IndexStream):
     def prime(self) -> None:
         # A sampler may draw as late as its first batch, so one batch is drawn and kept if nothing better is known.
         self._pass_over()
+        self.passed = self._reader.taken
         if not self._reader.catch_up():
             self.begin()
 
@@ -462,10 +466,9 @@ class SingleStream(_Iterated):
         self._real_rows = real_rows
 
     def _pass_over(self) -> None:
-        while self._skip:
-            self._skip -= 1
-            passed = next(self._reader, _END)
-            if self._first_batch is None and passed is not _END:
+        skip, self._skip = self._skip, 0
+        for passed in itertools.islice(self._reader, skip):
+            if self._first_batch is None:
                 self._first_batch = passed
 
     def _produce(self) -> _Produced:
@@ -565,10 +568,11 @@ class RoundStream(_Iterated):
         return size is not None and self._batch_size is not None and size > self._batch_size
 
     def _pass_over(self) -> None:
-        while self._skip_base:
-            self._skip_base -= 1
-            with contextlib.suppress(StopIteration):
+        with contextlib.suppress(StopIteration):
+            while self._skip_base:
+                self._skip_base -= 1
                 self._base()
+        self._skip_base = 0
 
     def _produce(self) -> _Produced:
         self._pass_over()
@@ -662,9 +666,6 @@ class RoundStream(_Iterated):
 
 def _position(base_batches: int, reader: SamplerReader) -> dict[str, Any]:
     return {"base_batches": base_batches, **reader.beyond(base_batches)}
-
-
-_END = object()
 
 
 def _size(batch: Any) -> int | None:

@@ -176,7 +176,7 @@ class _Drawn:
 
     def catch_up(self, drawn: int, exhausted: bool, later: Later) -> None:
         if drawn:
-            self._until(drawn)
+            self._until(min(drawn, self._length))
         if exhausted:
             self.exhaust()
         self._later = later

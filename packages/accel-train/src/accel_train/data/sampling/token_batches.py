@@ -152,6 +152,15 @@ class TokenBatchSampler(BatchSampler):
         """Restore the batches of a saved epoch.
 
         Raises:
+            DataError: see `check_state_dict`.
+        """
+        self.check_state_dict(state)
+        self.epoch, self._planned_for = int(state["epoch"]), int(state["ranks"])
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the batches of a saved epoch are those of this sampler.
+
+        Raises:
             DataError: the saved lengths or options differ, so that the batches would differ.
         """
         own = self.state_dict()
@@ -166,7 +175,6 @@ class TokenBatchSampler(BatchSampler):
                     f"TokenBatchSampler: the saved epoch has {what} {state[name]!r}, and this sampler {own[name]!r}, "
                     "which gives other batches. Build it as it was, or do not load the state of its loader."
                 )
-        self.epoch, self._planned_for = int(state["epoch"]), int(state["ranks"])
 
 
 def lengths_of(lengths: Lengths, dataset: Any = None) -> Any:

@@ -1,0 +1,117 @@
+"""A file that becomes shorter while it is read is an error that names it, and not the end of the interpreter."""
+
+import os
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import accel_ckpt
+from accel_ckpt.errors import CheckpointError
+from accel_train import Accelerator
+from testkit import worlds
+
+
+def net(dtype=torch.float32, device="cpu"):
+    return nn.Sequential(*[nn.Linear(300, 300, bias=False, dtype=dtype, device=device) for _ in range(4)])
+
+
+class Translates(nn.Linear):
+    """Loads by itself."""
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+
+
+def prepared(model):
+    accelerator = Accelerator(cpu=True)
+    return accelerator, *accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+
+
+def trained(folder, make=net):
+    accelerator, model, optimizer = prepared(make())
+    accelerator.backward(model(torch.ones(1, 300)).sum())
+    optimizer.step()
+    accelerator.save_state(folder)
+
+
+def translating():
+    return nn.Sequential(*[Translates(300, 300, bias=False) for _ in range(4)])
+
+
+def load_state(folder, make=net):
+    prepared(make())[0].load_state(folder)
+
+
+def weights(folder, **options):
+    accel_ckpt.save_model(net(), folder, **options)
+
+
+def load_weights(folder, **options):
+    accel_ckpt.load_checkpoint_in_model(net(**options), folder)
+
+
+CASES = {
+    "state": (trained, load_state),
+    "state of modules that load by themselves": (
+        lambda folder: trained(folder, translating),
+        lambda folder: load_state(folder, translating),
+    ),
+    "checksums": (trained, lambda folder: accel_ckpt.open_training_state(folder).verify()),
+    "optimizer": (
+        trained,
+        lambda folder: accel_ckpt.open_training_state(folder).shared["optimizer_0"],
+    ),
+    "weights": (weights, load_weights),
+    "shards": (lambda folder: weights(folder, max_shard_size="400KB"), load_weights),
+    "weights of another dtype": (weights, lambda folder: load_weights(folder, dtype=torch.float64)),
+    "weights to a device": (
+        weights,
+        lambda folder: accel_ckpt.load_state_dict(f"{folder}/model.safetensors", {"": "cpu"}),
+    ),
+    "merge": (
+        lambda folder: weights(folder, max_shard_size="400KB"),
+        lambda folder: accel_ckpt.merge_weights(folder, f"{folder}/merged"),
+    ),
+}
+
+
+def shrunk(name, folder, moment):
+    """Load, and cut all files down before the read of this number; returns what happened."""
+    load, reads = CASES[name][1], 0
+    read = os.preadv
+
+    def preadv(*arguments):
+        nonlocal reads
+        reads += 1
+        if reads == moment:
+            for entry in os.scandir(folder):
+                if entry.is_file():
+                    os.truncate(entry.path, min(5000, entry.stat().st_size))
+        return read(*arguments)
+
+    os.preadv = preadv
+    try:
+        load(folder)
+    except CheckpointError as error:
+        return "named", str(error)
+    except Exception:
+        return "failed", traceback.format_exc()
+    finally:
+        os.preadv = read
+    return "loaded", reads
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="files are read otherwise")
+@pytest.mark.parametrize("name", CASES)
+def test_files_that_shrink(tmp_path, name):
+    for moment in (1, 2, 3, 5, 9, 17):
+        folder = tmp_path / f"{moment}"
+        CASES[name][0](folder)
+        [(what, told)] = worlds.run(shrunk, 1, name, str(folder), moment)
+        if what == "loaded":
+            assert told < moment or "device" in name, told
+            break
+        assert what == "named", told
+        assert str(folder) in told
