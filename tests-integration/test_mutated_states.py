@@ -108,7 +108,7 @@ def others(value):
 
 
 def combinations():
-    often = {("sgd", "step"), ("adam", "plateau"), ("adamw", "one cycle")}
+    often = {("adamw", "one cycle")}
     for optimizer in OPTIMIZERS:
         for scheduler in SCHEDULERS:
             marks = [] if (optimizer, scheduler) in often else [pytest.mark.full]
