@@ -17,7 +17,7 @@ from accel_state.clusters.base import Topology
 from accel_state.errors import ConfigError, LaunchError, StateError
 from accel_state.world import process_group
 from accel_state.world.process import PartialState
-from accel_state.world.process_group import join
+from accel_state.world.process_group import join, store_client
 from testkit import worlds
 
 CPU = (torch.device("cpu"), "gloo")
@@ -245,3 +245,24 @@ def side_by_side():
 
 def test_waiting_on_the_store_does_not_stop_collectives():
     assert worlds.run(side_by_side, 2, timeout=40) == [(True, False)] * 2
+
+
+def _host(port, pipe):
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(60)
+
+
+def test_a_connection_to_a_store_whose_host_has_ended_is_not_waited_for():
+    context = worlds.context()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_host, args=(0, theirs))
+    process.start()
+    store = dist.TCPStore("127.0.0.1", ours.recv(), None, False, wait_for_workers=False)
+    assert store_client(store, "a").check(["x"]) is False
+    process.kill()
+    process.join()
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="rank 0, which hosts it, has ended"):
+        store_client(store, "b")
+    assert time.monotonic() - began < 20

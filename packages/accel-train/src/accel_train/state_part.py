@@ -44,7 +44,15 @@ def taken_up(what: str, directory: Path) -> Iterator[None]:
         yield
     except (AccelError, MemoryError, OSError, torch.OutOfMemoryError, DistError):
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        NameError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         raise accel_ckpt.CorruptCheckpointError(
             f"{directory}: {what} is not what save_state() writes ({type(error).__name__}: {first_line(error)[:200]}). "
             "The checkpoint is damaged, or something else wrote it; load another one"

@@ -204,7 +204,10 @@ def _checked(
             f"the saved optimizer holds state for {listed(unknown)}, which are not in any of its groups"
         )
     if here is not None:
-        _check_options(defaults, tree["param_groups"])
+        options = {
+            key: value for group in optimizer.param_groups for key, value in group.items() if key != "params"
+        }
+        _check_options({**options, **defaults}, tree["param_groups"])
         _check_shapes(optimizer, names, tree["state"])
     current = optimizer.state_dict()
     fill = _state_fill(optimizer, tree, names, current)
@@ -282,7 +285,7 @@ def _torch_class(optimizer: torch.optim.Optimizer) -> str | None:
 def _check_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     for number, group in enumerate(groups):
         for name, default in defaults.items():
-            if name in group and not _is_like(group[name], default):
+            if name in group and not (_is_like(group[name], default) and _is_inside(name, group[name])):
                 raise StateMismatchError(
                     f"the saved optimizer has {name} = {str(group[name])[:80]} in group {number}, which cannot take "
                     f"the place of {default!r}. Build the optimizer as it was when the checkpoint was saved"
@@ -302,8 +305,18 @@ def _is_like(value: Any, default: Any) -> bool:
         )
     if isinstance(default, (int, float, Tensor)):
         scalar = isinstance(value, Tensor | SavedTensor) and value.shape.numel() == 1
-        return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        return scalar or _is_real(value)
     return True
+
+
+def _is_inside(name: str, value: Any) -> bool:
+    """Whether an option is in the range for which torch's optimizers can step."""
+    return name != "betas" or all(0 <= beta < 1 for beta in value if _is_real(beta))
+
+
+def _is_real(value: Any) -> bool:
+    """Whether a value is a number that every dtype of torch can hold or round."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not abs(value) >= 1 << 63
 
 
 def _check_shapes(
@@ -338,9 +351,16 @@ def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
         if isinstance(value, Tensor) and why_not_plain(value) is not None and not is_sharded(value):
             return None if value.is_sparse and value.shape == shape else f"one {value.layout} tensor"
         fits = value.shape == shape or (not shape and value.shape.numel() == 1)
+        if fits and not shape and (value.dtype == torch.bool or value.dtype.is_complex):
+            return f"one {value.dtype}"
+        if fits and not shape and isinstance(value, Tensor) and bool(value < 0):
+            return f"the number {value.item()}"
         return None if fits else f"shape {list(value.shape)[:20]}"
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return None if number and not shape else f"one {type(value).__qualname__}"
+    return (
+        None
+        if _is_real(value) and not shape and value >= 0
+        else f"one {type(value).__qualname__} {value!r:.20}"
+    )
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

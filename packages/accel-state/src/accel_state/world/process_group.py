@@ -34,6 +34,7 @@ _RELEASE = 0.1  # seconds
 _JOIN_TIMEOUT = timedelta(minutes=10)
 _MEET_AGAIN = timedelta(seconds=30)  # for rank 0, which leaves a world as other ranks do
 _CLONE_TIMEOUT = 60.0
+_LOOK = 0.2  # between two looks at a connection that is there
 _NAMES = 10.0  # seconds until the host name of rank 0 must resolve
 _WIRED = 64  # ranks up to which a second group is made, whose connections grow with their square
 _GRACE = 5.0  # seconds after which a connection that ignores its own timeout is abandoned
@@ -207,7 +208,12 @@ def store_client(store: Store, prefix: str) -> Store:
             return store.client(prefix)
         return _prefixed(prefix, store.clone())  # type: ignore[attr-defined]
 
-    finished = _within(_CLONE_TIMEOUT, connect)
+    try:
+        finished = _within(_CLONE_TIMEOUT, connect, lambda: store.check(["accel/there"]))
+    except dist.DistNetworkError as error:
+        raise LaunchError(
+            f"the store of this world is gone: rank 0, which hosts it, has ended; check its output. {first_line(error)}"
+        ) from error
     if finished is None:
         raise LaunchError(
             f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, which hosts it, has ended "
@@ -216,23 +222,41 @@ def store_client(store: Store, prefix: str) -> Store:
     return finished
 
 
-def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
+def _within(
+    seconds: float, connect: Callable[[], Store], look: Callable[[], object] | None = None
+) -> Store | None:
     """Call ``connect``; returns its result, or None after ``seconds``. Its exception is raised here.
+
+    Meanwhile ``look`` is called again and again, through a connection that is there: a new one would be tried for long
+    where the other end is gone, which ``look`` says by an exception.
 
     It runs in a separate thread, because a store client can wait forever, or much longer than its timeout, when
     another program listens on the port or rank 0 has ended.
     """
     result: list[Store | Exception] = []
 
+    done = threading.Event()
+
     def run() -> None:
         try:
             result.append(connect())
         except Exception as error:  # raised again below, in the calling thread
             result.append(error)
+        done.set()
 
-    thread = threading.Thread(target=run, name="accel-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    def watch(look: Callable[[], object]) -> None:
+        while not done.wait(_LOOK):
+            try:
+                look()
+            except Exception as error:  # as above
+                result.append(error)
+                done.set()
+
+    threading.Thread(target=run, name="accel-connect", daemon=True).start()
+    if look is not None:
+        threading.Thread(target=watch, args=(look,), name="accel-look", daemon=True).start()
+    done.wait(seconds)
+    done.set()  # nobody looks any more
     if not result:
         return None
     if isinstance(result[0], Exception):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import numbers
+import warnings
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import accel_ckpt
 from accel_ckpt.format.forms import check_form
@@ -59,7 +64,10 @@ class SchedulerStates(StatePart):
                     "schedulers in the same order, or load the other parts alone: load_state(…, only=[…])"
                 )
         for index, scheduler in enumerate(self._schedulers):
-            _check(scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}")
+            state = saved.shared[f"scheduler_{index}"]
+            _check(scheduler, state, f"{saved.directory}: scheduler {index}")
+            with taken_up(f"the state of scheduler {index}", saved.directory):
+                _try(getattr(scheduler, "scheduler", scheduler), state)
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
         """Hand each its state."""
@@ -85,6 +93,25 @@ def _check(scheduler: Any, state: Any, where: str) -> None:
         getattr(inner, "_schedulers", ()), state.get("_schedulers", ()), strict=False
     ):
         _check(nested, its_state, where)
+
+
+def _try(scheduler: Any, state: Any) -> None:
+    """Let a copy of one of torch's schedulers take a state and step: then it is known that the scheduler can."""
+    if not type(scheduler).__module__.startswith("torch.optim."):
+        return
+    groups = [
+        {key: copy.copy(value) for key, value in group.items() if key != "params"}
+        for group in scheduler.optimizer.param_groups
+    ]
+    stand_in = SimpleNamespace(
+        param_groups=groups, step=lambda: None, state={}, defaults=scheduler.optimizer.defaults
+    )
+    trial = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedules for which no optimizer has stepped
+        trial.load_state_dict(copy.deepcopy(state))
+        if trial.last_epoch + 1 < getattr(trial, "total_steps", math.inf):
+            trial.step(1.0) if isinstance(trial, ReduceLROnPlateau) else trial.step()
 
 
 def _number(value: Any) -> bool:
