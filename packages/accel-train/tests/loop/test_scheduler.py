@@ -1,6 +1,7 @@
 """The scheduler that `prepare` returns advances as its optimizer does."""
 
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -226,3 +227,33 @@ def test_rates_are_scaled_after_loading(tmp_path, kind, tensor):
             group[name] *= 0.1
     scheduler.base_lrs = [rate * 0.1 for rate in scheduler.base_lrs]
     assert rates(4, model, optimizer, scheduler) == pytest.approx(expected)
+
+
+class Warmup:
+    """A schedule of the script's own: it counts its calls, and cannot be copied."""
+
+    def __init__(self):
+        self.lock, self.calls = threading.Lock(), 0
+
+    def rate(self, step):
+        self.calls += 1
+        return 0.5**step
+
+
+def test_a_load_neither_copies_nor_calls_what_the_script_gave(tmp_path):
+    def script():
+        accelerator, warmup = Accelerator(cpu=True), Warmup()
+        model, optimizer = make()
+        _, optimizer = accelerator.prepare(model, optimizer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, warmup.rate)
+        return accelerator, warmup, optimizer, accelerator.prepare(schedule)
+
+    accelerator, _, optimizer, schedule = script()
+    optimizer.step()
+    schedule.step()
+    accelerator.save_state(tmp_path / "state")
+    other, warmup, _, restored = script()
+    calls = warmup.calls
+    other.load_state(tmp_path / "state")
+    assert warmup.calls == calls
+    assert restored.scheduler.last_epoch == schedule.scheduler.last_epoch

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import accel_ckpt
 from accel_ckpt.format.forms import check_form
@@ -106,12 +106,25 @@ def _try(scheduler: Any, state: Any) -> None:
     stand_in = SimpleNamespace(
         param_groups=groups, step=lambda: None, state={}, defaults=scheduler.optimizer.defaults
     )
-    trial = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    # What the script gave is not copied, as a method would be with its object, and not called.
+    given = list(_functions(scheduler))
+    own = {id(each): copy.copy(each) if hasattr(each, "__dict__") else each for each in given}
+    trial = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in, **own})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedules for which no optimizer has stepped
         trial.load_state_dict(copy.deepcopy(state))
-        if trial.last_epoch + 1 < getattr(trial, "total_steps", math.inf):
+        if not given and trial.last_epoch + 1 < getattr(trial, "total_steps", math.inf):
             trial.step(1.0) if isinstance(trial, ReduceLROnPlateau) else trial.step()
+
+
+def _functions(scheduler: Any) -> Iterator[Any]:
+    """The callables that a scheduler, or one that it consists of, was built with."""
+    for value in vars(scheduler).values():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, LRScheduler):
+                yield from _functions(each)
+            elif callable(each) and not str(getattr(each, "__module__", "")).startswith("torch."):
+                yield each
 
 
 def _number(value: Any) -> bool:
