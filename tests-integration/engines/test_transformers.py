@@ -175,7 +175,7 @@ def states_of(model, optimizer):
 
 
 def resumed(folder, sizes, first, last, alone=None):
-    """Steps from the state in a folder, if there is one, and saves at their end; `alone`: the main process saves alone."""
+    """Steps from the state in a folder, if there is one, and saves; `alone`: the main process calls it alone."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
