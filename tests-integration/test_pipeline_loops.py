@@ -587,6 +587,38 @@ def test_sharded_stages_are_saved_after(tmp_path: Path, handler: dict[str, Any],
 # Several models
 
 
+def shared_modules() -> nn.Sequential:
+    """One activation in all stages, and one layer twice in the first."""
+    torch.manual_seed(0)
+    tanh, again = nn.Tanh(), nn.Linear(FEATURES, FEATURES)
+    return nn.Sequential(again, tanh, again, tanh, nn.Linear(FEATURES, FEATURES), tanh).double()
+
+
+def with_shared_modules(handler: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+    from accel_train import Accelerator
+
+    stages = {**(handler or {}), "cuts": ["4"]}
+    accelerator = Accelerator(cpu=True) if handler is None else accelerator_of(stages)
+    model = shared_modules()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (x, y), seen = rows_of(), []
+    for _ in range(3):
+        loss = loss_of(model, x, y, "loss_function" in (handler or {}))
+        accelerator.backward(loss)
+        seen += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 0.1))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, dict(accelerator.get_state_dict(model))
+
+
+@BOTH
+def test_one_module_in_several_places(handler: dict[str, Any]) -> None:
+    [(seen, weights)] = worlds.run(with_shared_modules, 1, None)
+    for found, theirs in worlds.run(with_shared_modules, 2, handler):
+        assert found == pytest.approx(seen, rel=1e-10)
+        torch.testing.assert_close(theirs, weights, rtol=1e-9, atol=1e-12)
+
+
 def adapters() -> nn.Sequential:
     """Every second layer is frozen, on all stages; of the last one the bias is trained."""
     torch.manual_seed(0)

@@ -23,13 +23,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from accel_train import Accelerator, DeepSpeedPlugin, TorchTensorParallelPlugin
+from accel_train import (
+    Accelerator,
+    DeepSpeedPlugin,
+    ParallelismConfig,
+    PipelineParallelConfig,
+    TorchTensorParallelPlugin,
+)
 
 strategy, place, way, victim, folder = sys.argv[1:]
 if strategy == "fsdp2":
     accelerator = Accelerator(cpu=True, strategy="fsdp2")
 elif strategy == "tp":
     accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+elif strategy == "ddp":
+    accelerator = Accelerator(cpu=True)
+elif strategy.startswith("pp"):
+    schedule = {"loss_function": nn.functional.mse_loss} if strategy == "pp fused" else {"schedule": "gpipe"}
+    stages = PipelineParallelConfig(modules=["blocks"], **schedule)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=stages))
 else:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
 rank = accelerator.process_index
@@ -70,7 +82,7 @@ step = 0
 
 
 def die(*_):
-    if step < 2 or rank != int(victim):
+    if step < 2 or rank != int(victim) or way == "leave":
         return
     Path(folder, "died").write_text(repr(time.time()))
     if way == "raise":
@@ -84,9 +96,14 @@ if place == "forward":
 else:
     blocks[3].register_full_backward_hook(die)
 for step in range(4):
-    accelerator.backward(model(torch.randn(4, 16)).square().mean())
+    if way == "leave" and step == 2 and rank == int(victim):
+        Path(folder, "died").write_text(repr(time.time()))
+        break
+    x = torch.randn(4, 16)
+    accelerator.backward(model(x, target=x).loss if strategy == "pp fused" else model(x).square().mean())
     optimizer.step()
     optimizer.zero_grad()
+accelerator.wait_for_everyone()
 print("trained to the end")
 """
 full = pytest.mark.full
@@ -103,6 +120,13 @@ CASES = [
     pytest.param("tp", "backward", "raise", 1, marks=full),
     pytest.param("tp", "backward", "kill", 0, marks=full),
     pytest.param("tp", "forward", "raise", 0, marks=full),
+    ("pp", "forward", "raise", 0),
+    pytest.param("pp", "backward", "raise", 1, marks=full),
+    pytest.param("pp fused", "forward", "raise", 0, marks=full),
+    ("pp fused", "backward", "raise", 1),
+    pytest.param("ddp", "loop", "leave", 1, marks=full),
+    ("pp", "loop", "leave", 1),
+    ("pp fused", "loop", "leave", 1),
     pytest.param("deepspeed", "forward", "kill", 1, marks=no_deepspeed),
     pytest.param("deepspeed", "backward", "kill", 0, marks=no_deepspeed),
     pytest.param("deepspeed", "forward", "raise", 0, marks=no_deepspeed),
@@ -131,6 +155,10 @@ def test_a_rank_that_dies_inside_a_step_ends_all(tmp_path, strategy, place, way,
     if way == "kill":
         assert done.returncode == 128 + 9, done.stderr
         assert f"rank {victim} failed first (ended by SIGKILL" in done.stderr, done.stderr
+    elif way == "leave":
+        assert done.returncode == 1, done.stderr
+        assert "wait_for_everyone" in done.stderr, done.stderr
+        assert "cannot complete" in done.stderr, done.stderr
     else:
         assert done.returncode == 1, done.stderr
         assert f"rank {victim} failed first (exit code 1)" in done.stderr, done.stderr

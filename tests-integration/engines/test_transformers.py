@@ -142,3 +142,112 @@ def test_experts_that_transformers_divides_train_in_windows_and_continue(tmp_pat
         torch.testing.assert_close(torch.tensor([*begun, *norms]), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# What transformers#48569 reports of checkpoints of models that its own plans divide: saving hangs, resuming fails on
+# shapes, and the optimizer goes on with a wrong state.
+
+
+def stepped(model, optimizer, first, last, backward=None):
+    """Losses of steps with other batches."""
+    seen = []
+    for step in range(first, last):
+        rows = ids().roll(step, 1)
+        loss = model(input_ids=rows, labels=rows).loss
+        (backward or torch.Tensor.backward)(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def states_of(model, optimizer):
+    """Whole weights and states of AdamW, by name."""
+    from torch.distributed.tensor import DTensor
+
+    def whole(value):
+        return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
+
+    named = dict(model.named_parameters())
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    found = {f"{name} {kind}": whole(optimizer.state[p][kind]) for name, p in named.items() for kind in kinds}
+    return found | {name: whole(parameter) for name, parameter in named.items()}
+
+
+def resumed(folder, sizes, first, last, alone=None):
+    """Steps from the state in a folder, if there is one, and saves; `alone`: the main process calls it alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from accel_state import AccelError
+    from accel_train import Accelerator, TorchTensorParallelPlugin
+
+    chosen, options = {}, {}
+    if sizes:
+        chosen = {"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=sizes["tp_size"])}
+        options = {"distributed_config": DistributedConfig(**sizes)}
+    accelerator = Accelerator(cpu=True, **chosen)
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if first:
+        accelerator.load_state(folder / "state")
+    seen = stepped(model, optimizer, first, last, accelerator.backward)
+    errors = []
+    if alone is not None:
+        try:
+            if accelerator.is_main_process:
+                getattr(accelerator, alone)(*([model] if alone == "save_model" else []), folder / "alone")
+            accelerator.wait_for_everyone()
+        except AccelError as error:
+            errors.append(str(error))
+        return errors
+    accelerator.save_state(folder / "state")
+    accelerator.save_model(model, folder / "model")
+    return seen, states_of(accelerator.unwrap_model(model), getattr(optimizer, "optimizer", optimizer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("llama", TP, TP),
+        ("llama", TP, {}),
+        ("llama", {}, TP),
+        ("mixtral", TP, TP),
+        pytest.param("qwen3_moe", TP, TP, marks=pytest.mark.full),
+        pytest.param("llama", {"tp_size": 4}, TP, marks=pytest.mark.full),
+    ],
+)
+def test_a_divided_model_resumes_with_its_shapes_and_its_optimizer(tmp_path, kind, before, after):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = config_of(kind)
+    if before.get("tp_size") == 4:
+        config.num_key_value_heads = 4
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wanted = stepped(model, optimizer, 0, 3)
+    worlds.run(resumed, before.get("tp_size", 1), tmp_path, before, 0, 3)
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name: value.shape for name, value in written.items()} == {
+        name: value.shape for name, value in model.state_dict().items() if name in written
+    }
+    wanted = stepped(model, optimizer, 3, 5)
+    whole = states_of(model, optimizer)
+    for seen, found in worlds.run(resumed, after.get("tp_size", 1), tmp_path, after, 3, 5):
+        assert seen == pytest.approx(wanted, rel=1e-4)
+        for name, value in whole.items():
+            torch.testing.assert_close(found[name], value, rtol=2e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("call", ["save_model", "save_state"])
+def test_a_divided_model_that_one_rank_saves_is_an_error_on_all(tmp_path, call):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(tmp_path)
+    for errors in worlds.run(resumed, 2, tmp_path, TP, 0, 1, call, timeout=90):
+        assert errors
+        assert call in errors[0]
+    assert not (tmp_path / "alone").exists() or not any((tmp_path / "alone").iterdir())

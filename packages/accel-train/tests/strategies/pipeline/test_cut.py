@@ -77,6 +77,21 @@ def test_what_is_before_and_after_the_layers_goes_with_them():
     assert cut.stages[0][0] == "first"
 
 
+def twice(module):
+    return nn.Sequential(module, nn.Linear(1, 1), module, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("module", "cut_at"),
+    [(nn.Tanh(), "2"), (nn.Linear(1, 1), "3")],
+    ids=["without parameters", "in one stage"],
+)
+def test_a_module_may_be_there_twice(module, cut_at):
+    cut = cut_model(twice(module), PipelineParallelConfig(cuts=[cut_at]), 2)
+    assert cut.names == ("0", "1", "2", "3")
+    assert cut.stages[1][0] == cut_at
+
+
 def tied():
     model = Named()
     model.head.weight = model.first.weight
@@ -120,7 +135,14 @@ def tied():
             2,
             "names '7', which is none of Sequential's modules. They are 0, 1, 2",
         ),
-        (tied(), {"modules": ["first", "blocks", "head"]}, 2, r"are one parameter \(tied weights\)"),
+        (tied(), {"modules": ["first", "blocks", "head"]}, 2, "are one parameter: they are tied weights"),
+        (
+            twice(nn.Linear(1, 1)),
+            {"cuts": ["2"]},
+            2,
+            r"'0.weight' and '2.weight' of Sequential are one parameter: they are in one module, which is there twice "
+            r"\('0', '2'\)",
+        ),
         (
             OfTransformers(),
             {"modules": ["first", "blocks", "head"], "cuts": ["head"]},

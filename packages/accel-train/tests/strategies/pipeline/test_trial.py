@@ -239,7 +239,7 @@ class TiedOutput(Net):
 
     def forward(self, input_ids):
         x = super().forward(input_ids)["logits"]
-        return {"logits": x @ torch.ones(3, WIDTH) @ self.embed.weight.T}
+        return {"logits": x @ torch.ones(3, WIDTH) @ self.embed.weight.mT}
 
 
 class ReturnsEmbeddings(Net):

@@ -579,7 +579,11 @@ class MixedDataLoader(CombinedLoader):
         return self._progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the mixture and each of its sources is, as plain data and tensors. Asking changes nothing."""
+        """Where the mixture and each of its sources is, as plain data and tensors. Asking changes nothing.
+
+        It does not hold the random states of this process, from which samples and collate functions draw without
+        workers: `save_state` saves them, too.
+        """
         return self._progress.dump() | {
             "seed": self.seed,
             "choice": self._choice_name,

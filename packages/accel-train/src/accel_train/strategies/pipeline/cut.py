@@ -90,7 +90,7 @@ def _modules_in_order(model: nn.Module, config: PipelineParallelConfig) -> tuple
         given = list(model._modules)
     else:
         given = _declared(model)
-    named = dict(model.named_modules())
+    named = dict(model.named_modules(remove_duplicate=False))
     names: list[str] = []
     blocks: set[str] = set()
     for name in given:
@@ -214,8 +214,16 @@ def _check_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
             for full, parameter in found:
                 first, known = owner.setdefault(id(parameter), (number, full))
                 if first != number:
+                    one, other = (path.rpartition(".")[0] for path in (known, full))
+                    same = model.get_submodule(one) is model.get_submodule(other)
+                    are = (
+                        f"are in one module, which is there twice ({one!r}, {other!r})"
+                        if same
+                        else "are tied weights"
+                    )
                     raise PrepareError(
-                        f"{known!r} and {full!r} of {type(model).__name__} are one parameter (tied weights), and would "
+                        f"{known!r} and {full!r} of {type(model).__name__} are one parameter: they {are}. They would "
                         f"be in the stages {first} and {number} of the pipeline, which train them apart. Untie them "
-                        "(tie_word_embeddings=False in the configuration of transformers), or train without pp_size."
+                        "(tie_word_embeddings=False in the configuration of transformers, or a module of its own for "
+                        "each place), or train without pp_size."
                     )

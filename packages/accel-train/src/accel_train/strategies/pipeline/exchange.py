@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_state.communication.torch_collectives import hold_outside_python
 from accel_train.errors import PrepareError
 
 __all__ = ["Exchange", "Form"]
@@ -48,6 +49,18 @@ class Exchange:
         self._group = group
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
+        self._calls: Any = None
+        self._nothing = torch.zeros(1)
+        self._owner = hold_outside_python(self._nothing)
+
+    def begin(self) -> Any:
+        """Begin a call on all ranks; the returned work is to be waited for at its end.
+
+        A rank that waits for a message is in no collective. It is in this one, so ranks see if another never begins.
+        """
+        if self._calls is None:  # of its own, because messages count as collectives of a group
+            self._calls = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        return dist.all_reduce(self._nothing, group=self._calls, async_op=True)
 
     def send(self, tensors: Sequence[Tensor], to: int, *, described: bool) -> list[Any]:
         """Begin to send tensors.

@@ -173,16 +173,23 @@ class PipelineModel(nn.Module):
                 "which the script computes the loss."
             )
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
-        if has_loss and self._compares_losses and self.foresight is None:
+        begun = self._exchange.begin() if self.foresight is None else None
+        if has_loss and self._compares_losses and begun is not None:
             self._compares_losses = False
             self._compare_losses(micro_batches)
         weights = self._weights(micro_batches)
         if fused:
             if not schedule.takes(len(micro_batches), self._layout):
                 schedule = FORWARD_FIRST
-            return self._run_fused(schedule, micro_batches, key, weights)
-        trains = trains and schedule.kind is None
-        return self._run_forward(micro_batches, key, weights, trains=trains, only_loss=has_loss and trains)
+            found: Any = self._run_fused(schedule, micro_batches, key, weights)
+        else:
+            trains = trains and schedule.kind is None
+            found = self._run_forward(
+                micro_batches, key, weights, trains=trains, only_loss=has_loss and trains
+            )
+        if begun is not None:
+            begun.wait()
+        return found
 
     def _named(
         self, inputs: tuple[Any, ...], named: dict[str, Any]

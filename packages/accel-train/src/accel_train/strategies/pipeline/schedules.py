@@ -319,7 +319,7 @@ class Fused:
         try:
             self._run.step(target=torch.empty(self._count), return_outputs=False)
         except RuntimeError as error:
-            if error.__cause__ is not None and "failed to run forward" in str(error):
+            if error.__cause__ is not None and "failed to run" in str(error).lower():
                 raise error.__cause__ from None  # the script's own, which torch puts into one with all tensors
             raise
         finally:
