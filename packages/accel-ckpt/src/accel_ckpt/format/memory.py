@@ -151,7 +151,7 @@ class MappedFile(mmap.mmap):
             _begins[:] = sorted({begin for begin in (*_begins, address) if begin in _mappings})
         return self
 
-    def read(self, address: int, into: memoryview) -> None:
+    def read_into(self, address: int, into: memoryview) -> None:
         """Read the bytes that are mapped at an address to other memory.
 
         Raises:
@@ -243,7 +243,7 @@ def copy_from_file(into: torch.Tensor, values: torch.Tensor) -> None:
         return
     direct = is_plain_memory(into) and (into.dtype, into.shape) == (values.dtype, values.shape)
     target = into if direct else torch.empty_like(values)
-    file.read(values.data_ptr(), as_bytes(target))
+    file.read_into(values.data_ptr(), as_bytes(target))
     if not direct:
         copy_values(into, target)
     elif not into.is_inference():

@@ -21,11 +21,11 @@ _BY_FORM = frozenset(
 """Operations whose results depend on the shapes of tensors alone."""
 
 
-class Provenance(TorchDispatchMode):
+class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
     """Context that follows values from marked tensors through all operations, also those in place."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._marked: dict[int, Any] = {}  # storages; held, so that no other one gets the number
 
     def mark(self, value: Any) -> None:

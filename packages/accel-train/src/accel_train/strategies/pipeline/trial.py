@@ -26,7 +26,7 @@ __all__ = ["try_cut"]
 _ROWS, _POSITIONS = 3, 10
 
 
-class _Run(Provenance):
+class _Run(Provenance):  # type: ignore[no-untyped-call]  # as its base class
     """Context in which a forward is tried; marked is what the stage does not compute.
 
     Args:
@@ -78,7 +78,8 @@ class _Call:
 
     def __init__(self, name: str, module: nn.Module, run: _Run, inputs: Any, named: dict[str, Any]) -> None:
         values = [*inputs, *named.values()]
-        self.name, self.first = name, next(iter(values), None)
+        self.name = name
+        self.first: Any = next(iter(values), None)
         self.seen = self.first._version if isinstance(self.first, Tensor) else None
         others = values[1:] if run.received is not None and self.first is run.received else values
         self.foreign = run.replaced if run.reaches(others) else None
@@ -105,7 +106,8 @@ class _Tried(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Zeros of the form of what the module returns."""
-        return _Call(*self.__dict__["tried"], inputs, named).output
+        name, module, run = self.__dict__["tried"]
+        return _Call(name, module, run, inputs, named).output
 
 
 def _computed(name: str, module: nn.Module, run: _Run, inputs: Any, named: dict[str, Any]) -> Any:
@@ -249,7 +251,8 @@ def _batch(model: nn.Module, device: torch.device) -> dict[str, Any]:
     """A tiny batch for a model of transformers."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    embeddings: Any = model.get_input_embeddings()
+    transformer: Any = model
+    embeddings: Any = transformer.get_input_embeddings()
     config: Any = model.config
     size = getattr(config, "image_size", None)
     rows = torch.arange(_ROWS * _POSITIONS, device=device).view(_ROWS, _POSITIONS) % 7 + 1
