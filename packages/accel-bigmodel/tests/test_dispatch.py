@@ -27,6 +27,7 @@ from accel_bigmodel import (
     remove_hook_from_module,
     undispatch,
 )
+from accel_bigmodel.dispatch import is_dispatched
 from accel_bigmodel.hooks.base import hook_of
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
@@ -718,3 +719,17 @@ def test_weights_that_were_offloaded_before_are_found_by_their_index(tmp_path):
         dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path / "empty")
     found = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
     torch.testing.assert_close(found(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk"])
+def test_a_model_without_a_map_of_the_user_has_none(way, saved, expected):
+    model = load(saved)
+    cpu_offload(model, "cpu") if way == "cpu" else disk_offload(model, None, "cpu")
+    assert not hasattr(model, "hf_device_map")
+    assert is_dispatched(model)
+    assert torch.equal(answer(model), expected)
+    undispatch(model)
+    assert not is_dispatched(model)
+    assert is_dispatched(dispatch_model(model, {"": "cpu"}))
+    undispatch(model)
+    assert not hasattr(model, "hf_device_map")

@@ -196,7 +196,11 @@ def test_a_configuration_without_values_or_with_auto_reads_as_auto():
         assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping) == ("auto", "auto")
         assert plugin.accumulation_steps is None
     given = DeepSpeedPlugin(gradient_accumulation_steps=3, gradient_clipping=0.5)
-    assert (given.gradient_accumulation_steps, given.gradient_clipping, given.accumulation_steps) == (3, 0.5, 3)
+    assert (given.gradient_accumulation_steps, given.gradient_clipping, given.accumulation_steps) == (
+        3,
+        0.5,
+        3,
+    )
 
 
 def test_one_of_several_is_selected_by_its_name():

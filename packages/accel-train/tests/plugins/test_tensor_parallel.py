@@ -52,5 +52,7 @@ def test_a_mesh_that_contradicts_is_refused():
     with pytest.raises(OptionError, match=r"puts the ranks \[0, 2\] in one group"):
         TorchTensorParallelPlugin(torch_device_mesh=Strided())
     Strided.mesh = torch.tensor([2, 3])
-    with pytest.raises(OptionError, match="tp_size=4 contradicts torch_device_mesh, whose groups have 2 ranks"):
+    with pytest.raises(
+        OptionError, match="tp_size=4 contradicts torch_device_mesh, whose groups have 2 ranks"
+    ):
         TorchTensorParallelPlugin(4, Strided())

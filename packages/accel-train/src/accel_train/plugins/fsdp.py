@@ -251,7 +251,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
                 "auto_wrap_policy", functools.partial(size_based_auto_wrap_policy, min_num_params=least)
             )
         elif policy == "TRANSFORMER_BASED_WRAP" or (policy is None and names):
-            names = names or [name for name in getattr(model, "_no_split_modules", ()) or () if name in present]
+            names = names or [
+                name for name in getattr(model, "_no_split_modules", ()) or () if name in present
+            ]
             if names:
                 classes = {present[name] for name in names}
                 self._write(

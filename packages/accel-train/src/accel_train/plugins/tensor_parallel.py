@@ -52,5 +52,7 @@ class TorchTensorParallelPlugin(StrategyPlugin):
                 "dimension must be the last of the mesh."
             )
         if size not in (None, len(group)):
-            raise OptionError(f"tp_size={size} contradicts torch_device_mesh, whose groups have {len(group)} ranks.")
+            raise OptionError(
+                f"tp_size={size} contradicts torch_device_mesh, whose groups have {len(group)} ranks."
+            )
         object.__setattr__(self, "tp_size", len(group))
