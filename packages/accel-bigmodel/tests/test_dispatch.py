@@ -31,6 +31,7 @@ from accel_bigmodel import (
     remove_hook_from_module,
     undispatch,
 )
+from accel_bigmodel.dispatch import is_dispatched
 from accel_bigmodel.hooks.base import hook_of
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
@@ -744,3 +745,17 @@ def test_buffers_of_two_modules_stay_one_when_they_get_their_values(way, tmp_pat
         load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"})
     assert model[0].running_mean is model[1][0].running_mean
     assert model[0].running_mean.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk"])
+def test_a_model_without_a_map_of_the_user_has_none(way, saved, expected):
+    model = load(saved)
+    cpu_offload(model, "cpu") if way == "cpu" else disk_offload(model, None, "cpu")
+    assert not hasattr(model, "hf_device_map")
+    assert is_dispatched(model)
+    assert torch.equal(answer(model), expected)
+    undispatch(model)
+    assert not is_dispatched(model)
+    assert is_dispatched(dispatch_model(model, {"": "cpu"}))
+    undispatch(model)
+    assert not hasattr(model, "hf_device_map")

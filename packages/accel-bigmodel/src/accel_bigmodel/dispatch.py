@@ -53,7 +53,15 @@ from accel_ckpt.modules.tensors import (
 from accel_ckpt.modules.ties import find_tied_tensors, retie_parameters
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
-__all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
+__all__ = [
+    "Dispatch",
+    "cpu_offload",
+    "disk_offload",
+    "dispatch_model",
+    "is_dispatched",
+    "offload_stats",
+    "undispatch",
+]
 
 Device = int | str | torch.device
 Model = TypeVar("Model", bound=nn.Module)
@@ -216,10 +224,10 @@ def cpu_offload(
         transfer: how weights are copied.
     """
     device = _execution_device(model, execution_device)
-    return dispatch_model(
+    return _without_map(dispatch_model(
         model, {"": "cpu"}, main_device=device, state_dict=state_dict, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, device_memory=device_memory, transfer=transfer,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def disk_offload(
@@ -249,11 +257,26 @@ def disk_offload(
         transfer: how weights are copied.
     """
     device = _execution_device(model, execution_device)
-    return dispatch_model(
+    return _without_map(dispatch_model(
         model, {"": "disk"}, main_device=device, offload_dir=offload_dir, offload_buffers=offload_buffers,
         preload_module_classes=preload_module_classes, device_memory=device_memory, host_memory=host_memory,
         transfer=transfer,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def _without_map(model: Model) -> Model:
+    """Clients take ``hf_device_map`` for a map that the user gave."""
+    del _attribute_owner(model).hf_device_map
+    return model
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether a forward of a model moves weights or inputs: here, or by a map of another library.
+
+    Args:
+        model: any model.
+    """
+    return _dispatch_of(model) is not None or getattr(model, "hf_device_map", None) is not None
 
 
 def undispatch(model: Model) -> Model:
@@ -277,7 +300,7 @@ def undispatch(model: Model) -> Model:
         for name in MOVES:
             if isinstance(vars(module).get(name), _Refusal):
                 del vars(module)[name]
-    del carrier.hf_device_map
+    carrier.__dict__.pop("hf_device_map", None)
     return model
 
 

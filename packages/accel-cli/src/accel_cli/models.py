@@ -19,10 +19,14 @@ from accel_state.environment import snapshot
 from accel_state.errors import MissingDependencyError
 from accel_state.whole_files import read_whole
 
-__all__ = ["LIBRARIES", "FoundModel", "build_model", "find_model"]
+__all__ = ["LIBRARIES", "FoundModel", "ModelNotFoundError", "build_model", "find_model"]
 
 LIBRARIES = ("transformers", "timm")
 _CONFIG = "config.json"
+
+
+class ModelNotFoundError(EstimateError, OSError):
+    """There is no such model, or its repository cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ def find_model(name: str, library: str | None = None, trust_remote_code: bool = 
         trust_remote_code: download the code of a repository too.
 
     Raises:
-        EstimateError: nothing has that name, or it contains nothing usable.
+        ModelNotFoundError: nothing has that name, or the repository cannot be read; an `EstimateError`.
+        EstimateError: it contains nothing usable.
         MissingDependencyError: a library is not installed.
     """
     path = Path(name).expanduser()
@@ -66,7 +71,7 @@ def find_model(name: str, library: str | None = None, trust_remote_code: bool = 
         or path.suffix in (".json", ".safetensors", ".gguf")
         or name.count("/") > 1
     ):
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"{name} does not exist; give a folder, a file, or the id of a repository of the Hub"
         )
     if library == "timm" and "/" not in name:
@@ -146,24 +151,24 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
             file = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.py"])) / _CONFIG
         return _configured(name, file, library)
     except errors.GatedRepoError as error:
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"the repository {name} is gated; ask for access on its page, then log in with `hf auth login`"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"there is no file or folder {name}, and no repository of that name that you can see; check the name, and "
             "log in with `hf auth login` if it is private"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise EstimateError(_offline(name)) from error
+        raise ModelNotFoundError(_offline(name)) from error
     except errors.EntryNotFoundError:
         return _headers_on_hub(name, hub)
     except errors.HFValidationError as error:
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"there is no file or folder {name}, and it cannot be the id of a repository"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"the request to the Hub for {name} failed: {' '.join(str(error).split())[:300]}"
         ) from error
 
@@ -185,7 +190,7 @@ def _headers_on_hub(name: str, hub: Any) -> FoundModel:
     try:
         metadata = hub.get_safetensors_metadata(name)
     except (errors.NotASafetensorsRepoError, errors.HfHubHTTPError, OSError) as error:
-        raise EstimateError(
+        raise ModelNotFoundError(
             f"the repository {name} has neither {_CONFIG} nor safetensors files whose headers could be read; "
             "give a local folder"
         ) from error

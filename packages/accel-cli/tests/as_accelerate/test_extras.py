@@ -72,8 +72,8 @@ def test_unknown_flags_are_refused_by_argparse(capsys):
 def test_the_default_file_is_where_launch_looks():
     from accel_state import default_config_file
 
-    assert config.config_args.default_yaml_config_file == str(default_config_file)
-    assert config.config_args.default_json_config_file.endswith(".json")
+    assert config.default_yaml_config_file == str(default_config_file)
+    assert config.default_json_config_file.endswith(".json")
 
 
 def test_the_plugin_of_a_state():

@@ -6,7 +6,15 @@ import sys
 import pytest
 import yaml
 
-from accel_cli.as_accelerate.extras import arguments, checks, commands, config, launch, launch_environment
+from accel_cli.as_accelerate.extras import (
+    arguments,
+    checks,
+    commands,
+    config,
+    estimate,
+    launch,
+    launch_environment,
+)
 from accel_cli.commands import estimate_memory, tpu_config
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, UnknownKeyError
@@ -224,3 +232,60 @@ def test_an_environment_gets_the_variables_of_a_section():
     found = launch_environment.setup_fp8_env(args, given)
     assert found["ACCELERATE_FP8_MARGIN"] == "3"
     assert given == {"HOME": "/root"}
+
+
+# Defaults of the launch parser
+
+
+def test_what_is_not_given_has_accelerates_default_and_decides_nothing(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_version: 2\n"
+    )
+    args = launch.launch_command_parser().parse_args(["--config_file", str(file), "x.py"])
+    assert (args.fsdp_sharding_strategy, args.fsdp_version, args.fsdp_offload_params) == (
+        "FULL_SHARD",
+        "1",
+        "false",
+    )
+    assert (args.max_restarts, args.monitor_interval, args.use_megatron_lm, args.debug) == (
+        0,
+        0.1,
+        False,
+        None,
+    )
+    assert args.nondefault == {"config_file", "training_script", "training_script_args"}
+    assert launch.launch_words(args) == ["--config_file", str(file), "x.py"]
+    resolved = launch.resolve_namespace(args).local()
+    assert resolved.fsdp.sharding_strategy == "SHARD_GRAD_OP"
+
+
+@pytest.mark.parametrize("value", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_a_value_that_is_given_counts_also_where_it_is_the_default(value):
+    parser = argparse.ArgumentParser()
+    launch.launch_command_parser(parser.add_subparsers())
+    args = parser.parse_args(["launch", "--fsdp_sharding_strategy", value, "--fsdp_version", "1", "x.py"])
+    assert set(launch.launch_words(args)) == {
+        f"--fsdp_sharding_strategy={value}",
+        "--fsdp_version=1",
+        "x.py",
+    }
+
+
+def test_a_value_that_a_client_writes_counts():
+    args = launch.launch_command_parser().parse_args(["x.py"])
+    args.max_restarts, args.num_processes = 2, 4
+    assert set(launch.launch_words(args)) == {"--max_restarts=2", "--num_processes=4", "x.py"}
+
+
+def test_a_model_that_does_not_exist_is_an_os_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (str(tmp_path / "absent"), "nobody/has-this-model"):
+        with pytest.raises(OSError, match=r"there is no file or folder|does not exist"):
+            estimate.create_empty_model(name, "transformers")
+
+
+def test_the_data_of_a_configuration_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_processes: 2\nfsdp_config:\n  fsdp_version: 1\n")
+    assert commands.load_config(file) == {"num_processes": 2, "fsdp_config": {"fsdp_version": 1}}

@@ -3,6 +3,8 @@
 import os
 import pickle
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import UnsafeCheckpointError
-from accel_cli.as_accelerate.extras import blocks, checkpointing, fsdp, names, operations
+from accel_cli.as_accelerate.extras import blocks, checkpointing, examples, fsdp, names, operations
 from accel_state import DistributedOperationException, PartialState, gather
 from accel_train import Accelerator, FullyShardedDataParallelPlugin, SkipDataLoader, prepare_data_loader
 from accel_train.errors import OptionError, PrepareError
@@ -231,3 +233,46 @@ def test_arguments_of_a_loader_are_those_of_this_torch():
     assert (defaults["batch_size"], defaults["shuffle"], defaults["num_workers"]) == (1, None, 0)
     assert "dataset" not in defaults
     torch.utils.data.DataLoader([1], **defaults)
+
+
+# Sizes of tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"tp_size": 4}, 4),
+        ({"config": SimpleNamespace(distributed_config={"tp_size": 2})}, 2),
+        ({"config": SimpleNamespace(distributed_config=SimpleNamespace(tp_size=2)), "tp_size": None}, 2),
+        ({"config": SimpleNamespace(distributed_config=None)}, None),
+        ({}, None),
+    ],
+)
+def test_the_degree_that_a_model_of_transformers_has(given, size):
+    model = nn.Linear(1, 1)
+    for name, value in given.items():
+        setattr(model, name, value)
+    assert names.get_model_tp_size(model) == size
+
+
+# What an example adds
+
+
+def example(extra):
+    return (
+        "import torch\n\ndef training_function(config):\n    # a comment\n    train()\n"
+        + extra
+        + "\ndef main():\n    parse()\n    training_function({})\n\nif __name__ == '__main__':\n    main()\n"
+    )
+
+
+def test_lines_that_the_complete_example_lacks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("examples").mkdir()
+    Path("examples/nlp_example.py").write_text(example(""))
+    Path("feature.py").write_text(example("    save()\n    load()\n    train()\n"))
+    Path("complete.py").write_text(example("    save()\n"))
+    assert examples.compare_against_test("complete.py", "feature.py", False) == ["    load()\n"]
+    assert examples.compare_against_test("complete.py", "feature.py", True) == []
+    with pytest.raises(ValueError, match="known: training_function, main"):
+        examples.get_function_contents_by_name([], "other")

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_cli.app import main
 from accel_cli.plan_report import gigabytes
@@ -128,7 +129,7 @@ def test_the_files_that_launch_reads(capsys, folder, tmp_path):
         assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 2, "bf16")
         if setting.strategy == "fsdp2":
             plugin = FullyShardedDataParallelPlugin.from_section(config.fsdp)
-            assert (plugin.is_hybrid, plugin.cpu_offload is not None and bool(plugin.cpu_offload)) == (
+            assert (plugin.is_hybrid, isinstance(plugin.cpu_offload, CPUOffloadPolicy)) == (
                 setting.name.startswith("hsdp"), setting.offload,
             )  # fmt: skip
             assert plugin.reshard_after_forward == setting.reshard

@@ -282,7 +282,7 @@ def test_a_key_that_is_repeated_is_refused_with_its_lines(tmp_path, name, text, 
 def test_a_mark_before_the_text_is_no_part_of_it(tmp_path, name, text):
     file = tmp_path / name
     file.write_text(text, encoding="utf-8-sig")
-    assert load(file).num_processes == 2
+    assert read_layer(file).values["num_processes"] == 2
 
 
 def test_a_key_that_is_no_text_is_named(tmp_path):
@@ -470,3 +470,16 @@ def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
     for place in (tmp_path / "pipe.yaml", tmp_path, "/dev/zero"):
         with pytest.raises(ConfigError, match=rf"configuration file {place} cannot be read: "):
             read_layer(place)
+
+
+def test_a_key_that_is_repeated_with_its_value_is_read(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("debug: false\nnum_processes: 2\ndebug: false\n")
+    assert read_layer(file).values["num_processes"] == 2
+    for other in ("true", "'false'", "[false]"):
+        file.write_text(f"debug: false\nnum_processes: 2\ndebug: {other}\n")
+        with pytest.raises(ConfigError, match="line 3: key debug is in line 1 already"):
+            load(file)
+    file.write_text("num_processes: 2\nfsdp_config: {}\nfsdp_config: {}\n")
+    with pytest.raises(ConfigError, match="line 3: key fsdp_config is in line 2 already"):
+        load(file)

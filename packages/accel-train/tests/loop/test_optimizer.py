@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_train import Accelerator
 from accel_train.loop.observers import StepCount
@@ -363,3 +364,22 @@ def test_state_follows_its_parameter_and_counts_stay():
 def test_what_is_nested_moves_to_a_device():
     moved = move_to_device({"a": [torch.ones(1)], "b": (torch.ones(1), 2)}, "meta")
     assert (moved["a"][0].device.type, moved["b"][0].device.type, moved["b"][1]) == ("meta", "meta", 2)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_what_clients_read_of_prepared_objects(placed):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, plain = make()
+    optimizer = accelerator.prepare_optimizer(plain, device_placement=placed)
+    scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(plain, 1))
+    loader = accelerator.prepare(DataLoader(inputs(4)))
+    assert optimizer.device_placement is placed
+    assert optimizer.accelerator_state is accelerator.state
+    model = accelerator.prepare(model)
+    for _ in loader:
+        with accelerator.accumulate(model):
+            for each in (optimizer, scheduler, loader):
+                assert each.gradient_state.sync_gradients is accelerator.sync_gradients
+                assert each.gradient_state.end_of_dataloader is accelerator.gradient_state.end_of_dataloader
+    loader.reset()
+    assert len(list(loader)) == 4

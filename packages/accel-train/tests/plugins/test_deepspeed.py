@@ -11,13 +11,17 @@ import pytest
 from accel_state.environment import patch_environment
 from accel_train import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, HfDeepSpeedConfig
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+from accel_train.plugins import DeepSpeedPlugins
 
 
 def test_what_nobody_sets():
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 2
     assert plugin.deepspeed_config["zero_optimization"] == {"stage": 2}
-    assert plugin.gradient_clipping == 0.0, "DeepSpeed's own default clips to 1"
+    assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping) == ("auto", "auto")
+    assert (plugin.offload_optimizer_device, plugin.offload_param_nvme_path) == ("none", "none")
+    assert plugin.zero3_save_16bit_model is False
+    assert plugin.selected is False
     assert plugin.zero3_init_flag is False
     assert plugin.launched_precision is None
     assert plugin.accumulation_steps is None
@@ -184,3 +188,26 @@ def test_the_guide_says_of_every_field_whether_it_works():
     said = dict(re.findall(r"^\| `(\w+)` \| (works|refused) \|", page.read_text(), re.MULTILINE))
     assert said.keys() == {field.name for field in fields(DeepSpeedPlugin)}
     assert {name for name, what in said.items() if what == "refused"} == {"enable_msamp", "msamp_opt_level"}
+
+
+def test_a_configuration_without_values_or_with_auto_reads_as_auto():
+    for config in ({}, {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}):
+        plugin = DeepSpeedPlugin({"zero_optimization": {"stage": 1}, **config})
+        assert (plugin.gradient_accumulation_steps, plugin.gradient_clipping) == ("auto", "auto")
+        assert plugin.accumulation_steps is None
+    given = DeepSpeedPlugin(gradient_accumulation_steps=3, gradient_clipping=0.5)
+    assert (given.gradient_accumulation_steps, given.gradient_clipping, given.accumulation_steps) == (
+        3,
+        0.5,
+        3,
+    )
+
+
+def test_one_of_several_is_selected_by_its_name():
+    first, second = DeepSpeedPlugin(), DeepSpeedPlugin(zero_stage=1)
+    several = DeepSpeedPlugins({"a": first, "b": second})
+    assert (first.selected, second.selected) == (True, False)
+    several.select("b")
+    assert (first.selected, second.selected) == (False, True)
+    with pytest.raises(OptionError, match=r"select_deepspeed_plugin\(name\)"):
+        second.select()

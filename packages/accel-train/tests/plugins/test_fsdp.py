@@ -1,6 +1,7 @@
 """Options of fully sharded data parallelism: which work, are translated, or are refused."""
 
 import functools
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -31,10 +32,10 @@ def test_what_nobody_sets():
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.auto_wrap_policy is None
-    assert plugin.cpu_offload is False
+    assert plugin.cpu_offload == OffloadPolicy()
     assert plugin.sync_module_states is True
     assert plugin.cpu_ram_efficient_loading is False
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
     assert plugin.mixed_precision_policy is None
     assert type(plugin.offload_policy) is OffloadPolicy
     assert plugin.translations == []
@@ -55,9 +56,9 @@ def test_a_launcher_s_variables_fill_what_is_left_unset():
     with patch_environment(**environment):
         plugin = Plugin(min_num_params=9)
     assert plugin.reshard_after_forward is False
-    assert plugin.cpu_offload is True
+    assert isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     assert plugin.transformer_cls_names_to_wrap == ("Block", "Other")
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     assert plugin.cpu_ram_efficient_loading is True
     assert plugin.activation_checkpointing is True
     assert plugin.min_num_params == 9
@@ -138,13 +139,17 @@ def test_a_precision_policy_of_version_1():
 )
 def test_offloading(given, kind):
     plugin = Plugin(cpu_offload=given)
-    assert type(plugin.offload_policy) is kind
+    assert type(plugin.offload_policy) is type(plugin.cpu_offload) is kind
     if given is True:
         assert plugin.offload_policy.pin_memory is torch.accelerator.is_available()
 
 
 def test_names_and_enumerations():
-    assert Plugin(state_dict_type=StateDictType.FULL_STATE_DICT).state_dict_type == "FULL_STATE_DICT"
+    for given in ("full_state_dict", 1, StateDictType.FULL_STATE_DICT):
+        assert Plugin(state_dict_type=given).state_dict_type is StateDictType.FULL_STATE_DICT
+    for given in ("HYBRID_SHARD_ZERO2", 5, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        assert Plugin(sharding_strategy=given).sharding_strategy is ShardingStrategy._HYBRID_SHARD_ZERO2
+    assert Plugin(backward_prefetch="NO_PREFETCH").backward_prefetch is None
     assert Plugin(auto_wrap_policy="transformer_based_wrap").auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     policy = functools.partial(isinstance)
     assert Plugin(auto_wrap_policy=policy).auto_wrap_policy is policy
@@ -199,9 +204,18 @@ def test_what_cannot_be_used_is_refused(given, error, message):
 def test_positions_are_those_of_accelerate():
     names = [field.name for field in fields(Plugin)]
     plugin = Plugin(1, "SHARD_GRAD_OP", None, "BACKWARD_PRE")
-    assert plugin.sharding_strategy == "SHARD_GRAD_OP"
-    assert plugin.backward_prefetch == "BACKWARD_PRE"
+    assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert plugin.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     assert len(names) == len(set(names))
+    order = list(inspect.signature(Plugin).parameters)
+    assert order[16:21] == [
+        "activation_checkpointing",
+        "activation_checkpointing_offload",
+        "cpu_ram_efficient_loading",
+        "transformer_cls_names_to_wrap",
+        "min_num_params",
+    ]
+    assert order[21:] == ["dp_replicate_size", "checkpoint"], "this library's own come last"
 
 
 def test_the_guide_says_of_every_field_whether_it_works():
@@ -224,7 +238,7 @@ def test_a_plugin_can_be_written_until_it_is_used():
     assert plugin.reshard_after_forward is False, "what follows from a value follows from the new one"
     with pytest.raises(OptionError, match="sharding_strategy is 'SOME'; known: FULL_SHARD"):
         plugin.sharding_strategy = "SOME"
-    assert plugin.sharding_strategy == "SHARD_GRAD_OP", "a refused value changes nothing"
+    assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP, "a refused value changes nothing"
     with pytest.raises(OptionError, match="has no option sharding_stategy"):
         plugin.sharding_stategy = "FULL_SHARD"
     plugin.mark_used()
@@ -232,7 +246,7 @@ def test_a_plugin_can_be_written_until_it_is_used():
     with pytest.raises(OptionError, match="after a model was prepared"):
         plugin.sharding_strategy = "FULL_SHARD"
     plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
 
 
 def test_methods_that_finish_a_plugin():
@@ -250,5 +264,62 @@ def test_methods_that_finish_a_plugin():
         OptionError, match=r"names 'Linear', and ReLU has no module of that class. It has: ReLU"
     ):
         plugin.set_auto_wrap_policy(torch.nn.ReLU())
+    plugin.set_cpu_offload()
     plugin.set_state_dict_type()
-    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        (
+            {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Block"},
+            [True, False],
+        ),
+        ({"transformer_cls_names_to_wrap": ["Linear"]}, [False, True]),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 6}, [True, True]),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 7}, [False, False]),
+    ],
+)
+def test_a_policy_for_a_model_is_a_function_that_version_1_takes(given, chosen):
+    plugin = Plugin(**given)
+    model = nn.Sequential(Block(), Block())
+    for _ in range(2):  # a second model of the same kind
+        plugin.set_auto_wrap_policy(model)
+    plugin.set_mixed_precision("bf16")
+    found = [
+        plugin.auto_wrap_policy(module=module, recurse=False, nonwrapped_numel=6)
+        for module in (model[0], model[0].inner)
+    ]
+    assert found == chosen, "and another field that is set afterwards leaves it"
+
+
+def test_a_policy_without_names_stays_that_of_each_model():
+    for given in (None, "NO_WRAP"):
+        plugin = Plugin(auto_wrap_policy=given)
+        plugin.set_auto_wrap_policy(nn.Sequential(Block()))
+        assert plugin.auto_wrap_policy == given
+
+
+def test_setters_after_a_model_was_prepared():
+    plugin = Plugin(transformer_cls_names_to_wrap=["Block"], sharding_strategy="FULL_SHARD")
+    plugin.mark_used()
+    plugin.set_auto_wrap_policy(nn.Sequential(Block()))
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.sharding_strategy = "FULL_SHARD"
+    plugin.sharding_strategy = ShardingStrategy.FULL_SHARD
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert callable(plugin.auto_wrap_policy)
+
+
+def test_a_type_that_a_method_sets_outlives_other_changes():
+    plugin = Plugin()
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    plugin.set_mixed_precision("bf16")
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT

@@ -1,6 +1,7 @@
 """Degrees of parallelism as a script gives them: defaults, names, checks and copies."""
 
 import copy
+import inspect
 import warnings
 from unittest.mock import MagicMock
 
@@ -207,3 +208,12 @@ def test_options_of_pipelines_come_from_the_launcher():
     ):
         handler = ParallelismConfig().pp_handler
     assert (handler.schedule, handler.num_micro_batches, handler.stages_per_rank) == ("looped_bfs", 6, 3)
+
+
+def test_positions_are_those_of_accelerate():
+    config = ParallelismConfig(1, 1, 1, 2)
+    assert (config.cp_size, config.ep_size) == (2, 1)
+    order = list(inspect.signature(ParallelismConfig).parameters)
+    own = ["pp_size", "pp_handler", "ep_size"]
+    assert order[-3:] == own, "this library's own come last"
+    assert order[3:7] == ["cp_size", "cp_backend", "sp_size", "sp_backend"]

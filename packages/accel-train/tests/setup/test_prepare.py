@@ -585,6 +585,20 @@ def test_a_model_spread_by_a_device_map_stays_where_it_is():
     assert len(Accelerator().prepare(whole).moves) == 1
 
 
+def test_a_stage_of_transformers_own_pipeline_is_refused():
+    model = Noting()
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(pp_size=2, dp_replicate_size=1))
+    accelerator = Accelerator()
+    for prepare in (accelerator.prepare, lambda item: accelerator.prepare_model(item, evaluation_mode=True)):
+        with pytest.raises(
+            PrepareError, match=r"DistributedConfig\(pp_size=2\).*ParallelismConfig\(pp_size=2\)"
+        ):
+            prepare(model)
+    for given in (None, SimpleNamespace(pp_size=1), {}):
+        model.config = SimpleNamespace(distributed_config=given)
+        assert accelerator.prepare_model(model) is model
+
+
 def test_a_quantised_model_with_parts_on_disk_is_refused():
     model = Noting()
     model.hf_device_map, model.is_loaded_in_4bit = {"a": 0, "b": "disk"}, True

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accel_bigmodel.dispatch import is_dispatched
 from accel_bigmodel.errors import EstimateError
 from accel_ckpt.modules.tensors import check_is_module
 
@@ -51,7 +52,7 @@ def estimate_activations(
         TypeError: ``model`` is not a module.
     """
     check_is_module(model)
-    if getattr(model, "hf_device_map", None) is not None or getattr(model, "pippy_stage", None) is not None:
+    if is_dispatched(model) or getattr(model, "pippy_stage", None) is not None:
         raise EstimateError(
             f"this {type(model).__name__} is dispatched or split into stages, so its forward moves weights; estimate "
             "with a model built under init_empty_weights"

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from accel_bigmodel.dispatch import is_dispatched
 from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.pipelines.stages import check_split_points, choose_split_points, generate_device_map
 from accel_bigmodel.pipelines.tracing import Inputs, Program, Weights, are_still_those_of, tensors_of
@@ -359,7 +360,7 @@ def _check_model(model: nn.Module) -> None:
         raise PipelineError(
             f"this {type(model).__name__} is split into stages already; build the model again to split it differently"
         )
-    if getattr(model, "hf_device_map", None) is not None:
+    if is_dispatched(model):
         raise PipelineError(
             f"this {type(model).__name__} is dispatched over devices (hf_device_map); a pipeline needs a model in "
             "memory, without a device map"

@@ -326,8 +326,12 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         lines: dict[tuple[str, ...], int] = {}
         for above, table in _tables(node, ()):
             seen: dict[str, int] = {}
-            for key in (key for key, _ in table.value if isinstance(key.value, str)):
-                _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
+            values: dict[str, Any] = {}
+            for key, value in ((key, value) for key, value in table.value if isinstance(key.value, str)):
+                first = values.setdefault(key.value, value)
+                alike = value.id == "scalar" and (first.tag, first.value) == (value.tag, value.value)
+                if first is value or not alike:  # Accelerate 0.30 wrote `debug: false` twice
+                    _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
             lines |= {(*above, key): line for key, line in seen.items()}
         return (None if node is None else loader.construct_document(node)), lines
     except RecursionError:

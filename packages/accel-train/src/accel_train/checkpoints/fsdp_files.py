@@ -181,7 +181,7 @@ def load_fsdp_optimizer(
 
 
 def _is_full(plugin: FullyShardedDataParallelPlugin) -> bool:
-    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
+    return plugin.state_dict_type.name == "FULL_STATE_DICT"
 
 
 def _several() -> bool:
@@ -248,7 +248,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _found(path: Path, plugin: FullyShardedDataParallelPlugin) -> Path:
     if not path.is_file():
         raise CheckpointNotFoundError(
-            f"{path} does not exist, which state_dict_type={plugin.state_dict_type} expects; "
+            f"{path} does not exist, which state_dict_type={plugin.state_dict_type.name} expects; "
             f"{path.parent} has {_listing(path.parent)}"
         )
     return path
@@ -258,7 +258,7 @@ def _parts(folder: Path, name: str, plugin: FullyShardedDataParallelPlugin) -> P
     path = folder if folder.name == name else folder / name
     if not (path / ".metadata").is_file():
         raise CheckpointNotFoundError(
-            f"{path} is no folder of a distributed checkpoint, which state_dict_type={plugin.state_dict_type} "
+            f"{path} is no folder of a distributed checkpoint, which state_dict_type={plugin.state_dict_type.name} "
             f"expects; {folder} has {_listing(folder)}"
         )
     return path

@@ -53,6 +53,9 @@ class DataLoaderStateMixin:
 
     ledger: ActiveLoaders
 
+    def reset(self) -> None:
+        """Do nothing: whether an epoch ends, and its remainder, are computed where they are asked for."""
+
     def begin(self) -> None:
         """Report that an iteration begins."""
         self.ledger.begin(self)

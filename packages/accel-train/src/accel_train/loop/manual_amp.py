@@ -28,9 +28,9 @@ __all__ = [
 class ConvertOutputsToFp32:
     """Wraps a function and converts its float16 and bfloat16 outputs to float32; a class, so that it can be pickled."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, model_forward)
+        self.function = model_forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""

@@ -18,6 +18,7 @@ from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator, Window
+    from accel_train.loop.state import AcceleratorState, GradientState
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
@@ -88,6 +89,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.given = optimizer if given is None else given
         self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
         self._strategy = strategy or _alone()
+        self.device_placement = device_placement
         self._is_accelerate_prepared = False
         self._skipped = False
         self._waits = False  # the last call of step() did nothing, where several windows take turns
@@ -127,6 +129,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._strategy.precision.replace_scaler(scaler)
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of the newest `Accelerator`."""
+        from accel_train.loop.state import AcceleratorState
+
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the gradient accumulation of the newest `Accelerator` stands."""
+        from accel_train.loop.state import GradientState
+
+        return GradientState()
 
     # The wrapped optimizer's own
 

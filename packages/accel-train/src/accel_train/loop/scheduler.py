@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
     from accel_train.loop.optimizer import AcceleratedOptimizer
+    from accel_train.loop.state import GradientState
 
 __all__ = ["AcceleratedScheduler", "follow"]
 
@@ -95,6 +96,13 @@ class AcceleratedScheduler(LRScheduler):
             # OneCycleLR raises past its end, and N steps per call overshoot it unless N divides its length.
             if not self._fixed_length or scheduler.last_epoch < scheduler.total_steps:
                 scheduler.step()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the gradient accumulation of the newest `Accelerator` stands."""
+        from accel_train.loop.state import GradientState
+
+        return GradientState()
 
     # The wrapped scheduler's own
 

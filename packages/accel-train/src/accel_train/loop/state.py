@@ -232,7 +232,7 @@ class AcceleratorState:
         """Return the DeepSpeed plugin that has this name in `deepspeed_plugins`."""
         return self._named_plugins().get(name)
 
-    def select_deepspeed_plugin(self, name: str) -> None:
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Use one of `deepspeed_plugins` for the models that are prepared next."""
         self._named_plugins().select(name)
 

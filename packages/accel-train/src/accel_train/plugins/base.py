@@ -86,7 +86,8 @@ class SectionPlugin(KwargsHandler):
             raise OptionError(
                 f"{type(self).__name__} has no option {name}. It has: {', '.join(sorted(known))}."
             )
-        if self._used and any(getattr(self, name) != value for name, value in values.items()):
+        now = {name: (getattr(self, name), self._given.get(name)) for name in values}
+        if self._used and any(value not in now[name] for name, value in values.items()):
             raise OptionError(
                 f"{', '.join(values)} of a {type(self).__name__} was set after a model was prepared with it, which "
                 "would change nothing. Set it before prepare()."

@@ -20,6 +20,16 @@ from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 __all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins"]
 
 _DEFAULT_STAGE = 2
+# What a field is that neither the script nor the configuration sets.
+_UNSET = MappingProxyType(
+    {
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_stage": 0,
+        "zero3_save_16bit_model": False,
+        **dict.fromkeys((name for name in DEEPSPEED_KEYS if name.startswith("offload_")), "none"),
+    }
+)
 
 
 @positional(
@@ -50,8 +60,8 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         hf_ds_config: DeepSpeed's own configuration, as `HfDeepSpeedConfig` takes it, or such an object; None: made
             from the other fields.
         gradient_accumulation_steps: micro-batches per step; None or "auto": the setting of the `Accelerator`.
-        gradient_clipping: norm to which the engine clips gradients in every step; 0 or None: no clipping. The script's
-            `clip_grad_norm_` clips as well.
+        gradient_clipping: norm to which the engine clips gradients in every step; 0: no clipping; None or "auto": none,
+            unless the script fills "auto" in. The script's `clip_grad_norm_` clips as well.
         zero_stage: what ZeRO divides among ranks: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as
             well.
         is_train_batch_min: the micro-batch size that the engine reports is the smallest of the prepared loaders, else
@@ -135,7 +145,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             "gradient_accumulation_steps": "auto"
             if self.gradient_accumulation_steps is None
             else self.gradient_accumulation_steps,
-            "gradient_clipping": 0.0 if self.gradient_clipping in (None, "auto") else self.gradient_clipping,
+            "gradient_clipping": "auto" if self.gradient_clipping is None else self.gradient_clipping,
             "zero_optimization": zero,
             "steps_per_print": None,
         }
@@ -162,9 +172,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     def _from(self, config: Any, name: str) -> Any:
         value = config.get_value(DEEPSPEED_KEYS[name])
-        if name == "zero_stage":
-            return 0 if value is None else value
-        return None if value == "auto" else value
+        return _UNSET[name] if value is None else value
 
     def _check_offload(self, config: Any, stage: int) -> None:
         for part, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
@@ -192,6 +200,24 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
                     )
 
     # What clients of Accelerate ask it
+
+    _selected: ClassVar[bool] = False
+
+    @property
+    def selected(self) -> bool:
+        """Whether an `Accelerator` uses the plugin for the models that are prepared next."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused: a plugin is selected by its name.
+
+        Raises:
+            OptionError: always; names the call that selects.
+        """
+        raise OptionError(
+            "DeepSpeedPlugin.select() does not know the plugin's name. Call "
+            "accelerator.state.select_deepspeed_plugin(name) with its name in deepspeed_plugins."
+        )
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -398,7 +424,12 @@ class DeepSpeedPlugins(StrategyPlugin):
                 + (f"{type(plugins[wrong[0]]).__name__} for {wrong[0]!r}." if wrong else "none.")
             )
         self.plugins = dict(plugins)
-        self.selected = next(iter(self.plugins))
+        self._mark(next(iter(self.plugins)))
+
+    def _mark(self, name: str) -> None:
+        self.selected = name
+        for other, plugin in self.plugins.items():
+            object.__setattr__(plugin, "_selected", other == name)
 
     @property
     def active(self) -> DeepSpeedPlugin:
@@ -431,7 +462,7 @@ class DeepSpeedPlugins(StrategyPlugin):
         """Select the plugin for the models that are prepared next."""
         chosen = self.get(name)
         self.active.unset_deepspeed_weakref()
-        self.selected = name
+        self._mark(name)
         chosen.set_deepspeed_weakref()
 
 

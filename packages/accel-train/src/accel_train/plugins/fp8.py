@@ -17,6 +17,7 @@ from accel_state.handlers import KwargsHandler
 from accel_state.host.available import is_torchao_available, is_transformer_engine_available
 from accel_state.messages import warn
 from accel_train.errors import ArgumentTypeError, OptionError
+from accel_train.plugins.base import positional
 
 __all__ = ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"]
 
@@ -194,6 +195,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         refuse_msamp("MSAMPRecipeKwargs(…)")
 
 
+@positional("opt_level", *_TE_DEFAULTS, "backend")
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
     """Deprecated: `TERecipeKwargs` under its former name.

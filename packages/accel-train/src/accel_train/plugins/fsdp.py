@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FullyShardedDataParallelPlugin"]
 
+# Names of version 1 in configuration files to those of torch's enumeration.
+_TORCH_SHARDING = MappingProxyType({"HYBRID_SHARD_ZERO2": "_HYBRID_SHARD_ZERO2"})
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _DTYPES = {
@@ -66,10 +69,10 @@ _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_i
     "sync_module_states",
     "forward_prefetch",
     "activation_checkpointing",
+    "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
     "transformer_cls_names_to_wrap",
     "min_num_params",
-    "activation_checkpointing_offload",
     "dp_replicate_size",
     "checkpoint",
 )
@@ -96,8 +99,8 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             "size_based_wrap", "no_wrap" (the model is one unit), a function from a module to whether it is a unit, or a
             policy of `torch.distributed.fsdp.wrap`. None: the classes of `transformer_cls_names_to_wrap`, else the
             model's `_no_split_modules`, else the repeated blocks of its `ModuleList`s.
-        cpu_offload: keep parameters, gradients and optimizer states in host memory between uses; also a
-            `CPUOffloadPolicy`.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory between uses. True, False or a
+            policy of `fully_shard`; reads as a policy, `CPUOffloadPolicy` or `OffloadPolicy`.
         ignored_modules: modules whose parameters stay whole on every rank: modules, or a regular expression that
             matches their whole name.
         state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT; checkpoints are the same for both, and any number of
@@ -189,9 +192,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             )
         return {
             "fsdp_version": 2,
-            "sharding_strategy": sharding,
+            "sharding_strategy": _sharding_member(sharding),
             "reshard_after_forward": reshard,
-            "backward_prefetch": _name_of("backward_prefetch", self.backward_prefetch, _PREFETCHES),
+            "backward_prefetch": self._read_prefetch(),
             "auto_wrap_policy": self._read_wrap_policy(),
             "cpu_offload": _read_offload(self.cpu_offload),
             "ignored_modules": _read_ignored(self.ignored_modules),
@@ -208,7 +211,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set `state_dict_type`, at any time, because checkpoints are the same for all types."""
         if state_dict_type is not None:
-            object.__setattr__(self, "state_dict_type", _state_dict_type(state_dict_type))
+            self._write("state_dict_type", _state_dict_type(state_dict_type))
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
@@ -224,22 +227,51 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             self.rewrite({"mixed_precision_policy": mixed_precision})
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Check that the model has the classes of `transformer_cls_names_to_wrap`; `prepare` finds the units.
+        """Make `auto_wrap_policy` the policy of `torch.distributed.fsdp.wrap` for this model, where it is a name.
+
+        Without a policy and without names of classes it stays None: `prepare` finds the units of each model.
 
         Raises:
-            OptionError: the model has no module of one of these classes.
+            OptionError: the model has no module of a class in `transformer_cls_names_to_wrap`.
         """
-        present = {type(module).__name__ for module in model.modules()}
-        for name in self.transformer_cls_names_to_wrap or ():
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        present = {type(module).__name__: type(module) for module in model.modules()}
+        names = self.transformer_cls_names_to_wrap or ()
+        for name in names:
             if name not in present:
                 raise OptionError(
                     f"transformer_cls_names_to_wrap names {name!r}, and {type(model).__name__} has no module of that "
                     f"class. It has: {', '.join(sorted(present))}."
                 )
+        policy = self.auto_wrap_policy
+        if policy == "SIZE_BASED_WRAP":
+            least = max(1, self.min_num_params or 0)
+            self._write(
+                "auto_wrap_policy", functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+            )
+        elif policy == "TRANSFORMER_BASED_WRAP" or (policy is None and names):
+            names = names or [
+                name for name in getattr(model, "_no_split_modules", ()) or () if name in present
+            ]
+            if names:
+                classes = {present[name] for name in names}
+                self._write(
+                    "auto_wrap_policy",
+                    functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
+                )
+
+    def _write(self, name: str, value: Any) -> None:
+        """Set a field in its normal form, also after a model was prepared."""
+        object.__setattr__(self, name, value)
+        self._given[name] = value
 
     def validate_mixed_precision_policy(self) -> None:
         """Check `mixed_precision_policy`, as the constructor does."""
         _read_precision(self.mixed_precision_policy)
+
+    def set_cpu_offload(self) -> None:
+        """Do nothing: `cpu_offload` is a policy as soon as it is set."""
 
     def validate_cpu_offload(self) -> None:
         """Check `cpu_offload`, as the constructor does."""
@@ -248,20 +280,24 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     @property
     def is_hybrid(self) -> bool:
         """Whether each machine keeps a replica of the model (HYBRID_SHARD of version 1)."""
-        return self.sharding_strategy in FSDP_HYBRID_STRATEGIES
+        return self._sharding in FSDP_HYBRID_STRATEGIES
+
+    @property
+    def _sharding(self) -> str | None:
+        """The name of the sharding strategy in configuration files."""
+        return None if self.sharding_strategy is None else self.sharding_strategy.name.lstrip("_")
 
     @property
     def translations(self) -> list[str]:
         """How FSDP version 1 options were translated, one sentence each, without those that change nothing."""
         found = []
-        if self.sharding_strategy not in (None, "FULL_SHARD"):
+        if self._sharding not in (None, "FULL_SHARD"):
             where = ", with a replica of the model on each machine" if self.is_hybrid else ""
             now = f"reshard_after_forward={self.reshard_after_forward}{where}"
-            found.append(f"sharding_strategy={self.sharding_strategy} is {now}")
-        if self.backward_prefetch in ("BACKWARD_POST", "NO_PREFETCH"):
-            found.append(
-                f"backward_prefetch={self.backward_prefetch} has no effect; the next parameters are prefetched"
-            )
+            found.append(f"sharding_strategy={self._sharding} is {now}")
+        prefetch = _name_of("backward_prefetch", self._given.get("backward_prefetch"), _PREFETCHES)
+        if prefetch in ("BACKWARD_POST", "NO_PREFETCH"):
+            found.append(f"backward_prefetch={prefetch} has no effect; the next parameters are prefetched")
         if self.use_orig_params is False:
             found.append("use_orig_params=False has no effect; parameters are always the original ones")
         if not self.limit_all_gathers:
@@ -271,11 +307,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     @property
     def offload_policy(self) -> OffloadPolicy:
         """The value of `fully_shard`'s argument `offload_policy`."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-        if self.cpu_offload is True:
-            return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-        policy: OffloadPolicy = self.cpu_offload or OffloadPolicy()
+        policy: OffloadPolicy = self.cpu_offload
         return policy
 
     def _check_truth(self, name: str) -> None:
@@ -317,6 +349,12 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             )
         return sharding if sharding in FSDP_HYBRID_STRATEGIES else None, given
 
+    def _read_prefetch(self) -> Any:
+        from torch.distributed.fsdp import BackwardPrefetch
+
+        name = _name_of("backward_prefetch", self.backward_prefetch, _PREFETCHES)
+        return None if name in (None, "NO_PREFETCH") else BackwardPrefetch[name]
+
     def _read_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy
         if policy is None or callable(policy):
@@ -335,21 +373,31 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         return count
 
 
-def _state_dict_type(value: object) -> str:
+def _sharding_member(name: str | None) -> Any:
+    """The member of torch's `ShardingStrategy`."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return None if name is None else ShardingStrategy[_TORCH_SHARDING.get(name, name)]
+
+
+def _state_dict_type(value: object) -> Any:
+    """The member of torch's `StateDictType`."""
+    from torch.distributed.fsdp import StateDictType
+
     name = _name_of("state_dict_type", value, ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"))
     if name == "LOCAL_STATE_DICT":
         raise OptionError(
             "state_dict_type=LOCAL_STATE_DICT is of FSDP version 1; use SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     assert name is not None, "it has a default"
-    return name
+    return StateDictType[name]
 
 
 def _name_of(option: str, value: object, known: tuple[str, ...]) -> str | None:
     """The name of a choice that is given as a name, a member of torch's enumeration, or a number from 1."""
     if value is None:
         return None
-    name = getattr(value, "name", None) or str(value).upper()
+    name = (getattr(value, "name", None) or str(value).upper()).lstrip("_")
     if (isinstance(value, int) and not isinstance(value, bool)) or name.isdigit():
         number = int(name)
         name = known[number - 1] if 0 < number <= len(known) else name
@@ -359,14 +407,14 @@ def _name_of(option: str, value: object, known: tuple[str, ...]) -> str | None:
 
 
 def _read_offload(value: object) -> Any:
-    """True, False, or a policy of `fully_shard`."""
-    from torch.distributed.fsdp import OffloadPolicy
+    """The policy of `fully_shard`, which its callers compare by class."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    if isinstance(value, bool | OffloadPolicy):
+    if isinstance(value, OffloadPolicy):
         return value
-    version_1 = getattr(value, "offload_params", None)
-    if isinstance(version_1, bool):
-        return version_1
+    wanted = getattr(value, "offload_params", value)  # CPUOffload of version 1
+    if isinstance(wanted, bool):
+        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if wanted else OffloadPolicy()
     raise ArgumentTypeError(
         f"cpu_offload takes True, False or a CPUOffloadPolicy, got {type(value).__name__}: {value!r:.80}."
     )

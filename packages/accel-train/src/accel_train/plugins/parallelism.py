@@ -228,7 +228,6 @@ class ParallelismConfig:
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     tp_size: int | None = None
-    ep_size: int | None = None
     cp_size: int | None = None
     cp_backend: str | None = None
     sp_size: int | None = None
@@ -238,6 +237,7 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
     pp_handler: PipelineParallelConfig | None = None
+    ep_size: int | None = None
 
     def __post_init__(self) -> None:
         self._device_mesh: DeviceMesh | None = None

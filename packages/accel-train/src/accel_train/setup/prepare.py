@@ -307,7 +307,20 @@ def prepare_for_evaluation(prepared: Prepared, model: nn.Module, placed: bool) -
     return result
 
 
+def _check_stages(model: nn.Module) -> None:
+    """A stage of transformers' own pipeline is no whole model, and the ranks' stages differ."""
+    given = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(given, "pp_size", None) or 1
+    if stages > 1:
+        raise PrepareError(
+            f"{type(model).__name__} was loaded with DistributedConfig(pp_size={stages}): this rank has one stage of "
+            "it. Load it without pp_size, and pass "
+            f"Accelerator(parallelism_config=ParallelismConfig(pp_size={stages}))."
+        )
+
+
 def _check_device_map(prepared: Prepared, model: nn.Module) -> None:
+    _check_stages(model)
     device_map = getattr(model, "hf_device_map", None)
     if device_map is None:
         return

@@ -101,6 +101,9 @@ def test_sizes_as_version_1_counts_them(least):
     names = {id(module): name for name, module in model.named_modules()}
     wanted = [names[id(module)] for module in expected(model)[1] if module is not model]
     assert units(model, auto_wrap_policy="size_based_wrap", min_num_params=least) == wanted
+    plugin = Plugin(auto_wrap_policy="size_based_wrap", min_num_params=least)
+    plugin.set_auto_wrap_policy(model)
+    assert units(model, auto_wrap_policy=plugin.auto_wrap_policy) == wanted
 
 
 @pytest.mark.parametrize(

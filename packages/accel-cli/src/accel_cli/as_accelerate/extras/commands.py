@@ -15,6 +15,7 @@ from typing import Any
 
 from accel_cli.as_accelerate.extras.arguments import add_option, parser_of, run
 from accel_cli.dialect import App
+from accel_state.config.files import parse_text, read_text
 from accel_state.config.fsdp_conversion import convert_fsdp_options, converted
 from accel_state.config.merge import resolve
 from accel_state.config.sections.tpu import TpuSection
@@ -29,6 +30,7 @@ __all__ = [
     "env_command_parser",
     "estimate_command",
     "estimate_command_parser",
+    "load_config",
     "main",
     "merge_command",
     "merge_command_parser",
@@ -165,6 +167,15 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
             f"{target} exists; name another --output_file, or pass --overwrite to replace it"
         )
     _run("to_fsdp2", args)
+
+
+def load_config(config_file: str | Path) -> dict[str, Any]:
+    """The data of a configuration file.
+
+    Raises:
+        ConfigError: it does not exist, or is no mapping.
+    """
+    return parse_text(read_text(Path(config_file)), Path(config_file))
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 from accel_state import default_config_file
@@ -18,7 +17,6 @@ __all__ = [
     "ClusterConfig",
     "SageMakerConfig",
     "cache_dir",
-    "config_args",
     "default_json_config_file",
     "default_yaml_config_file",
     "load_config_from_file",
@@ -82,7 +80,10 @@ class BaseConfig:
         data = load_config_from_file(yaml_file).to_dict()
         return cls(**{key: value for key, value in data.items() if key != "compute_environment"})
 
-    from_json_file = from_yaml_file
+    @classmethod
+    def from_json_file(cls, json_file: str | Path | None = None) -> Self:
+        """Read a file; None: the default one."""
+        return cls.from_yaml_file(json_file)
 
 
 class ClusterConfig(BaseConfig):
@@ -108,16 +109,3 @@ def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfi
     data = found.to_dict()
     del data["compute_environment"]
     return kind(**data)
-
-
-config_args = SimpleNamespace(
-    BaseConfig=BaseConfig,
-    ClusterConfig=ClusterConfig,
-    SageMakerConfig=SageMakerConfig,
-    cache_dir=cache_dir,
-    default_config_file=str(_FILE),
-    default_json_config_file=default_json_config_file,
-    default_yaml_config_file=default_yaml_config_file,
-    load_config_from_file=load_config_from_file,
-)
-"""The module ``accelerate.commands.config.config_args``: where the default configuration is."""

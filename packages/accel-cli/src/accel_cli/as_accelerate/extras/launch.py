@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_cli.as_accelerate.extras import config
 from accel_cli.as_accelerate.extras.arguments import add_option
+from accel_cli.as_accelerate.extras.launch_defaults import ABSENT, UNSET, note_given
 from accel_cli.commands.launch import main
 from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.config.launch import LaunchConfig
@@ -42,8 +43,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: the result of ``ArgumentParser.add_subparsers``, to add the command ``launch`` to it.
 
     Returns:
-        The parser; ``launch_command`` takes the namespace that its ``parse_args`` returns. A value has the type of
-        its option; None, or False of a flag without a value, is not given.
+        The parser; ``launch_command`` takes the namespace that its ``parse_args`` returns. A value that is given has
+        the type of its option, and its name is in ``nondefault``; the others have the defaults of Accelerate's parser,
+        which decide nothing.
     """
     text = "Start a script on one or many processes (accel launch). Dashes may join words, as in --num-processes."
     parser: argparse.ArgumentParser
@@ -51,6 +53,8 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser("accel launch", description=text, allow_abbrev=False)
     else:
         parser = subparsers.add_parser("launch", description=text)
+    note_given(parser)
+    parser.set_defaults(**ABSENT)
     add_option(parser, ["--config_file"], metavar="FILE")
     for bound in schema_of(LaunchConfig).options:
         if bound.flags:
@@ -65,16 +69,19 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def _add(parser: argparse.ArgumentParser, bound: BoundOption) -> None:
+    unset = UNSET.get(_name(bound.flags[0]), False if bound.about.toggle else None)
     if bound.about.toggle:
-        add_option(parser, bound.flags, action="store_true")
+        add_option(parser, bound.flags, action="store_true", default=unset)
     elif isinstance(bound.option_type, StringList):
         add_option(parser, bound.flags, action="append", metavar="VALUE")
     else:
-        add_option(parser, bound.flags, type=_typed(bound), metavar="VALUE")
+        add_option(parser, bound.flags, type=_typed(bound, unset), metavar="VALUE", default=unset)
 
 
-def _typed(bound: BoundOption) -> Callable[[str], Any]:
+def _typed(bound: BoundOption, unset: Any) -> Callable[[str], Any]:
     def read(text: str) -> Any:
+        if text is unset:  # argparse reads the text of a default, too
+            return text
         try:
             value = bound.parse(text, bound.flags[0])
         except ConfigError as error:
@@ -167,7 +174,10 @@ def launch_words(args: argparse.Namespace) -> list[str]:
         words += ["--config_file", str(values["config_file"])]
     for bound in schema_of(LaunchConfig).options:
         if bound.flags:
-            words += _words(bound, values.get(_name(bound.flags[0])))
+            name = _name(bound.flags[0])
+            left_out = "nondefault" in values and name not in values["nondefault"]
+            value = values.get(name)
+            words += _words(bound, None if left_out and value == UNSET.get(name) else value)
         words += [switch for switch in bound.about.switches if values.get(_name(switch))]
     script = values.get(_SCRIPT)
     return words if script is None else [*words, str(script), *map(str, values.get(_ARGUMENTS) or [])]

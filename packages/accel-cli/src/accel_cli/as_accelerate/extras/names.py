@@ -39,6 +39,7 @@ __all__ = [
     "convert_model",
     "deepspeed_required",
     "do_nothing",
+    "get_model_tp_size",
     "get_parameter_device",
     "test_launch",
 ]
@@ -113,3 +114,13 @@ def get_parameter_device(parameter: Any) -> torch.device:
     if found is None:
         found = next(value for value in vars(parameter).values() if isinstance(value, Tensor))
     return found.device
+
+
+def get_model_tp_size(model: Any) -> int | None:
+    """The ranks among which transformers has divided the tensors of a model; None: they are whole."""
+    size = getattr(model, "tp_size", None)
+    if size is None:
+        distributed = getattr(getattr(model, "config", None), "distributed_config", None)
+        found = distributed.get if isinstance(distributed, dict) else functools.partial(getattr, distributed)
+        size = found("tp_size", None)
+    return size

@@ -47,6 +47,7 @@ __all__ = [
     "require_non_xpu",
     "require_npu",
     "require_pandas",
+    "require_peft",
     "require_pippy",
     "require_schedulefree",
     "require_sdaa",
@@ -107,7 +108,11 @@ def _single() -> bool:
     return torch_device != "cpu" and device_count == 1
 
 
-skip = unittest.skip("the test asks to be skipped")
+def skip(test_case: _Test) -> _Test:
+    """A mark that always skips."""
+    return unittest.skip("the test asks to be skipped")(test_case)
+
+
 slow = _require("RUN_SLOW=1", lambda: bool(parse_flag_from_env("RUN_SLOW", False)))
 
 require_cpu = _require("a machine without accelerators", _on("cpu"))
@@ -141,6 +146,7 @@ require_bnb = _installed("bnb")
 require_clearml = _installed("clearml")
 require_comet_ml = _installed("comet_ml")
 require_datasets = _installed("datasets")
+require_peft = _installed("peft")
 require_deepspeed = _installed("deepspeed")
 require_dvclive = _installed("dvclive")
 require_import_timer = _installed("import_timer")

@@ -14,9 +14,10 @@ class EngineScheduler(LRScheduler):
 
     Args:
         scheduler: the engine's scheduler.
+        optimizers: not used; for scripts that build the wrapper by hand.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, optimizers: Any = None) -> None:
         # LRScheduler's own constructor would change learning rates.
         self.scheduler = scheduler
 

@@ -37,14 +37,14 @@ def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list
     if policy == "NO_WRAP":
         return []
     if policy == "SIZE_BASED_WRAP":
-        return list(_by_size(model, plugin.min_num_params or 0))
+        least = max(1, plugin.min_num_params or 0)
+        return list(_by_policy_and_size(model, lambda _, left: left >= least, set()))
     if policy is None or policy == "TRANSFORMER_BASED_WRAP":
         names = plugin.transformer_cls_names_to_wrap or _no_split(model)
         if names:
             return _by_class(model, names, given=plugin.transformer_cls_names_to_wrap is not None)
         return _inner_first(model, {id(block) for block in repeated_blocks(model)}.__contains__)
-    chosen = _by_policy(model, policy)
-    return _inner_first(model, chosen.__contains__)
+    return _by_policy(model, policy)
 
 
 def covering_shared(
@@ -171,27 +171,30 @@ def _by_class(model: nn.Module, names: tuple[str, ...], given: bool) -> list[nn.
     return _inner_first(model, wanted.__contains__)
 
 
-def _by_size(module: nn.Module, least: int) -> Iterable[nn.Module]:
-    """The modules with at least `least` parameters, not counting those of units inside them."""
-    return _large(module, max(1, least), set())
+def _by_policy_and_size(
+    parent: nn.Module, is_unit: Callable[[nn.Module, int], bool], taken: set[int]
+) -> Iterable[nn.Module]:
+    """The units below a module, inner ones first.
 
-
-def _large(parent: nn.Module, least: int, taken: set[int]) -> Iterable[nn.Module]:
-    """Inner ones first; `taken` are the parameters of those that were found, by `id`."""
+    Args:
+        parent: a module.
+        is_unit: called with a module and the number of its parameters that are in no unit inside it.
+        taken: the parameters of units that were found, by `id`.
+    """
     for child in parent.children():
         if not isinstance(child, _WHOLE):
-            yield from _large(child, least, taken)
+            yield from _by_policy_and_size(child, is_unit, taken)
         left = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
-        if sum(left.values()) >= least and not isinstance(child, _LISTS):
+        if not isinstance(child, _LISTS) and is_unit(child, sum(left.values())):
             taken.update(left)
             yield child
 
 
-def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> set[int]:
+def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
     """The modules that a function, or a policy of `torch.distributed.fsdp.wrap`, chooses."""
     run = getattr(policy, "_run_policy", None)
     if run is not None:  # ModuleWrapPolicy, CustomPolicy
-        return {id(module) for module in run(model, set(), {})}
+        return _inner_first(model, {id(module) for module in run(model, set(), {})}.__contains__)
     try:
         names = set(inspect.signature(policy).parameters)
     except ValueError as error:
@@ -199,14 +202,11 @@ def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> set[int]:
             f"auto_wrap_policy={policy!r:.80} cannot be called with a module: {error}."
         ) from error
     if {"recurse", "nonwrapped_numel"} <= names:  # as version 1 calls it
-        return {
-            id(module)
-            for module in model.modules()
-            if policy(
-                module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
-            )
-        }
-    return {id(module) for module in model.modules() if policy(module)}
+        chosen = _by_policy_and_size(
+            model, lambda module, left: policy(module=module, recurse=False, nonwrapped_numel=left), set()
+        )
+        return list(dict.fromkeys(chosen))
+    return _inner_first(model, {id(module) for module in model.modules() if policy(module)}.__contains__)
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -29,6 +29,8 @@ from accel_train import skip_first_batches as skip_first_batches
 from accel_train import synchronize_rng_states as synchronize_rng_states
 from accelerate import accelerator as accelerator
 from accelerate import big_modeling as big_modeling
+from accelerate import checkpointing as checkpointing
+from accelerate import commands as commands
 from accelerate import data_loader as data_loader
 from accelerate import hooks as hooks
 from accelerate import inference as inference

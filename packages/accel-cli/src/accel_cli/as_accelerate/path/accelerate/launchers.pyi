@@ -1,3 +1,5 @@
+from accel_cli.as_accelerate.extras.launch import PrepareForLaunch as PrepareForLaunch
+from accel_cli.as_accelerate.extras.names import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION as ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
 from accel_cli.as_accelerate.extras.names import test_launch as test_launch
 from accel_train import AcceleratorState as AcceleratorState
 from accel_train import PartialState as PartialState

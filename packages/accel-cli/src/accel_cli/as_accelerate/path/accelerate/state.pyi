@@ -1,4 +1,5 @@
 from accel_cli.as_accelerate.extras.names import SharedDict as SharedDict
+from accel_cli.as_accelerate.extras.names import deepspeed_required as deepspeed_required
 from accel_cli.as_accelerate.extras.names import do_nothing as do_nothing
 from accel_train import AcceleratorState as AcceleratorState
 from accel_train import DistributedType as DistributedType

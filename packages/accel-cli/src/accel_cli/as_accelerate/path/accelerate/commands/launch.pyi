@@ -1,5 +1,6 @@
 from accel_cli.as_accelerate.extras.config import SageMakerConfig as SageMakerConfig
 from accel_cli.as_accelerate.extras.config import load_config_from_file as load_config_from_file
+from accel_cli.as_accelerate.extras.launch import PrepareForLaunch as PrepareForLaunch
 from accel_cli.as_accelerate.extras.launch import _validate_launch_command as _validate_launch_command
 from accel_cli.as_accelerate.extras.launch import launch_command as launch_command
 from accel_cli.as_accelerate.extras.launch import launch_command_parser as launch_command_parser

@@ -1,4 +1,4 @@
 from accel_cli.as_accelerate.extras.commands import convert_config_to_fsdp2 as convert_config_to_fsdp2
+from accel_cli.as_accelerate.extras.commands import load_config as load_config
 from accel_cli.as_accelerate.extras.commands import to_fsdp2_command as to_fsdp2_command
 from accel_cli.as_accelerate.extras.commands import to_fsdp2_command_parser as to_fsdp2_command_parser
-from accel_state import load_config as load_config

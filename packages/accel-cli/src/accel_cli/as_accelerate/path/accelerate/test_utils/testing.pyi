@@ -34,6 +34,7 @@ from accel_cli.as_accelerate.extras.requirements import require_non_torch_xla as
 from accel_cli.as_accelerate.extras.requirements import require_non_xpu as require_non_xpu
 from accel_cli.as_accelerate.extras.requirements import require_npu as require_npu
 from accel_cli.as_accelerate.extras.requirements import require_pandas as require_pandas
+from accel_cli.as_accelerate.extras.requirements import require_peft as require_peft
 from accel_cli.as_accelerate.extras.requirements import require_pippy as require_pippy
 from accel_cli.as_accelerate.extras.requirements import require_schedulefree as require_schedulefree
 from accel_cli.as_accelerate.extras.requirements import require_sdaa as require_sdaa

@@ -5,6 +5,7 @@ from accel_cli.as_accelerate.extras.fsdp import get_module_class_from_name as ge
 from accel_cli.as_accelerate.extras.names import AmaxComputeAlgorithm as AmaxComputeAlgorithm
 from accel_cli.as_accelerate.extras.names import Backend as Backend
 from accel_cli.as_accelerate.extras.names import FP8Format as FP8Format
+from accel_cli.as_accelerate.extras.names import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
 from accel_cli.as_accelerate.extras.names import OptLevel as OptLevel
 from accel_cli.as_accelerate.extras.names import ProfilerActivity as ProfilerActivity
 from accel_state import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION

@@ -5,6 +5,5 @@ from accel_train import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from accel_train import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accel_train import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accel_train import is_megatron_lm_available as is_megatron_lm_available
-from accel_train import prepare_data_loader as prepare_data_loader
 from accel_train import recursively_apply as recursively_apply
 from accel_train import send_to_device as send_to_device

@@ -1,8 +1,8 @@
-from accel_cli.as_accelerate.extras.config import config_args as config_args
 from accel_cli.as_accelerate.extras.config import load_config_from_file as load_config_from_file
 from accel_state import default_config_file as default_config_file
 from accelerate.commands.config import cluster as cluster
 from accelerate.commands.config import config as config
+from accelerate.commands.config import config_args as config_args
 from accelerate.commands.config import config_utils as config_utils
 from accelerate.commands.config import default as default
 from accelerate.commands.config import sagemaker as sagemaker

@@ -1,3 +1,5 @@
+from accel_cli.as_accelerate.extras.config import cache_dir as cache_dir
+from accel_cli.as_accelerate.extras.config import default_yaml_config_file as default_yaml_config_file
 from accel_cli.as_accelerate.extras.config import load_config_from_file as load_config_from_file
 from accel_state import default_config_file as default_config_file
 from accel_train import ComputeEnvironment as ComputeEnvironment

@@ -5,6 +5,9 @@ from accel_cli.as_accelerate.extras.config import cache_dir as cache_dir
 from accel_cli.as_accelerate.extras.config import default_json_config_file as default_json_config_file
 from accel_cli.as_accelerate.extras.config import default_yaml_config_file as default_yaml_config_file
 from accel_cli.as_accelerate.extras.config import load_config_from_file as load_config_from_file
+from accel_cli.as_accelerate.extras.names import SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION
+from accel_cli.as_accelerate.extras.names import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
+from accel_cli.as_accelerate.extras.names import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
 from accel_state import default_config_file as default_config_file
 from accel_train import ComputeEnvironment as ComputeEnvironment
 from accel_train import DistributedType as DistributedType

@@ -1,4 +1,5 @@
 from accel_cli.as_accelerate.extras.config import SageMakerConfig as SageMakerConfig
+from accel_cli.as_accelerate.extras.names import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
 from accel_state import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
 from accel_train import ComputeEnvironment as ComputeEnvironment
 from accel_train import SageMakerDistributedType as SageMakerDistributedType

@@ -1,0 +1,3 @@
+from accel_cli.as_accelerate.extras.examples import clean_lines as clean_lines
+from accel_cli.as_accelerate.extras.examples import compare_against_test as compare_against_test
+from accel_cli.as_accelerate.extras.examples import get_function_contents_by_name as get_function_contents_by_name
