@@ -181,7 +181,8 @@ def load_fsdp_optimizer(
 
 
 def _is_full(plugin: FullyShardedDataParallelPlugin) -> bool:
-    return plugin.state_dict_type.name == "FULL_STATE_DICT"
+    kind: str = plugin.state_dict_type.name
+    return kind == "FULL_STATE_DICT"
 
 
 def _several() -> bool:

@@ -76,7 +76,7 @@ __all__ = [
     "slow",
 ]
 
-_Test = TypeVar("_Test")
+_Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def _require(needed: str, *conditions: Callable[[], bool]) -> Callable[[Any], Any]:
