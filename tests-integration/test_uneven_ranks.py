@@ -88,11 +88,39 @@ def joined(kind, counts):
     return weights, means, optimizer.state_dict(), schedule.scheduler.last_epoch
 
 
+def registered(counts):
+    """A schedule and torch's average that are registered, and not prepared."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = net()
+    model, optimizer = accelerator.prepare(model, OPTIMIZERS["adam"](model.parameters()))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate_of)
+    plain = accelerator.unwrap_model(model)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    accelerator.register_for_checkpointing(schedule, average)
+    for _ in range(EPOCHS):
+        with accelerator.join_uneven_inputs([model]):
+            for x in batches_of(counts, accelerator.process_index):
+                accelerator.backward(loss_of(model, x))
+                optimizer.step()
+                schedule.step()
+                average.update_parameters(plain)
+                optimizer.zero_grad()
+    weights, means = ([p.detach().clone() for p in each.parameters()] for each in (plain, average.module))
+    return weights, means, optimizer.state_dict(), schedule.last_epoch
+
+
 @pytest.mark.parametrize("counts", [(3, 2), (2, 5), (4, 0), (0, 3), (3, 3)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_after_a_join_all_ranks_have_what_the_longest_one_has(kind, counts):
-    weights, means, states, steps = by_hand(kind, counts)
-    for found in worlds.run(joined, RANKS, kind, counts):
+    compare(worlds.run(joined, RANKS, kind, counts), *by_hand(kind, counts))
+
+
+def test_after_a_join_registered_schedules_and_averages_are_equal():
+    compare(worlds.run(registered, RANKS, (2, 4)), *by_hand("adam", (2, 4)))
+
+
+def compare(answers, weights, means, states, steps):
+    for found in answers:
         for mine, right in ((found[0], weights), (found[1], means)):
             for one, other in zip(mine, right, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -426,11 +426,11 @@ def saves_hidden_gradients(name: str) -> bool:
     ("name", "ranks"), [(name, ranks_of(name)[0]) for name in MEMBERS if saves_hidden_gradients(name)]
 )
 def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
-    worlds.run(train_and_save, ranks, Case(name, accumulation=3), str(tmp_path / "state"), 2)
+    worlds.run(train_and_save, ranks, Case(name, accumulation=3, samples=40), str(tmp_path / "state"), 2)
     with pytest.raises(
         worlds.RankError, match=rf"gradients have the form of the strategy '{strategy_of(name)}'"
     ):
-        worlds.run(load_and_train, ranks, Case("ddp", accumulation=3), str(tmp_path / "state"))
+        worlds.run(load_and_train, ranks, Case("ddp", accumulation=3, samples=40), str(tmp_path / "state"))
 
 
 def continued(case: Case, folder: str, ranks: int) -> list[Record]:

@@ -564,9 +564,9 @@ class Accelerator:
         """Context for training when ranks have different numbers of batches.
 
         A rank that runs out of data takes part in the reductions of the others with a gradient of zero. At the end it
-        takes over the states of prepared optimizers and schedulers, averages of weights and the loss scale from a rank
-        that had data to the end; what else a step changes stays its own. Inside, a
-        window of `accumulate` also ends when another rank runs out, and `backward(num_items=…)` is refused.
+        takes over the states of prepared optimizers, of schedulers and averages of weights that are prepared or
+        registered, and the loss scale from a rank that had data to the end; what else a step changes stays its own.
+        Inside, a window of `accumulate` also ends when another rank runs out, and `backward(num_items=…)` is refused.
 
         Args:
             joinables: prepared models and optimizers that support torch's `Join`. With several models, finish the
@@ -590,7 +590,7 @@ class Accelerator:
                 joined = strategy
             yield
         if joined is not None:
-            joined.end_join([*self._prepared.inner_optimizers, *self._prepared.schedulers])
+            joined.end_join([*self._prepared.inner_optimizers, *self._prepared.followers])
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
 
@@ -722,7 +722,7 @@ class Accelerator:
     def share_schedules(self, from_process: int = 0) -> None:
         """Give all processes one's schedules and rates, after they took different numbers of steps; a collective."""
         here, strategy = self._prepared, self._plan.strategy
-        owners: list[Any] = [*here.schedulers, *map(GroupOptions, here.inner_optimizers)]
+        owners: list[Any] = [*here.followers, *map(GroupOptions, here.inner_optimizers)]
         take_states(owners, from_process, strategy.loss, strategy.options.device)
 
     @property

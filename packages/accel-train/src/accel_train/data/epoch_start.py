@@ -178,7 +178,8 @@ def _open_indexes(
         with reading or _AS_IT_IS:
             stream.prime()
         if there and stream.passed is not None:
-            refuse_short(restored, restored.position.get("base_batches", 0), stream.passed)
+            wanted, each = restored.position.get("base_batches", 0), loader.sampler_batches_per_step
+            refuse_short(restored, wanted, stream.passed, max(each, restored.ranks))
     return there
 
 

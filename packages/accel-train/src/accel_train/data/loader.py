@@ -434,8 +434,9 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
         Args:
             batches: how many batches each rank had received; 0: between two epochs.
-            ranks: how many ranks read different samples.
+            ranks: how many ranks read different samples; 0: not known, so as many as here.
         """
+        ranks = ranks or self.ranks.size
         rounds = 1 if self.splits_batches else ranks
         stride = self.stream_stride
         if stride is not None and not self.splits_batches:

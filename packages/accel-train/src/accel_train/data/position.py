@@ -157,18 +157,19 @@ def batches_of_stream(loader: _Loader, restored: Restored) -> int:
     return steps
 
 
-def refuse_short(restored: Restored | None, wanted: int, passed: int) -> None:
+def refuse_short(restored: Restored | None, wanted: int, passed: int, each: int = 1) -> None:
     """Refuse a stream that ends before a saved position.
 
     Args:
         restored: the state, if there is one.
         wanted: batches up to the position.
         passed: how many there were.
+        each: batches of one step of all ranks, the last of which may have had fewer.
 
     Raises:
         DataError: there were fewer.
     """
-    if restored is not None and restored.batches and passed < wanted:
+    if restored is not None and restored.batches and passed <= wanted - each:
         raise DataError(
             f"This loader was left after {wanted} batches of an epoch, which ends after {passed} now, before the saved "
             "position. Continue with the same data, or load a state that was saved between epochs."

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from accel_train.list_view import ListView
@@ -141,6 +143,12 @@ class Prepared:
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers inside the wrappers that `prepare()` returned."""
         return [optimizer.optimizer for optimizer in self.optimizers]
+
+    @property
+    def followers(self) -> list[Any]:
+        """What steps of the optimizers change as well: schedulers, and torch's averages of weights, also registered."""
+        kinds = (LRScheduler, AveragedModel)
+        return [*self.schedulers, *(known.item for known in self.registered if isinstance(known.item, kinds))]
 
     def models_view(self) -> ListView[nn.Module]:
         """The script's own modules, as a list whose changes are those of the prepared ones too."""

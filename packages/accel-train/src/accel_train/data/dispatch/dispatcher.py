@@ -300,7 +300,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if state is None:
                 done = skip_batches(source, base, passed)
                 if restored is not None and restored.position.get("base_batches") == base:
-                    refuse_short(restored, base, done)
+                    refuse_short(restored, base, done, self.sampler_batches_per_step)
         else:
             opening = Opening(
                 recorded=None if restored is None else restored.draw,
@@ -331,7 +331,7 @@ class DataLoaderDispatcher(PreparedLoader):
             iteration.stream.prime()
             passed = iteration.stream.passed
             if passed is not None and base == restored.position.get("base_batches"):
-                refuse_short(restored, base, passed)
+                refuse_short(restored, base, passed, self.sampler_batches_per_step)
         elif not base:
             reader.fetch()  # a stream may draw its order no earlier than it is read
         if "rng" in restored.ahead and base == restored.position.get("base_batches"):

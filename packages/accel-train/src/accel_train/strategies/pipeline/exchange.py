@@ -57,7 +57,10 @@ class Exchange:
         """Begin a call on all ranks; the returned work is to be waited for at its end.
 
         A rank that waits for a message is in no collective. It is in this one, so ranks see if another never begins.
+        None beside devices that gloo does not know: no group of it can be made there.
         """
+        if self._device.type not in dist.Backend.backend_capability[dist.Backend.GLOO]:
+            return None
         if self._calls is None:  # of its own, because messages count as collectives of a group
             self._calls = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
         return dist.all_reduce(self._nothing, group=self._calls, async_op=True)

@@ -174,7 +174,7 @@ class PipelineModel(nn.Module):
             )
         micro_batches, key = self._cut(inputs, named, schedule if fused else None)
         begun = self._exchange.begin() if self.foresight is None else None
-        if has_loss and self._compares_losses and begun is not None:
+        if has_loss and self._compares_losses and self.foresight is None:
             self._compares_losses = False
             self._compare_losses(micro_batches)
         weights = self._weights(micro_batches)
