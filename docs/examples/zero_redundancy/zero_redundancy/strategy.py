@@ -87,13 +87,11 @@ class ZeroRedundancyStrategy(DDPStrategy):
     """
 
     name: ClassVar[str] = "zero_redundancy"
+    # A rank that is out of data, or trains a copy of its own, does not step, and the others wait for its parameters.
     capabilities: ClassVar[Capabilities] = replace(
-        DDPStrategy.capabilities, dimensions=frozenset({"dp_replicate"})
+        DDPStrategy.capabilities, dimensions=frozenset({"dp_replicate"}), separate_steps=False
     )
     adapter = ZeroRedundancyStates
-    # A rank that is out of data, or trains a copy of its own, does not step, and the others wait for its parameters.
-    join = None  # type: ignore[assignment]
-    check_local = None  # type: ignore[assignment]
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)

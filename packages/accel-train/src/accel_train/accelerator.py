@@ -75,8 +75,9 @@ from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
-from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
-from accel_train.strategies.equal_states import GroupOptions, take_states
+from accel_train.strategies.base import DefersSync, Strategy
+from accel_train.strategies.equal_states import take_states
+from accel_train.strategies.uneven_inputs import UnevenInputs
 from accel_train.tracking.base import GeneralTracker
 from accel_train.tracking.running import OnFailure, Trackers
 from accel_train.tracking.selection import select_trackers
@@ -574,23 +575,23 @@ class Accelerator:
             even_batches: overrides the setting of prepared map-style loaders inside the context.
         """
         even = self.even_batches if even_batches is None else even_batches
-        joined: JoinsUneven | None = None
+        joined: UnevenInputs | None = None
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 stack.enter_context(prepare.overridden_even_batches(self._prepared.loaders, even_batches))
             if not even and self.num_processes > 1:
                 strategy = self._plan.strategy
-                if not isinstance(strategy, JoinsUneven):
+                if not strategy.capabilities.separate_steps:
                     raise IncompatibleOptionsError(
                         f"join_uneven_inputs() lets ranks train on different numbers of batches, which the strategy "
                         f"{strategy.name!r} cannot. Use even_batches=True."
                     )
                 stack.enter_context(self._accumulator.without_counting())
-                stack.enter_context(strategy.join(joinables))
-                joined = strategy
+                joined = strategy.uneven
+                stack.enter_context(joined.join(joinables))
             yield
         if joined is not None:
-            joined.end_join([*self._prepared.inner_optimizers, *self._prepared.followers])
+            joined.end([*self._prepared.inner_optimizers, *self._prepared.followers])
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
 
@@ -719,10 +720,10 @@ class Accelerator:
             are_complete=self._accumulator.are_complete,
         )
 
-    def share_schedules(self, from_process: int = 0) -> None:
-        """Give all processes one's schedules and rates, after they took different numbers of steps; a collective."""
+    def share_states(self, from_process: int = 0) -> None:
+        """Give all processes one's states of optimizers and schedules, after steps of their own; a collective."""
         here, strategy = self._prepared, self._plan.strategy
-        owners: list[Any] = [*here.followers, *map(GroupOptions, here.inner_optimizers)]
+        owners = [*here.inner_optimizers, *here.followers]
         take_states(owners, from_process, strategy.loss, strategy.options.device)
 
     @property

@@ -7,7 +7,7 @@ from torch import nn
 from accel_train import Accelerator, DistributedDataParallelKwargs, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
-from accel_train.strategies.base import DefersSync, JoinsUneven, StrategyOptions
+from accel_train.strategies.base import DefersSync, StrategyOptions
 from accel_train.strategies.ddp import DDPStrategy, inside_parallel
 from testkit import worlds
 
@@ -56,7 +56,7 @@ def inputs(size=4):
 def test_what_it_can_do():
     strategy = strategy_of()
     assert isinstance(strategy, DefersSync)
-    assert isinstance(strategy, JoinsUneven)
+    assert strategy.capabilities.separate_steps
     assert DDPStrategy.capabilities.needs_process_group
     assert (strategy.batch.size, strategy.loss.size) == (2, 2)
 
@@ -71,7 +71,7 @@ def test_only_what_supports_join_is_joined():
     with pytest.raises(
         PrepareError, match=r"support torch's Join; got Linear\. Pass the objects that prepare"
     ):
-        strategy_of().join([nn.Linear(2, 2)])
+        strategy_of().uneven.join([nn.Linear(2, 2)]).__enter__()
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.DataParallel(nn.DataParallel(model))])

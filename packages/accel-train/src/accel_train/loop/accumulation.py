@@ -33,7 +33,7 @@ from accel_train.loop.observers import StepObserver
 from accel_train.loop.trained_places import TrainedPlaces
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Strategy, TrainsLocally
+from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import local_part
 
 __all__ = ["Accumulator", "Window"]
@@ -160,7 +160,7 @@ class Accumulator:
         self._scaled = strategy.precision.scaler is not None  # only a scaler asks which gradients wait
         # Models of which ranks train copies, without the others; empty but inside LocalSGD.
         self._alone: Sequence[nn.Module] = (
-            strategy.trained_alone if isinstance(strategy, TrainsLocally) else ()
+            strategy.local.trained_alone if strategy.capabilities.separate_steps else ()
         )
         self._ledger = ledger
         self._all_models = all_models

@@ -24,6 +24,7 @@ from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
 from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
 from accel_train.ranks import Ranks
+from accel_train.strategies.equal_states import AveragesWeights
 from accel_train.strategies.gathered_units import GatheredUnits
 from accel_train.strategies.gradients import (
     any_divided,
@@ -33,7 +34,9 @@ from accel_train.strategies.gradients import (
     multiply,
     total_norm,
 )
+from accel_train.strategies.local_training import LocalTraining
 from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.uneven_inputs import UnevenInputs
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
@@ -41,13 +44,11 @@ __all__ = [
     "DTypes",
     "DefersSync",
     "DividesSteps",
-    "JoinsUneven",
     "ModelSteps",
     "Parts",
     "PrecisionVerbs",
     "Strategy",
     "StrategyOptions",
-    "TrainsLocally",
 ]
 
 
@@ -76,6 +77,8 @@ class Capabilities:
         skips_steps: an update can be skipped by not calling `step` and dropping the gradients.
         dimensions: mesh dimensions that can have several ranks, when a script or a launcher sets degrees of
             parallelism.
+        separate_steps: ranks can take different numbers of steps, in `join_uneven_inputs()` and in LocalSGD: the
+            strategy has `uneven` and `local`.
         in_stages: with `pp_size`, strategy "pp" trains the stages of a pipeline as this one would the model.
     """
 
@@ -94,6 +97,7 @@ class Capabilities:
     communication_hooks: bool = False
     skips_steps: bool = True
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
+    separate_steps: bool = False
     in_stages: bool = False
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
@@ -264,59 +268,6 @@ class DefersSync(Protocol):
         ...
 
 
-@runtime_checkable
-class JoinsUneven(Protocol):
-    """A strategy under which ranks can train on different numbers of batches."""
-
-    def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
-        """Context in which ranks that ran out of data take part in the collectives of the others."""
-        ...
-
-    def end_join(self, owners: Sequence[Any]) -> None:
-        """Make the states of optimizers, schedulers and averages equal on all ranks after it; a collective."""
-        ...
-
-
-@runtime_checkable
-class TrainsLocally(Protocol):
-    """A strategy whose ranks can train copies of a model without communication, and average them now and then."""
-
-    @property
-    def trained_alone(self) -> Sequence[nn.Module]:
-        """The prepared models of which this rank trains its own copy now; always the same list object."""
-        ...
-
-    def check_local(self, model: nn.Module) -> None:
-        """Refuse a model of which ranks cannot train their own copies; changes nothing."""
-        ...
-
-    def begin_local(self, model: nn.Module) -> None:
-        """From now on, backward passes of a prepared model reduce no gradients; each rank steps with its own."""
-        ...
-
-    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
-        """Replace the copies of all ranks by their mean; returns whether `finished` is true on all of them."""
-        ...
-
-    def end_local(self, model: nn.Module) -> None:
-        """From now on, backward passes reduce gradients again."""
-        ...
-
-
-class AveragesWeights(Protocol):
-    """Averages of the weights of a prepared model, which follow the copies that ranks train of it.
-
-    Attributes:
-        plain: the model without wrappers.
-    """
-
-    plain: nn.Module
-
-    def shared(self) -> AbstractContextManager[list[Tensor]]:
-        """Context in which the caller makes its tensors equal on all ranks, the number of updates among them."""
-        ...
-
-
 class DividesSteps(ABC):
     """An optimizer whose ranks can divide the computation of a step among them."""
 
@@ -335,6 +286,9 @@ class Strategy:
         states: saves and loads the states of what was prepared.
         gathered: units of FSDP that a forward may have left whole.
         weight_averages: averages of the weights of prepared models.
+        uneven: runs ranks that have different numbers of batches, and
+        local: has the copies of models that ranks train without communication; both only where
+            `capabilities.separate_steps`.
     """
 
     name: ClassVar[str] = "single"
@@ -343,6 +297,8 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     #: The class of `states`.
     adapter: ClassVar[type[StateAdapter]] = StateAdapter
+    uneven: UnevenInputs
+    local: LocalTraining
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options

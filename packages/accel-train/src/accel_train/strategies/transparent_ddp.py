@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.strategies.buckets import Buckets
+from accel_train.strategies.wrappers import inside_compiled
 
-__all__ = ["TransparentDDP", "set_takes_buffers"]
+__all__ = ["TransparentDDP", "ddp_of", "set_takes_buffers"]
 
 
 class TransparentDDP(DistributedDataParallel):
@@ -82,6 +84,12 @@ class _WritesThrough(TransparentDDP):
 
 for _class in (TransparentDDP, _WritesThrough):
     _class.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a prepared model, compiled or not; None if it has none."""
+    inner = inside_compiled(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def set_takes_buffers(wrapped: DistributedDataParallel, takes: bool) -> None:
