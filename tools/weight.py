@@ -65,7 +65,7 @@ PARTS = (
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_122),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_158),
     Part("accel-cli", 8_500, (_source("accel_cli"),), limit=10_064),
-    Part("accel-train: core", 13_000, _train(""), limit=15_283),
+    Part("accel-train: core", 13_000, _train(""), limit=15_297),
     Part("accel-train: data", 5_000, _train("data"), limit=5_237),
 )
 OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_597
@@ -96,7 +96,7 @@ OTHERS = (
     Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=92_046),
 )
 SHARED_CLASS_NAMES_LIMIT = 47
-VERBS_GOAL, VERBS_LIMIT = {"Strategy": 28, "StateAdapter": 18}, {"Strategy": 30, "StateAdapter": 23}
+VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
 
 
 def code_lines(text: str) -> int:
@@ -166,7 +166,7 @@ def figures(root: Path = ROOT) -> Iterator[Figure]:
     strategies = root / _source("accel_train") / "strategies"
     for name, module in (("Strategy", "base.py"), ("StateAdapter", "state_adapter.py")):
         verbs = len(public_methods(strategies / module, name))
-        yield Figure(f"verbs of {name}", verbs, VERBS_GOAL[name], VERBS_LIMIT[name])
+        yield Figure(f"verbs of {name}", verbs, VERBS[name], VERBS[name])
     yield Figure("class names of two modules", len(shared_class_names(root)), 0, SHARED_CLASS_NAMES_LIMIT)
 
 

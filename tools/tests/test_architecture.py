@@ -145,8 +145,9 @@ def test_every_identifier_occurs_in_the_sources():
 def test_every_verb_and_capability_has_a_row():
     from accel_train.strategies.base import Capabilities, Strategy
     from accel_train.strategies.state_adapter import StateAdapter
+    from accel_train.strategies.window_gradients import WindowGradients
 
-    for kind in (Strategy, StateAdapter):
+    for kind in (Strategy, StateAdapter, WindowGradients):
         verbs = [row[0].strip("`") for row in rows(f"method of `{kind.__name__}`")]
         methods = [
             name

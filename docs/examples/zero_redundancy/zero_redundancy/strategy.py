@@ -38,12 +38,6 @@ class ZeroRedundancyStates(DDPStates):
 
     strategy: ZeroRedundancyStrategy
 
-    def replicated_optimizers(
-        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
-    ) -> list[int]:
-        """None: each rank has the states of its own parameters."""
-        return []
-
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
     ) -> Any:

@@ -86,8 +86,8 @@ def test_one_wrapper_is_taken_off(wrap):
 def test_a_model_without_a_wrapper_is_left_alone():
     strategy, model = strategy_of(), nn.Linear(2, 2)
     assert not strategy.states.keeps_replicas(model)
-    assert strategy.states.window_state(model) == {}
-    strategy.states.load_window_state(model, {"takes_buffers": False})
+    assert strategy.states.rank_state(model) == {}
+    strategy.states.load_rank_state(model, {"takes_buffers": False})
     strategy.begin_micro_batch([model], last=False, loss_factor=1.0)
     with strategy.no_sync(model), strategy.trigger_sync_in_backward(model):
         model(torch.ones(1, 2)).sum().backward()
@@ -180,7 +180,7 @@ def windows(sync_each_batch):
         with accelerator.accumulate(model):
             accelerator.backward(model(x))
         found.append(
-            (model.module.count.item(), model.module.weight.grad.item(), strategy.states.window_state(model))
+            (model.module.count.item(), model.module.weight.grad.item(), strategy.states.rank_state(model))
         )
         if accelerator.sync_gradients:
             model.zero_grad()
@@ -212,16 +212,16 @@ def restored():
     found = []
     for takes in (False, True):
         model(x).backward()
-        strategy.states.load_window_state(model, {"takes_buffers": takes})
-        assert strategy.states.window_state(model) == {"takes_buffers": takes}
+        strategy.states.load_rank_state(model, {"takes_buffers": takes})
+        assert strategy.states.rank_state(model) == {"takes_buffers": takes}
         before = model.module.count.item()
         model(x).backward()
         found.append(model.module.count.item() - before)
-    strategy.states.load_window_state(model, {})
-    return found, strategy.states.window_state(model)
+    strategy.states.load_rank_state(model, {})
+    return found, strategy.states.rank_state(model)
 
 
-def test_a_window_state_that_is_loaded_decides_the_next_forward():
+def test_a_rank_state_that_is_loaded_decides_the_next_forward():
     (first, state), (second, _) = worlds.run(restored, 2)
     assert first == [1.0, 1.0]
     assert second[0] == 2.0, "its own buffer"

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_ckpt.parts import is_sharded
 from accel_state.messages import warn
 from accel_state.operations.collectives import gather, reduce
 from accel_train.data.active_loaders import ActiveLoaders
@@ -615,8 +616,17 @@ class Accumulator:
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of parameters that every rank would train with its own samples, before their first step."""
-        found = self._strategy.not_averaged(optimizer, self._all_models)
-        if found and self._strategy.loss.rank == 0:
+        strategy = self._strategy
+        if strategy.loss.size == 1 or strategy.capabilities.prepares_together:
+            return
+        averaged = {id(p) for model in self._all_models for p in strategy.plain(model).parameters()}
+        found = [
+            (number, parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
+        ]
+        if found and strategy.loss.rank == 0:
             number, parameter = found[0]
             count = "a parameter" if len(found) == 1 else f"{len(found)} parameters"
             warn(

@@ -16,10 +16,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_state.world.rehearsal import Rehearsal
-from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
 from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
@@ -65,7 +63,7 @@ class Capabilities:
         window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if
             gradients can still be scaled when it ends.
         hides_gradients: gradients of an unfinished window are not in `parameter.grad`, so that they can neither be
-            rescaled nor saved unless `StateAdapter.held_back` or `window_state` gives them, or it keeps own gradients.
+            rescaled nor saved unless `StateAdapter.gradients` or `rank_state` gives them.
         saves_windows: a state can be saved while a window is unfinished.
         max_models: how many models it can train at a time, or None for any number.
         prepares_together: a model and its optimizer must be passed to the same `prepare()` call; a model passed alone
@@ -220,6 +218,11 @@ class StrategyOptions:
     pipeline: Any = None
     rehearsal: Rehearsal | None = None
 
+    @property
+    def requested_tp_size(self) -> int:
+        """Among how many ranks a script or a launcher wants models to be divided by a plan; 1: it says nothing."""
+        return self.mesh.degrees["tp"] if self.by_degrees else 1
+
 
 class ModelSteps(Protocol):
     """Steps of preparing a model; a strategy calls them in the order that its engine needs."""
@@ -344,23 +347,6 @@ class Strategy:
         """Return the module that the script calls and trains: `model` itself, or a wrapper."""
         return steps.compile(steps.place(steps.convert(model)))
 
-    def check_plan(self, model: nn.Module) -> None:
-        """Check that requested tensor parallelism divides parameters of the model.
-
-        Raises:
-            PrepareError: no parameter is divided among the ranks of "tp".
-        """
-        degree = self.options.mesh.degrees["tp"]
-        if not self.options.by_degrees or degree == 1:
-            return
-        if not any(map(is_sharded, model.parameters())):
-            raise PrepareError(
-                f"tp_size is {degree}, and no parameter of {type(model).__name__} is divided: every rank of a group "
-                "would compute the same. Divide it before prepare(), with parallelize_module(model, "
-                'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
-                f"distributed_config=DistributedConfig(tp_size={degree}))."
-            )
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside this strategy's wrapper; `model` itself if it is not wrapped."""
         return model
@@ -416,25 +402,6 @@ class Strategy:
             kwargs: arguments of `Tensor.backward`.
         """
         self.precision.backward(loss, pending, kwargs)
-
-    def not_averaged(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-    ) -> list[tuple[int, Tensor]]:
-        """Find parameters whose gradients are not averaged over ranks, and the numbers of their groups.
-
-        Args:
-            optimizer: the optimizer, about to step for the first time.
-            models: all prepared models; gradients of other parameters come from this rank's samples alone.
-        """
-        if self.loss.size == 1 or self.capabilities.prepares_together:
-            return []
-        averaged = {id(parameter) for model in models for parameter in self.plain(model).parameters()}
-        return [
-            (number, parameter)
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
-        ]
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Check that all ranks are about to take the same step; a collective if ranks hold replicas.

@@ -38,7 +38,7 @@ class DDPStates(StateAdapter):
     """Saves and loads the states of replicas, with the state of PowerSGD on each rank."""
 
     strategy: DDPStrategy
-    window_tensors: ClassVar[str] = "errors of compressed gradients (comm_hook)"
+    rank_tensors: ClassVar[str] = "errors of compressed gradients (comm_hook)"
 
     def keeps_replicas(self, model: nn.Module) -> bool:
         """True for a model whose gradients are averaged."""
@@ -49,16 +49,7 @@ class DDPStates(StateAdapter):
         super().load_model_state(model, weights, strict)
         self.strategy.local.are_equal(self.strategy.plain(model))
 
-    def needs_all_ranks(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> str | None:
-        """Extends the base class: inside LocalSGD nothing is saved."""
-        differing = self.strategy.local.differing
-        if differing is not None:
-            return f"and {why_not_saved(differing)}."
-        return super().needs_all_ranks(models, optimizers)
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
 
         With PowerSGD also the state of its communication hook.
@@ -75,13 +66,13 @@ class DDPStates(StateAdapter):
         takes_buffers = {"takes_buffers": wrapped.require_forward_param_sync}
         return takes_buffers | self.strategy.power_sgd.state_dict(wrapped)
 
-    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    def rank_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
         """PowerSGD needs the same options; a run may begin or stop using it."""
         wrapped = ddp_of(model)
         return None if wrapped is None else self.strategy.power_sgd.misfit(wrapped, state)
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `window_state` returned."""
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `rank_state` returned."""
         wrapped = ddp_of(model)
         if wrapped is not None:
             if not self.strategy.local.holds(wrapped):

@@ -17,6 +17,7 @@ from accel_train.ranks import Ranks
 
 __all__ = [
     "check_division",
+    "check_is_divided",
     "innermost",
     "inside_compiled",
     "is_compiled_module",
@@ -115,6 +116,21 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
             "accelerator.torch_device_mesh['dp_replicate']."
         )
     return units
+
+
+def check_is_divided(model: nn.Module, tp_size: int) -> None:
+    """Check that requested tensor parallelism divides parameters of a model.
+
+    Raises:
+        PrepareError: no parameter is divided.
+    """
+    if tp_size > 1 and not any(map(is_sharded, model.parameters())):
+        raise PrepareError(
+            f"tp_size is {tp_size}, and no parameter of {type(model).__name__} is divided: every rank of a group would "
+            "compute the same. Divide it before prepare(), with parallelize_module(model, "
+            'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
+            f"distributed_config=DistributedConfig(tp_size={tp_size}))."
+        )
 
 
 def reduced_by_fsdp(model: nn.Module) -> set[int]:

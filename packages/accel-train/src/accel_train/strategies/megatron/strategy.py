@@ -104,13 +104,13 @@ class MegatronStates(EngineStates):
         elif not self.strategy.plugin.no_load_optim:
             item.state.load_optimizer_state(optimizer, tree)
 
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """The states of the generators for dropout of tensors that this rank divides."""
         return {} if self.strategy.of_model(model) is None else {"random_states": random_states()}
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `window_state` returned; gradients that wait are dropped."""
-        super().load_window_state(model, state)
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `rank_state` returned; gradients that wait are dropped."""
+        super().load_rank_state(model, state)
         if self.strategy.of_model(model) is not None:
             restore_random_states(state.get("random_states", {}))
 

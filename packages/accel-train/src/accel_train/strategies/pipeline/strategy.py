@@ -43,6 +43,7 @@ from accel_train.strategies.tensor_parallel import (
     TensorParallelStrategy,
     complete_gradients,
 )
+from accel_train.strategies.wrappers import check_is_divided
 
 __all__ = ["PipelineStrategy"]
 
@@ -136,7 +137,7 @@ class PipelineStrategy(Strategy):
                 f"loss_function={type(function).__name__} has trained parameters, and only the last stage calls it: on "
                 f"other ranks they would stay as they are. Put them into {type(plain).__name__}, or freeze them."
             )
-        self.check_plan(plain)
+        check_is_divided(plain, self.options.requested_tp_size)
         start = self._start(plain)  # the models are alike, so all ranks get the same errors
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         units = Units.of(plain, self._sharding) if self.shards else None
