@@ -692,7 +692,7 @@ def _leave_loaded_epoch(source: PreparedLoader) -> None:
     restored = state.waiting()
     if restored is None:
         return
-    if restored.batches:
+    if restored.batches_yielded:
         source.iteration += 1
         return
     state.restored = None
@@ -703,7 +703,7 @@ def _leave_loaded_epoch(source: PreparedLoader) -> None:
 def _left_after_loading(source: PreparedLoader) -> int | None:
     """Batches of an epoch that was not begun here; of a loaded one, those after its position."""
     length, waiting = length_of(source), source.epoch_state.waiting()
-    if length is None or waiting is None or not waiting.batches:
+    if length is None or waiting is None or not waiting.batches_yielded:
         return length
     steps = steps_to(source, waiting.position)
     return None if steps is None else max(math.ceil(length - steps), 0)
