@@ -35,7 +35,7 @@ from accel_train.strategies.gradients import (
 from accel_train.strategies.local_training import LocalTraining
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.uneven_inputs import UnevenInputs
-from accel_train.strategies.wrappers import innermost, inside_compiled
+from accel_train.strategies.wrappers import inside_compiled
 
 __all__ = [
     "Capabilities",
@@ -545,7 +545,9 @@ class Strategy:
 
     def plain(self, model: nn.Module) -> nn.Module:
         """The user's own module inside wrappers of this strategy and of `torch.compile`."""
-        return innermost(model, inside_compiled, self.unwrap)
+        while (inner := self.unwrap(inside_compiled(model))) is not model:
+            model = inner
+        return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator

@@ -133,7 +133,8 @@ class DDPStrategy(Strategy):
         frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         frozen_parameters.remove_guards(model)
         if len(frozen) == len(parameters):
-            frozen_parameters.guard(model, frozen)
+            if frozen:
+                frozen_parameters.guard(model, frozen)
             return model
         meta = [name for name, parameter in parameters.items() if parameter.is_meta]
         if meta:
@@ -145,7 +146,7 @@ class DDPStrategy(Strategy):
         # DDP takes device_ids only for single-device modules on an accelerator with an index.
         device_ids = [device.index] if device.type != "cpu" and device.index is not None else None
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
-        shared = any(id(p) in self._shared for p in parameters.values() if p.requires_grad)
+        shared = not self._shared.isdisjoint(map(id, parameters.values()))
         kwargs = {
             **handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view and not shared
         }  # fmt: skip
@@ -153,7 +154,8 @@ class DDPStrategy(Strategy):
             wrapped = TransparentDDP(model, device_ids=device_ids, **kwargs)
         self.power_sgd.register(wrapped, handler)
         wrapped.averages = True  # with every hook of the plugin
-        frozen_parameters.guard(wrapped, frozen)
+        if frozen:
+            frozen_parameters.guard(wrapped, frozen)
         self._replicas.add(wrapped)
         if not handler.broadcast_buffers:
             share_in_evaluation(model, wrapped, running_averages, self._evaluates_apart)
@@ -290,7 +292,9 @@ class DDPStrategy(Strategy):
 def inside_parallel(model: nn.Module) -> nn.Module:
     """The module inside a wrapper of `torch.nn.parallel`; `model` itself if it is not wrapped."""
     return (
-        cast(nn.Module, model.module) if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+        cast(nn.Module, model._modules["module"])
+        if isinstance(model, (DistributedDataParallel, DataParallel))
+        else model
     )
 
 

@@ -41,8 +41,7 @@ class _Guard:
 
 def guard(model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> None:
     """Refuse to train these parameters of a model from now on."""
-    if frozen:
-        model.register_forward_pre_hook(_Guard(frozen))
+    model.register_forward_pre_hook(_Guard(frozen))
 
 
 def first_unfrozen(model: nn.Module) -> str | None:

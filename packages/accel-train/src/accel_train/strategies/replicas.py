@@ -131,11 +131,11 @@ class Replicas:
 
     def add(self, wrapped: TransparentDDP) -> None:
         """Add a model that was wrapped, perhaps again."""
-        named = list(_reduced(wrapped))
+        named = _reduced(wrapped)
         unchecked = not wrapped.find_unused_parameters and not wrapped.static_graph
         self._unchecked |= unchecked
         self._watched = [item for item in self._watched if item.wrapped.module is not wrapped.module]
-        names, parameters = [name for name, _ in named], [p for _, p in named]
+        names, parameters = list(named), list(named.values())
         self._watched.append(_Watched(wrapped, names, parameters, parameters[0].dtype, unchecked=unchecked))
         self._to_compare = _FIRST_BACKWARDS * len(self._watched)
 
@@ -154,7 +154,7 @@ class Replicas:
         """Whether a wrapper averages other parameters than those that are trained now."""
         known = next((item for item in self._watched if item.wrapped is wrapped), None)
         return known is not None and {id(p) for p in known.parameters} != {
-            id(p) for _, p in _reduced(wrapped)
+            id(p) for p in _reduced(wrapped).values()
         }
 
     # Around backward
@@ -345,13 +345,13 @@ class Replicas:
         )
 
 
-def _reduced(wrapped: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """The parameters that a wrapper made now would average."""
-    return (
-        (name, parameter)
+def _reduced(wrapped: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that a wrapper made now would average, by name."""
+    return {
+        name: parameter
         for name, parameter in wrapped.module.named_parameters()
         if parameter.requires_grad and name not in wrapped.parameters_to_ignore
-    )
+    }
 
 
 def _cause(wrapped: DistributedDataParallel) -> str:

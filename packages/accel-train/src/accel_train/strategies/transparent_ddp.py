@@ -29,10 +29,9 @@ class TransparentDDP(DistributedDataParallel):
     buckets: Buckets
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        buckets = Buckets()
-        with buckets.formed():
-            super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, averages=True, is_built=True, buckets=buckets)
+        self.__dict__["buckets"] = Buckets()
+        super().__init__(*args, **kwargs)
+        self.__dict__.update(armed=False, averages=True, is_built=True)
         self.__class__ = _WritesThrough  # not before, because DDP sets dozens of attributes of its own
 
     @property
@@ -45,6 +44,11 @@ class TransparentDDP(DistributedDataParallel):
         self.__dict__["takes_buffers"] = takes
         if takes:
             self.__dict__["armed"] = True
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        """Called once, when DDP is built: it forms its first buckets."""
+        with self.buckets.formed():
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # as what it calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:

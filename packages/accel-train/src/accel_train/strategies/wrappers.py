@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_ckpt.parts import fsdp_modules, is_sharded
+from accel_ckpt.parts import fsdp_modules, sharded_parameters
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 
@@ -80,7 +80,7 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
     units = [*fsdp_modules(model)]
     for unit in units:
         unit.reshard()  # a forward may have left whole weights in place of a rank's parts
-    divided = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
+    divided = sharded_parameters(model)
     if not divided:
         return units
     engine = reduced_by_fsdp(model)
@@ -124,7 +124,7 @@ def check_is_divided(model: nn.Module, tp_size: int) -> None:
     Raises:
         PrepareError: no parameter is divided.
     """
-    if tp_size > 1 and not any(map(is_sharded, model.parameters())):
+    if tp_size > 1 and not sharded_parameters(model):
         raise PrepareError(
             f"tp_size is {tp_size}, and no parameter of {type(model).__name__} is divided: every rank of a group would "
             "compute the same. Divide it before prepare(), with parallelize_module(model, "
@@ -135,12 +135,7 @@ def check_is_divided(model: nn.Module, tp_size: int) -> None:
 
 def reduced_by_fsdp(model: nn.Module) -> set[int]:
     """The parameters that `fully_shard` divides and whose gradients it reduces, by `id`."""
-    return {
-        id(parameter)
-        for unit in fsdp_modules(model)
-        for parameter in unit.parameters()
-        if is_sharded(parameter)
-    }
+    return {id(p) for unit in fsdp_modules(model) for p in sharded_parameters(unit).values()}
 
 
 def _names_of_mesh(parameter: Any) -> tuple[str, ...]:
