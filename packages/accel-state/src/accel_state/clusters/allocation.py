@@ -93,7 +93,7 @@ class TaskScheduler(Scheduler):
 
     @abstractmethod
     def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
-        """The variables of ``size``, ``nodes``, ``node`` and ``address``, with their texts; without one: MASTER_ADDR."""
+        """The variables of ``size``, ``nodes``, ``node`` and, if it is known, ``address``, with their texts."""
 
     def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
         """See the base class."""
