@@ -584,7 +584,7 @@ def test_refused_combinations_of_sources():
     with pytest.raises(DataError, match="'a' and 'b' are the same loader"):
         MixedDataLoader({"a": loader, "b": loader}, {"a": 1, "b": 1})
     with pytest.raises(
-        ArgumentTypeError, match=r"'m' must be .* got MixedDataLoader.*products of the weights"
+        ArgumentTypeError, match=r"'m' must be .* got MixedDataLoader.*multiply their weights"
     ):
         MixedDataLoader({"m": mixture()}, {"m": 1})
     with pytest.raises(DataError, match="'a' was prepared without use_stateful_dataloader=True"):

@@ -635,7 +635,7 @@ def _check_loaders(loaders: Any) -> None:
         if not isinstance(loader, DataLoader) or isinstance(loader, CombinedLoader):
             raise ArgumentTypeError(
                 f"Source {name!r} must be a torch.utils.data.DataLoader, got {type(loader).__name__}. Wrap a dataset "
-                "in a DataLoader; of a mixture, give the sources with the products of the weights."
+                "in a DataLoader. A mixture cannot be a source: give its sources here, and multiply their weights."
             )
         if id(loader) in seen:
             raise DataError(
