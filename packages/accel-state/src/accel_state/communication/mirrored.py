@@ -4,8 +4,10 @@
 those of the real rank. Every other rank has the values of this rank: a sum is this rank's value times the number of
 ranks, and a mean is this rank's value. So losses and gradients stay finite.
 
-torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It does not write the results of
-reductions, so a loop that reads a norm or a loss could find NaN in uninitialised memory.
+torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``, which gives other answers (2.13): a
+sum over ranks stays this rank's value, so a mean of gradients is a part of them; what comes from one other rank
+(``recv``, ``scatter``, ``broadcast_object_list``) is uninitialised memory; and it records no calls, which a report
+lists.
 """
 
 from __future__ import annotations

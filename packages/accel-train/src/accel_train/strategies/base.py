@@ -21,6 +21,7 @@ from accel_state.world.rehearsal import Rehearsal
 from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
 from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
+from accel_train.precision.base import Precision
 from accel_train.ranks import Ranks
 from accel_train.strategies.equal_states import AveragesWeights
 from accel_train.strategies.gathered_units import GatheredUnits
@@ -39,12 +40,10 @@ from accel_train.strategies.wrappers import inside_compiled
 
 __all__ = [
     "Capabilities",
-    "DTypes",
     "DefersSync",
     "DividesSteps",
     "ModelSteps",
     "Parts",
-    "PrecisionVerbs",
     "Strategy",
     "StrategyOptions",
 ]
@@ -103,95 +102,6 @@ class Capabilities:
         return self.precisions_on.get(device_type, self.precisions)
 
 
-class DTypes(Protocol):
-    """The dtypes of a precision; None: unchanged. See `accel_train.precision.base.DTypePolicy`."""
-
-    @property
-    def param(self) -> torch.dtype | None:
-        """The dtype that parameters are stored in."""
-        ...
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The dtype that forward and backward compute in."""
-        ...
-
-    @property
-    def reduce(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in."""
-        ...
-
-
-class PrecisionVerbs(Protocol):
-    """The methods of a precision that strategies call; see `accel_train.precision.base.Precision`."""
-
-    @property
-    def name(self) -> str:
-        """As in `Accelerator(mixed_precision=…)`."""
-        ...
-
-    @property
-    def dtypes(self) -> DTypes:
-        """The dtypes, for strategies that cast by themselves."""
-        ...
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler; None when gradients are not scaled."""
-        ...
-
-    def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Use another gradient scaler, if the precision has one."""
-        ...
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor that losses are multiplied by."""
-        ...
-
-    def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Called before parameters of a module, except `whole`, are divided among ranks and gathered for each use."""
-        ...
-
-    def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Called after a model, which the script calls as `prepared`, is divided."""
-        ...
-
-    def values_changed(self, model: nn.Module) -> None:
-        """Called after the values of a divided model changed by other means than an optimizer's step."""
-        ...
-
-    def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
-        """Run backward, on the scaled loss if losses are scaled."""
-        ...
-
-    def settle_scale(self, has_pending_grads: bool) -> None:
-        """Called before gradients of scaled losses are computed by other means than `backward`."""
-        ...
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the loss scale in an optimizer's gradients, once per step."""
-        ...
-
-    def share_found(self, optimizer: torch.optim.Optimizer, highest: Callable[[Tensor], Tensor]) -> None:
-        """Skip the coming step if any rank has gradients that are not finite; `highest` is the collective for that."""
-        ...
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> tuple[bool, Any]:
-        """Step if gradients are finite; return whether it stepped, and the optimizer's return value."""
-        ...
-
-    def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer's gradients are dropped."""
-        ...
-
-    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
-        """Use the lowest loss scale of any rank; `lowest` is the collective that finds it."""
-        ...
-
-
 @dataclass(frozen=True)
 class StrategyOptions:
     """The options that a strategy is created with.
@@ -210,7 +120,7 @@ class StrategyOptions:
 
     device: torch.device
     mesh: Mesh
-    precision: PrecisionVerbs
+    precision: Precision
     config: Any = None
     sync_each_batch: bool = False
     by_degrees: bool = False
