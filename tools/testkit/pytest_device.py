@@ -54,7 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile beside the tests that need no device, of which most come first."""
     if any(map(_needs_devices, session.items)):
-        subprocess.Popen([sys.executable, build.__file__], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, build.__file__], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
