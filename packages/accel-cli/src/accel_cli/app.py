@@ -84,7 +84,7 @@ COMMANDS: dict[str, Entry] = {
     "migrate": Entry(
         "convert",
         "accel_cli.commands.migrate",
-        "Rewrite scripts of Accelerate or plain PyTorch for this library.",
+        "Rewrite the imports and commands of Accelerate's scripts for this library.",
     ),
     "to-fsdp2": Entry(
         "convert",

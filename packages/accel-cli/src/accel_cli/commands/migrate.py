@@ -32,9 +32,10 @@ def migrate(
         bool, typer.Option("--write", help="Write the files; without it, only the diff is shown.")
     ] = False,
 ) -> int:
-    """Rewrite scripts for this library: imports of accelerate, and plain PyTorch training loops.
+    """Rewrite imports of accelerate, and calls of its command, for this library.
 
-    The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
+    What has no counterpart, and each line of a plain PyTorch training loop that changes, gets a note with what to write
+    there. The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
     changed. Exit code 1: at least one file was refused.
     """
     from accel_cli.migration.files import find_files, migrate_apart, starts_of_refused
