@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -90,7 +90,7 @@ def examine_world(
         for process in started:
             if process.poll() is None:
                 process.kill()
-        _reap(started)
+        _let_end(started)
 
 
 def _host(place: Place, timeout: float) -> tuple[Any, int]:
@@ -159,12 +159,6 @@ def _follow(started: list[CommandProcess], place: Place) -> list[Finding]:
     return [Finding("world", "ok", text)]
 
 
-def _reap(started: list[CommandProcess]) -> None:
-    until = time.monotonic() + 5
-    while any(process.poll() is None for process in started) and time.monotonic() < until:
-        time.sleep(_POLL)
-
-
 class _Coordinator:
     """Waits for the ranks, and collects their reports."""
 
@@ -200,7 +194,7 @@ class _Coordinator:
             findings.insert(0, self._lost(rank, arrived))
         self.store.set("verdict", "")
         if not silent:
-            _let_end(list(self.local.values()))
+            _let_end(self.local.values())
         measured = {
             "ranks": arrived,
             "clock_offsets": clocks or {},
@@ -303,7 +297,8 @@ class _Coordinator:
         return ""
 
 
-def _let_end(started: list[CommandProcess]) -> None:
+def _let_end(started: Collection[CommandProcess]) -> None:
+    """Wait until the ranks have ended, for a few seconds."""
     until = time.monotonic() + 5
     while any(process.poll() is None for process in started) and time.monotonic() < until:
         time.sleep(_POLL)
