@@ -18,8 +18,9 @@ from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does
 
 from accel_cli.__about__ import __version__
 from accel_cli.colors import colors_for
-from accel_cli.dialect import App, Group, UsageError, describe_usage_error
-from accel_cli.help_pages import help_page
+from accel_cli.completion import VARIABLE
+from accel_cli.dialect import CONTEXT, App, Group, UsageError, describe_usage_error
+from accel_cli.help_pages import write_rows
 from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
@@ -132,7 +133,6 @@ _USAGE = 2
 _FAILURE = 1
 _CUT_OFF = 141
 """128 + SIGPIPE, as shells report for programs whose reader closed the pipe."""
-_COMPLETING = "_ACCEL_COMPLETE"
 
 
 class LazyGroup(Group):
@@ -157,9 +157,11 @@ class LazyGroup(Group):
             ctx.fail(_unknown(name))
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page of ``accel --help``."""
-        formatter.write(_help())
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the tables of commands, one for each topic."""
+        for topic in dict.fromkeys(entry.topic for entry in COMMANDS.values()):
+            rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
+            write_rows(formatter, topic, rows)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
@@ -220,16 +222,10 @@ def _main(words: list[str]) -> int:
     root: Any = typer.main.get_command(app)
     from accel_state.environment import snapshot
 
-    if _COMPLETING in snapshot():
-        from accel_cli.completion import answer
-
-        answered = answer(snapshot(), lambda: root)
-        if answered is not None:
-            return answered
+    if VARIABLE in snapshot():  # set by a shell whose completion is Typer's
         return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
-        sys.stdout.write(_help())
-        return _FAILURE
+        return _main(["--help"]) or _FAILURE
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
@@ -239,7 +235,7 @@ def _main(words: list[str]) -> int:
     try:
         if name in COMMANDS:
             # Without the root's own options, which Typer converts with pydantic: 50 ms and 14 MB in every launcher.
-            top = typer.Context(root, info_name="accel")
+            top = typer.Context(root, info_name="accel", **CONTEXT)
             command = root.get_command(top, name)
             with command.make_context(name, words[1:], parent=top) as context:
                 code = command.invoke(context)
@@ -256,23 +252,6 @@ def _main(words: list[str]) -> int:
     except AccelError as error:
         return _complain(who, str(error), error.exit_code)
     return code if type(code) is int else 0
-
-
-def _help() -> str:
-    topics: dict[str, list[tuple[str, str]]] = {}
-    for name, entry in COMMANDS.items():
-        topics.setdefault(entry.topic, []).append((name, entry.summary))
-    options = [
-        ("-V, --version", "Print the version."),
-        ("--install-completion", "Install completion for the current shell."),
-        ("--show-completion", "Print the completion script of the current shell."),
-        ("-h, --help", "Show this help; accel COMMAND --help shows that of a command."),
-    ]
-    return help_page(
-        "accel COMMAND ...",
-        "Configure, launch and inspect PyTorch training.",
-        [*topics.items(), ("options", options)],
-    )
 
 
 def _unknown(name: str) -> str:

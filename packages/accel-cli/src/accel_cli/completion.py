@@ -19,13 +19,6 @@ __all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
 VARIABLE = "_ACCEL_COMPLETE"
 """The variable that Typer's scripts set, to ``complete_SHELL``."""
 
-_LAUNCH_OWN = {
-    "--config_file": "Configuration file to read.",
-    "--as_accelerate": "Let this library answer `import accelerate`.",
-    "--help": "Show help; a topic may follow.",
-    "--help-all": "Show all flags.",
-}
-
 
 class Item(NamedTuple):
     """A possible completion of the word at the cursor.
@@ -79,7 +72,9 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         The possible words; None where a file name belongs.
     """
     if words and words[0] == "launch":
-        return complete_flags(words[1:], incomplete, _LAUNCH_OWN, ("--config_file",))
+        from accel_cli.launch_topics import OWN
+
+        return complete_flags(words[1:], incomplete, OWN)
     import typer
 
     command = application()
@@ -99,26 +94,24 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         if command is None:
             return None
         context = typer.Context(command, parent=context, info_name=name)
-    own = getattr(command, "own_flags", None)
+    own = getattr(command, "own", None)
     if own is not None:
-        return complete_flags(rest, incomplete, own, command.own_values)
+        return complete_flags(rest, incomplete, own)
     return _complete_typer(command, context, rest, incomplete)
 
 
-def complete_flags(
-    words: Sequence[str], incomplete: str, own: Mapping[str, str], valued: Collection[str]
-) -> list[Item] | None:
+def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]) -> list[Item] | None:
     """Flags of the schema with their values, until the script; then files.
 
     Args:
         words: the complete words after the command's name.
         incomplete: the word at the cursor; with ``--flag=`` in front if it was typed so.
-        own: flags of the command itself, with their help.
-        valued: those of them that take a value.
+        own: flags of the command itself, with the placeholder of a value that they take, and their help.
     """
     from accel_state.config.schema import plain_flag
 
-    taking = {plain_flag(flag) for flag in valued}
+    taking = {plain_flag(flag.partition(" ")[0]) for flag in own if " " in flag}
+    own = {flag.partition(" ")[0]: text for flag, text in {"--help": "Show this help.", **own}.items()}
     typed = _open_flag(words, own, taking)
     if typed is None:
         return None  # the script and its arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,12 +12,10 @@ import typer
 
 from accel_cli.colors import Colors, colors_for
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page
 from accel_cli.render import folded
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
 from accel_state.config.files import FileLayer, default_path, find_default, find_mistakes
-from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
@@ -28,17 +26,14 @@ from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]
 
-_OWN = {"config_file": True, "origin": False, "json": False, "help": False, "-h": False}
-
 
 class ShowCommand(SchemaCommand):
     """The command of ``accel config show``."""
 
-    own_flags = {
-        "--origin": "Show where each value comes from.",
+    own = {
+        "--config_file FILE": "Configuration file to read; by default the one that accel launch reads.",
+        "--origin": "Show where each value comes from: a line of the file, a variable, a flag, or the default.",
         "--json": "Print JSON.",
-        "--config_file": "Configuration file to read.",
-        "--help": "Show help.",
     }
 
 
@@ -60,16 +55,17 @@ class EffectiveOption(NamedTuple):
 
 def add_commands(app: App) -> None:
     """Add ``show`` and ``validate`` to ``accel config``."""
-    app.command("show", cls=ShowCommand)(show)
+    app.command("show", cls=ShowCommand, epilog="accel launch --help-all lists the flags.")(show)
     app.command("validate")(validate)
 
 
 def show(context: typer.Context) -> int:
-    """Show the configuration that a launch with these flags would use."""
-    flags = parse_flags(context.args, _OWN)
-    if not {"help", "-h"}.isdisjoint(flags.others):
-        sys.stdout.write(_show_help())
-        return 0
+    """Show the configuration that accel launch would use with the same flags.
+
+    That is the defaults, then the file, then the environment, then the flags. A script after the flags is ignored, so
+    launch can be replaced by config show.
+    """
+    flags = ShowCommand.read(context.args)
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
     origins = "origin" in flags.others
@@ -228,22 +224,3 @@ def _text(option: EffectiveOption) -> str:
     if isinstance(option.value, bool):
         return "true" if option.value else "false"
     return str(option.value) if isinstance(option.value, str | int | float) else json.dumps(option.value)
-
-
-def _show_help() -> str:
-    rows: Sequence[tuple[str, str]] = [
-        ("--config_file FILE", "Configuration file to read; by default the one that accel launch reads."),
-        (
-            "--origin",
-            "Show where each value comes from: a line of the file, a variable, a flag, or the default.",
-        ),
-        ("--json", "Print JSON."),
-        ("-h, --help", "Show this help."),
-    ]
-    return help_page(
-        "accel config show [options] [flags of accel launch]",
-        "Show the configuration that accel launch would use with the same flags: defaults, then the file, then the "
-        "environment, then the flags. A script after the flags is ignored, so launch can be replaced by config show.",
-        [("options", rows)],
-        epilog="accel launch --help-all lists the flags.",
-    )
