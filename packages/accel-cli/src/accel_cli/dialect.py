@@ -93,4 +93,5 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Declare a function as a command; the keyword arguments are those of ``typer.Typer.command``."""
-        return super().command(name, **({"cls": Command, "context_settings": CONTEXT} | settings))
+        ours: dict[str, Any] = {"cls": Command, "context_settings": CONTEXT}
+        return super().command(name, **(ours | settings))

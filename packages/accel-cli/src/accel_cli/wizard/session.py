@@ -10,10 +10,10 @@ from pathlib import Path
 import typer
 
 from accel_cli.colors import Colors, colors_for
+from accel_cli.machine import describe, detect
 from accel_cli.render import folded
 from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import BACK, Asker, Interview
-from accel_cli.wizard.machine import describe, detect
 from accel_cli.wizard.outcome import (
     configuration,
     existing_values,
