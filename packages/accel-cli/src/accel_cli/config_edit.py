@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from accel_cli.completion import Item
+from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.config_show import mistakes_of
 from accel_cli.dialect import App, Command
-from accel_cli.yaml_edits import edit_mapping
+from accel_cli.render import as_text
+from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, find_default, parse_text, read_text, write_text
 from accel_state.config.fsdp_conversion import Change
 from accel_state.config.launch import LaunchConfig
@@ -22,7 +24,7 @@ from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, Schema, schema_of, unknown
 from accel_state.environment import snapshot
-from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.errors import ConfigError
 
 __all__ = ["KeyCommand", "add_commands", "keys", "values"]
 
@@ -32,10 +34,6 @@ _Key = Annotated[
     typer.Argument(
         help="The key as in the file, such as num_processes; with a dot inside a section: fsdp_config.fsdp_version."
     ),
-]
-_FileOption = Annotated[
-    str | None,
-    typer.Option("--config_file", help="The file; by default the one that accel launch reads."),
 ]
 
 
@@ -61,14 +59,14 @@ def add_commands(app: App) -> None:
 
 def get(
     key: _Key,
-    config_file: _FileOption = None,
+    config_file: FileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the value as JSON.")] = False,
 ) -> int:
     """Print the value of one key of a configuration file; for a section, all its keys.
 
     If the file does not have the key, the default is printed. Without a default the exit code is 1.
     """
-    path = _file(config_file)
+    path = file_to_read(config_file)
     data = parse_text(read_text(path), path)
     known = _schema(data)
     if key in known.file_keys or key == _KIND:
@@ -84,16 +82,16 @@ def get(
     if as_json:
         typer.echo(json.dumps(value))
     elif isinstance(value, Mapping):
-        typer.echo("\n".join(f"{name}: {_text(item)}" for name, item in value.items()))
+        typer.echo("\n".join(f"{name}: {as_text(item)}" for name, item in value.items()))
     else:
-        typer.echo(_text(value))
+        typer.echo(as_text(value))
     return 0
 
 
 def set_(
     key: _Key,
     value: Annotated[str, typer.Argument(help="The new value; '' removes the key from the file.")],
-    config_file: _FileOption = None,
+    config_file: FileOption = None,
 ) -> None:
     """Change one key of a configuration file; comments, order and all other lines stay.
 
@@ -143,26 +141,13 @@ def values(key: str) -> BoundOption | None:
     return None
 
 
-def _file(config_file: str | None) -> Path:
-    if config_file is not None:
-        return Path(config_file).expanduser()
-    environ = snapshot()
-    found = find_default(environ)
-    if found is None:
-        raise ConfigNotFoundError(
-            f"there is no configuration file {default_path(environ)}; name one with --config_file, or write it with "
-            "accel config"
-        )
-    return found.path
-
-
 def _own_file(config_file: str | None) -> Path:
     """The file to change, which is never Accelerate's."""
     environ = snapshot()
     ours = default_path(environ)
     path = ours if config_file is None else Path(config_file).expanduser()
     found = find_default(environ) if config_file is None else None
-    theirs = path.resolve().parent == (ours.parent.parent / "accelerate").resolve()
+    theirs = is_accelerates(path)
     if theirs or (found is not None and found.foreign):
         whose = path if theirs or found is None else found.path
         raise ConfigError(
@@ -242,9 +227,7 @@ def _edited(
     """The text with the change; the whole file is replaced only where that cannot be done in its lines."""
     import yaml
 
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return json.dumps(changed, indent=2) + "\n"
-    if not text:
+    if not text and path.suffix != ".json":
         start = {_KIND: LaunchConfig.compute_environment}
         return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
     name = full.rpartition(".")[2] if bound.file_key else full
@@ -252,14 +235,10 @@ def _edited(
     change = Change(name, "drop" if new is None else "set", before, name, new)
     if not is_there:
         change = Change(name, "add", None, name, new)
-    edited = edit_mapping(text, bound.file_key, [change])
-    if edited is not None and parse_text(edited, path) == changed:
-        return edited
-    if "#" in text:
-        sys.stderr.write(
-            f"note: comments of {path} are not kept, because it is not written one option a line\n"
-        )
-    return str(yaml.safe_dump(dict(changed), sort_keys=False, allow_unicode=True))
+    edited, notes = rewritten(text, path, bound.file_key, [change], changed)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    return edited
 
 
 def _has(text: str, path: Path, bound: BoundOption, name: str) -> bool:
@@ -273,13 +252,5 @@ def _example(known: Schema, section: str) -> str:
     return next(bound.file_path for bound in known.options if bound.file_key == section and bound.keys)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
-
-
 def _shown(value: Any) -> str:
-    if value is None:
-        return "(not set)"
-    return _text(value)
+    return "(not set)" if value is None else as_text(value)

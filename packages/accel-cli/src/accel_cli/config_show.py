@@ -11,17 +11,18 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from accel_cli.colors import Colors, colors_for
+from accel_cli.config_files import file_to_read
 from accel_cli.dialect import App
-from accel_cli.render import folded
+from accel_cli.render import as_text, folded
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
-from accel_state.config.files import FileLayer, default_path, find_default, find_mistakes
+from accel_state.config.files import FileLayer, default_path, find_mistakes
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
 from accel_state.config.sources import Origin, Source
 from accel_state.environment import snapshot
-from accel_state.errors import AccelError, ConfigNotFoundError
+from accel_state.errors import AccelError
 from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]
@@ -87,7 +88,7 @@ def validate(
 ) -> int:
     """Check a configuration file, and report all mistakes in it."""
     named = file or config_file
-    path = _default_file() if named is None else Path(named)
+    path = file_to_read(named)
     layer, errors = mistakes_of(path)
     notes = list(layer.notes) if layer is not None else []
     if layer is not None and not errors:
@@ -155,16 +156,6 @@ def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
     return layer, errors
 
 
-def _default_file() -> Path:
-    environ = snapshot()
-    found = find_default(environ)
-    if found is None:
-        raise ConfigNotFoundError(
-            f"there is no configuration file {default_path(environ)}; name one, or write it with accel config"
-        )
-    return found.path
-
-
 def _on_this_machine(path: Path) -> list[str]:
     """Problems with the file on this machine, which may not be the machine that it is for."""
     from accel_state.launching.hardware import find_accelerators
@@ -202,7 +193,7 @@ def _as_data(resolved: Resolved, origins: bool) -> dict[str, Any]:
 
 def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) -> str:
     rows = list(effective_options(resolved))
-    texts = [_text(row) for row in rows]
+    texts = ["(unset)" if row.value is None else as_text(row.value) for row in rows]
     wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
     file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
     shown = "\n# ".join(folded(file).split("\n")) if sys.stdout.isatty() else file
@@ -216,11 +207,3 @@ def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) ->
         where = colors("dim", str(row.source)) if unset else str(row.source)
         lines.append(f"{name}  {text:<{wider}}  {where}")
     return "\n".join(lines) + "\n"
-
-
-def _text(option: EffectiveOption) -> str:
-    if option.value is None:
-        return "(unset)"
-    if isinstance(option.value, bool):
-        return "true" if option.value else "false"
-    return str(option.value) if isinstance(option.value, str | int | float) else json.dumps(option.value)

@@ -12,16 +12,37 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from accel_bigmodel.errors import EstimateError
 from accel_state.environment import snapshot
 from accel_state.errors import MissingDependencyError
 from accel_state.whole_files import read_whole
 
-__all__ = ["LIBRARIES", "FoundModel", "ModelNotFoundError", "build_model", "find_model"]
+__all__ = [
+    "LIBRARIES", "FoundModel", "LibraryOption", "ModelArgument", "ModelNotFoundError", "TrustOption", "build_model",
+    "find_model",
+]  # fmt: skip
 
 LIBRARIES = ("transformers", "timm")
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
+    ),
+]
+LibraryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--library_name",
+        help="Library of the model, transformers or timm, if its configuration does not name it.",
+    ),
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
+]
 _CONFIG = "config.json"
 
 

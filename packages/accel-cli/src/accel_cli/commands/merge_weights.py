@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from accel_cli.dialect import App
+from accel_cli.sizes import bytes_of
 from accel_state.errors import ConfigError
 
 __all__ = ["app"]
@@ -92,7 +93,7 @@ def merge_weights(
             output_path,
             safe_serialization=not unsafe_serialization,
             remove_checkpoint_dir=remove_checkpoint_dir,
-            max_shard_size=_size(max_shard_size),
+            max_shard_size=None if max_shard_size is None else bytes_of("--max_shard_size", max_shard_size),
             progress=report,
         )
     total = sum((output_path / name).stat().st_size for name in names)
@@ -106,19 +107,6 @@ def merge_weights(
         typer.echo(
             f"only weights are merged; from_pretrained reads these files too, so copy them: {', '.join(left)}"
         )
-
-
-def _size(words: str | None) -> int | str | None:
-    if words is None:
-        return None
-    if words.isdigit():
-        return int(words)
-    from accel_ckpt import convert_file_size_to_int
-
-    try:
-        return convert_file_size_to_int(words)
-    except ValueError as error:
-        raise ConfigError(f"--max_shard_size: {error}") from error
 
 
 def _shorten(names: Sequence[str]) -> Sequence[str]:
