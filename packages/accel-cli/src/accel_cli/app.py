@@ -31,102 +31,48 @@ class Entry(NamedTuple):
 
     Attributes:
         topic: heading in ``accel --help``.
-        module: has an ``App`` named ``app``.
         summary: one line for ``accel --help``.
     """
 
     topic: str
-    module: str
     summary: str
 
 
 COMMANDS: dict[str, Entry] = {
-    "config": Entry(
-        "start",
-        "accel_cli.commands.config",
-        "Write, show, change and check the file that launch reads.",
-    ),
-    "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
-    "tpu-config": Entry(
-        "start",
-        "accel_cli.commands.tpu_config",
-        "Run commands on all machines of a TPU pod.",
-    ),
+    "config": Entry("start", "Write, show, change and check the file that launch reads."),
+    "launch": Entry("start", "Start a script on one or many processes."),
+    "tpu-config": Entry("start", "Run commands on all machines of a TPU pod."),
     "rehearse": Entry(
-        "plan",
-        "accel_cli.commands.rehearse",
-        "Simulate one rank of a larger run on this machine, and report what would fail.",
+        "plan", "Simulate one rank of a larger run on this machine, and report what would fail."
     ),
-    "plan": Entry(
-        "plan", "accel_cli.commands.plan", "Show which strategies fit a model into the memory of devices."
-    ),
-    "estimate-memory": Entry(
-        "plan",
-        "accel_cli.commands.estimate_memory",
-        "Estimate the memory to load, train and run a model.",
-    ),
-    "doctor": Entry(
-        "look",
-        "accel_cli.commands.doctor",
-        "Find what would stop or slow a training run: machine, network, ranks.",
-    ),
-    "test": Entry(
-        "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."
-    ),
-    "env": Entry(
-        "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
-    ),
-    "runs": Entry(
-        "look", "accel_cli.commands.runs", "List the runs in a folder of logs: state, checkpoint, last lines."
-    ),
-    "completion": Entry(
-        "look", "accel_cli.commands.completion", "Print the script that completes accel in a shell."
-    ),
-    "migrate": Entry(
-        "convert",
-        "accel_cli.commands.migrate",
-        "Rewrite the imports and commands of Accelerate's scripts for this library.",
-    ),
-    "to-fsdp2": Entry(
-        "convert",
-        "accel_cli.commands.to_fsdp2",
-        "Convert a configuration file from FSDP version 1 to 2.",
-    ),
-    "merge-weights": Entry(
-        "convert",
-        "accel_cli.commands.merge_weights",
-        "Merge a sharded checkpoint into plain files of weights.",
-    ),
+    "plan": Entry("plan", "Show which strategies fit a model into the memory of devices."),
+    "estimate-memory": Entry("plan", "Estimate the memory to load, train and run a model."),
+    "doctor": Entry("look", "Find what would stop or slow a training run: machine, network, ranks."),
+    "test": Entry("look", "Check the configured world: collectives, data, training, saving."),
+    "env": Entry("look", "Show versions, devices and the configuration, for bug reports."),
+    "runs": Entry("look", "List the runs in a folder of logs: state, checkpoint, last lines."),
+    "completion": Entry("look", "Print the script that completes accel in a shell."),
+    "migrate": Entry("convert", "Rewrite the imports and commands of Accelerate's scripts for this library."),
+    "to-fsdp2": Entry("convert", "Convert a configuration file from FSDP version 1 to 2."),
+    "merge-weights": Entry("convert", "Merge a sharded checkpoint into plain files of weights."),
 }
-"""Every command, by its name."""
+"""Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
 
-OTHER_NAMES = {
-    "check": "test",
-    "diagnose": "doctor",
-    "ds-report": "doctor",
-    "sanity-check": "test",
-    "selftest": "test",
-    "run": "launch",
-    "torchrun": "launch",
-    "start": "launch",
-    "configure": "config",
-    "init": "config",
-    "setup": "config",
-    "simulate": "rehearse",
-    "info": "env",
-    "history": "runs",
-    "logs": "runs",
-    "status": "runs",
-    "collect-env": "env",
-    "version": "--version",
-    "consolidate": "merge-weights",
-    "merge": "merge-weights",
-    "zero-to-fp32": "merge-weights",
-    "fsdp2": "to-fsdp2",
-    "tpu": "tpu-config",
-    "estimate": "estimate-memory",
-    "memory": "estimate-memory",
+_OTHERS = {
+    "test": "check sanity-check selftest",
+    "doctor": "diagnose ds-report",
+    "launch": "run torchrun start",
+    "config": "configure init setup",
+    "rehearse": "simulate",
+    "env": "info collect-env",
+    "runs": "history logs status",
+    "--version": "version",
+    "merge-weights": "consolidate merge zero-to-fp32",
+    "to-fsdp2": "fsdp2",
+    "tpu-config": "tpu",
+    "estimate-memory": "estimate memory",
 }
+OTHER_NAMES = {other: name for name, others in _OTHERS.items() for other in others.split()}
 """Names of other tools' commands, with the equivalent command of ours."""
 
 _USAGE = 2
@@ -146,7 +92,8 @@ class LazyGroup(Group):
         """The command with this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name].module).app)
+        module = importlib.import_module(f"accel_cli.commands.{cmd_name.replace('-', '_')}")
+        command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command
 

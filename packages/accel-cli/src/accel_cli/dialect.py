@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from accel_cli.help_pages import page_width, with_examples
 from accel_state.messages import did_you_mean
 
-__all__ = ["CONTEXT", "App", "Command", "Group", "UsageError", "describe_usage_error"]
+__all__ = ["CONTEXT", "App", "Command", "Group", "UsageError", "describe_usage_error", "repeated"]
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base class of Typer's errors about a command line; Typer does not export it."""
@@ -46,6 +46,25 @@ def describe_usage_error(error: Any) -> str:
     if choices:
         expected = f"expected one of {', '.join(choices)}{did_you_mean(problem['input'], choices)}"
     return f"{param.opts[0]} is {problem['input']!r}; {expected}"
+
+
+def repeated(words: Sequence[str], flag: str, belongs: Callable[[str], bool]) -> list[str]:
+    """The words with the flag before each of the values that follow it, which Accelerate's commands take in a row.
+
+    Args:
+        words: a command line.
+        flag: the flag.
+        belongs: whether a word can be one of its values.
+    """
+    found: list[str] = []
+    listing = False
+    for word in words:
+        value = belongs(word)
+        if listing and value and found[-1] != flag:
+            found.append(flag)
+        found.append(word)
+        listing = word == flag or (listing and value)
+    return found
 
 
 class _Pages:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from accel_cli.config_files import FileOption
 from accel_cli.dialect import App
 from accel_cli.machine import PACKAGES, facts_of_devices, facts_of_system, package_versions, versions_of
 from accel_cli.render import show_facts
@@ -24,9 +25,7 @@ app = App()
 
 @app.command()
 def env(
-    config_file: Annotated[
-        str | None, typer.Option("--config_file", help="Configuration file to show.")
-    ] = None,
+    config_file: FileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show versions, devices, memory and the configuration in effect, for bug reports."""

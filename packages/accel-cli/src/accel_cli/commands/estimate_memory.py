@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.dialect import App, Command
+from accel_cli.dialect import App, Command, repeated
 from accel_cli.models import LIBRARIES, LibraryOption, ModelArgument, TrustOption
 from accel_cli.progress import Progress, progress
 from accel_cli.render import show_table, show_text
@@ -28,17 +28,13 @@ class _Command(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flag before every further dtype."""
-        words: list[str] = []
-        listing = False
         # Where the model comes first, as it should, no word after --dtypes can be the model.
         model_known = bool(args) and not args[0].startswith("-")
-        for word in args:
-            is_dtype = word in _DTYPES or (model_known and not word.startswith("-"))
-            if listing and is_dtype and words[-1] != "--dtypes":
-                words.append("--dtypes")
-            listing = word == "--dtypes" or (listing and is_dtype)
-            words.append(word)
-        return super().parse_args(ctx, words)
+
+        def belongs(word: str) -> bool:
+            return word in _DTYPES or (model_known and not word.startswith("-"))
+
+        return super().parse_args(ctx, repeated(args, "--dtypes", belongs))
 
 
 app = App()
