@@ -17,10 +17,10 @@ import typer
 from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.__about__ import __version__
-from accel_cli.colors import colors_for
 from accel_cli.completion import VARIABLE
 from accel_cli.dialect import CONTEXT, App, Group, UsageError, describe_usage_error
 from accel_cli.help_pages import write_rows
+from accel_state.host.colors import colors_for
 from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]

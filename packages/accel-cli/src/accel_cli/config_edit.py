@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -73,7 +73,7 @@ def get(
         value = data.get(key)
     else:
         bound = _option(known, key)
-        value = _in(data, bound)
+        value = _table(data, bound).get(_name(data, bound))
         if value is None and bound.default is not None:
             value = bound.option_type.dump(bound.default)
     if value is None:
@@ -101,22 +101,24 @@ def set_(
     text = read_text(path) if path.exists() else ""
     data = parse_text(text, path)
     known = _schema(data)
-    if key == _KIND or key in known.file_keys:
-        what = (
-            "the kind of file"
-            if key == _KIND
-            else "a section; set one of its keys, such as " + _example(known, key)
-        )
-        raise ConfigError(f"{key} is {what}" + ("; accel config makes another file" if key == _KIND else ""))
+    if key == _KIND:
+        raise ConfigError(f"{key} is the kind of file; accel config makes another file")
+    if key in known.file_keys:
+        raise ConfigError(f"{key} is a section; set one of its keys, such as {_example(known, key)}")
     bound = _option(known, key)
     new = _parsed(bound, key, value)
-    before, name = _in(data, bound), _name(data, bound, key)
+    name = _name(data, bound)
+    full = name if bound.file_key is None else f"{bound.file_key}.{name}"
+    before = _table(data, bound).get(name)
     changed = _changed(data, bound, name, new)
     if changed == data and path.exists():
-        typer.echo(f"{path}: {name} is {_shown(before)} already")
+        typer.echo(f"{path}: {full} is {_shown(before)} already")
         return
-    write_text(path, _edited(text, path, bound, name, before, new, changed))
-    typer.echo(f"{path}: {name}: {_shown(before)} -> {_shown(new)}")
+    what: Literal["drop", "set", "add"] = (
+        "drop" if new is None else "set" if name in _table(data, bound) else "add"
+    )
+    write_text(path, _edited(text, path, bound, Change(name, what, before, name, new), changed))
+    typer.echo(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
     for error in mistakes_of(path)[1]:
         typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
 
@@ -179,19 +181,15 @@ def _option(known: Schema, key: str) -> BoundOption:
     raise unknown(key, [bound.file_path for bound in known.options if bound.keys], "key")
 
 
-def _in(data: Mapping[str, Any], bound: BoundOption) -> Any:
-    """The value of an option in a file, whichever of its keys the file has."""
+def _table(data: Mapping[str, Any], bound: BoundOption) -> Mapping[str, Any]:
+    """The mapping of a file that has an option; empty if the file has none."""
     table = data if bound.file_key is None else data.get(bound.file_key)
-    if not isinstance(table, Mapping):
-        return None
-    return next((table[name] for name in bound.keys if name in table), None)
+    return table if isinstance(table, Mapping) else {}
 
 
-def _name(data: Mapping[str, Any], bound: BoundOption, key: str) -> str:
-    """The full key that the file has, or that it is going to have."""
-    table = (data if bound.file_key is None else data.get(bound.file_key)) or {}
-    name = next((name for name in bound.keys if name in table), bound.keys[0])
-    return name if bound.file_key is None else f"{bound.file_key}.{name}"
+def _name(data: Mapping[str, Any], bound: BoundOption) -> str:
+    """The key that the file has in that mapping, or that it is going to have."""
+    return next((name for name in bound.keys if name in _table(data, bound)), bound.keys[0])
 
 
 def _parsed(bound: BoundOption, key: str, text: str) -> Any:
@@ -206,13 +204,10 @@ def _parsed(bound: BoundOption, key: str, text: str) -> Any:
     return None if value is None else bound.option_type.dump(value)
 
 
-def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -> dict[str, Any]:
+def _changed(data: Mapping[str, Any], bound: BoundOption, name: str, new: Any) -> dict[str, Any]:
     """The file's data with the new value; None removes the key."""
-    name = full.rpartition(".")[2] if bound.file_key else full
-    table = dict(data if bound.file_key is None else data.get(bound.file_key) or {})
-    if new is None:
-        table.pop(name, None)
-    else:
+    table = {key: value for key, value in _table(data, bound).items() if key != name or new is not None}
+    if new is not None:
         table[name] = new
     if bound.file_key is None:
         return table
@@ -221,31 +216,17 @@ def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -
     return {**data, bound.file_key: table or None}
 
 
-def _edited(
-    text: str, path: Path, bound: BoundOption, full: str, before: Any, new: Any, changed: Mapping[str, Any]
-) -> str:
+def _edited(text: str, path: Path, bound: BoundOption, change: Change, changed: Mapping[str, Any]) -> str:
     """The text with the change; the whole file is replaced only where that cannot be done in its lines."""
     import yaml
 
     if not text and path.suffix != ".json":
         start = {_KIND: LaunchConfig.compute_environment}
         return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
-    name = full.rpartition(".")[2] if bound.file_key else full
-    is_there = before is not None or _has(text, path, bound, name)
-    change = Change(name, "drop" if new is None else "set", before, name, new)
-    if not is_there:
-        change = Change(name, "add", None, name, new)
     edited, notes = rewritten(text, path, bound.file_key, [change], changed)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
     return edited
-
-
-def _has(text: str, path: Path, bound: BoundOption, name: str) -> bool:
-    """Whether the file has the key, without a value."""
-    data = parse_text(text, path)
-    table = data if bound.file_key is None else data.get(bound.file_key)
-    return isinstance(table, Mapping) and name in table
 
 
 def _example(known: Schema, section: str) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
 from accel_cli.config_files import file_to_read
 from accel_cli.dialect import App
 from accel_cli.render import as_text, folded
@@ -23,6 +22,7 @@ from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
 from accel_state.config.sources import Origin, Source
 from accel_state.environment import snapshot
 from accel_state.errors import AccelError
+from accel_state.host.colors import Colors, colors_for
 from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]

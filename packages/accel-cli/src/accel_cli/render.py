@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_cli.colors import Colors
 from accel_cli.help_pages import page_width
+from accel_state.host.colors import Colors
 
 __all__ = ["as_text", "difference", "folded", "indented", "show_facts", "show_table", "show_text"]
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from accel_cli.colors import colors_for
 from accel_cli.dialect import App
 from accel_cli.progress import Progress, on_terminal, progress
 from accel_cli.render import indented, show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 
 if TYPE_CHECKING:
     from accel_cli.doctor.checks import Finding

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.colors import colors_for
 from accel_cli.dialect import App
 from accel_cli.render import difference
+from accel_state.host.colors import colors_for
 from accel_state.whole_files import write_whole
 
 __all__ = ["app"]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from accel_cli.colors import colors_for
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
 from accel_cli.progress import Progress, progress
@@ -19,6 +18,7 @@ from accel_state.config.flags import ParsedFlags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import plan_world

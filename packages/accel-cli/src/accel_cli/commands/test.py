@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from accel_cli.colors import colors_for
 from accel_cli.dialect import App
 from accel_cli.progress import on_terminal
 from accel_cli.render import indented, show_text
@@ -19,6 +18,7 @@ from accel_cli.schema_command import SchemaCommand
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 from accel_state.launching.ranks.command import run_command
 
 __all__ = ["app", "main"]

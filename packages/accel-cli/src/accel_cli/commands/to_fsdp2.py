@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
 from accel_cli.config_files import is_accelerates
 from accel_cli.dialect import App
 from accel_cli.render import as_text, difference
@@ -20,6 +19,7 @@ from accel_state.config.files import default_path, parse_text, read_layer, read_
 from accel_state.config.fsdp_conversion import Change, convert_fsdp_options, converted
 from accel_state.environment import snapshot
 from accel_state.errors import AccelError, ConfigError
+from accel_state.host.colors import Colors, colors_for
 
 __all__ = ["app"]
 
