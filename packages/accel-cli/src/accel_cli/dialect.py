@@ -36,7 +36,7 @@ def describe_usage_error(error: Any) -> str:
         )
         return f"flag {error.option_name} does not exist{nearest}"
     if param is None or not hasattr(error.__cause__, "errors"):
-        message = error.format_message().rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".")
         if error.ctx is not None and not message.endswith("?"):
             message += f"; {error.ctx.command_path} --help shows what it takes"
         return f"{message[:1].lower()}{message[1:]}"
