@@ -25,6 +25,7 @@ from accel_state.errors import DeviceError
 from accel_state.host.nvidia import describe_gpus
 from accel_state.host.versions import installed_version
 from accel_state.launching.hardware import Accelerators, find_accelerators, physical_cores, usable_cpus
+from accel_state.launching.ports import is_port_in_use
 
 __all__ = [
     "ENGINES", "GATHERED", "PACKAGES", "Machine", "describe", "describe_accelerators", "detect", "facts_of_devices",
@@ -300,7 +301,7 @@ def _system(folder: Path) -> dict[str, Any]:
 
 def _network(folder: Path) -> dict[str, Any]:
     host = socket.gethostname()
-    return {"host": host, "addresses": _addresses(host), "port_free": _is_free(29500)}
+    return {"host": host, "addresses": _addresses(host), "port_free": not is_port_in_use(29500)}
 
 
 def _disk(folder: Path) -> dict[str, Any]:
@@ -394,12 +395,3 @@ def _addresses(name: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True

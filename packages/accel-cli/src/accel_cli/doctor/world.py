@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,8 +21,9 @@ from accel_cli.doctor.verdict import judge
 from accel_state.clusters.base import is_loopback
 from accel_state.communication.signed_store import loopback_store
 from accel_state.config.launch import LaunchConfig
-from accel_state.errors import ConfigError, LaunchError
+from accel_state.errors import LaunchError
 from accel_state.launching.plan import World, plan_rank
+from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.processes import CommandProcess, start_command
 
 __all__ = ["Place", "examine_world"]
@@ -72,7 +72,7 @@ def examine_world(
         Findings, and everything that was measured, for JSON. Only the doctor of machine 0 has measurements.
 
     Raises:
-        ConfigError: the port is in use.
+        PortError: the port is in use.
         LaunchError: a rank could not be started.
     """
     store, port = _host(place, timeout) if place.first == 0 else (None, place.port)
@@ -96,25 +96,15 @@ def examine_world(
 def _host(place: Place, timeout: float) -> tuple[Any, int]:
     import torch.distributed as dist
 
-    if place.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", place.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port {place.port} cannot be used on this machine ({error.strerror}); pass another "
-                    "--main_process_port, the same on all machines"
-                ) from error
     wait = timedelta(seconds=timeout)
-    if place.world.machines == 1 and is_loopback(place.address):
-        own = loopback_store(place.address, place.port, None, wait)
-        if own is not None:
-            return own, own.port  # type: ignore[attr-defined]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.address, place.port, None, True, wait, wait_for_workers=False
-    )
-    return store, store.port
+    with reserve_port(place.port) as port:
+        own = None
+        if place.world.machines == 1 and is_loopback(place.address):
+            own = loopback_store(place.address, port, None, wait)
+        store = own or dist.TCPStore(  # type: ignore[attr-defined]
+            place.address, port, None, True, wait, wait_for_workers=False
+        )
+        return store, port
 
 
 def _start(
