@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -73,6 +73,7 @@ def merge_weights(
     from rich.filesize import decimal
 
     import accel_ckpt
+    from accel_ckpt.modules.names import listed
 
     if checkpoint_directory.resolve() == output_path.resolve():
         raise ConfigError(
@@ -97,7 +98,7 @@ def merge_weights(
             progress=report,
         )
     total = sum((output_path / name).stat().st_size for name in names)
-    typer.echo(f"{output_path}: {', '.join(_shorten(names))} ({decimal(total)})")
+    typer.echo(f"{output_path}: {listed(names, 4)} ({decimal(total)})")
     left = [
         name
         for name in _BESIDE_WEIGHTS
@@ -107,10 +108,6 @@ def merge_weights(
         typer.echo(
             f"only weights are merged; from_pretrained reads these files too, so copy them: {', '.join(left)}"
         )
-
-
-def _shorten(names: Sequence[str]) -> Sequence[str]:
-    return names if len(names) <= 4 else (*names[:2], f"… {len(names) - 3} more", names[-1])
 
 
 @contextlib.contextmanager
