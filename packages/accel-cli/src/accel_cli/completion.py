@@ -7,6 +7,7 @@ answers other shells.
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,13 +19,6 @@ __all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
 
 VARIABLE = "_ACCEL_COMPLETE"
 """The variable that Typer's scripts set, to ``complete_SHELL``."""
-
-_LAUNCH_OWN = {
-    "--config_file": "Configuration file to read.",
-    "--as_accelerate": "Let this library answer `import accelerate`.",
-    "--help": "Show help; a topic may follow.",
-    "--help-all": "Show all flags.",
-}
 
 
 class Item(NamedTuple):
@@ -79,7 +73,9 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         The possible words; None where a file name belongs.
     """
     if words and words[0] == "launch":
-        return complete_flags(words[1:], incomplete, _LAUNCH_OWN, ("--config_file",))
+        from accel_cli.launch_topics import OWN
+
+        return complete_flags(words[1:], incomplete, OWN)
     import typer
 
     command = application()
@@ -90,7 +86,7 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)
         if name.startswith("-"):
-            taken = _is_valued(command, context, name)
+            taken = _plain(name) in _valued(command.get_params(context))
             if taken and not rest:
                 return _complete_typer(command, context, [name], incomplete)
             rest = rest[taken:]
@@ -99,26 +95,24 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         if command is None:
             return None
         context = typer.Context(command, parent=context, info_name=name)
-    own = getattr(command, "own_flags", None)
+    own = getattr(command, "own", None)
     if own is not None:
-        return complete_flags(rest, incomplete, own, command.own_values)
+        return complete_flags(rest, incomplete, own)
     return _complete_typer(command, context, rest, incomplete)
 
 
-def complete_flags(
-    words: Sequence[str], incomplete: str, own: Mapping[str, str], valued: Collection[str]
-) -> list[Item] | None:
+def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]) -> list[Item] | None:
     """Flags of the schema with their values, until the script; then files.
 
     Args:
         words: the complete words after the command's name.
         incomplete: the word at the cursor; with ``--flag=`` in front if it was typed so.
-        own: flags of the command itself, with their help.
-        valued: those of them that take a value.
+        own: flags of the command itself, with the placeholder of a value that they take, and their help.
     """
     from accel_state.config.schema import plain_flag
 
-    taking = {plain_flag(flag) for flag in valued}
+    taking = {plain_flag(flag.partition(" ")[0]) for flag in own if " " in flag}
+    own = {flag.partition(" ")[0]: text for flag, text in {"--help": "Show this help.", **own}.items()}
     typed = _open_flag(words, own, taking)
     if typed is None:
         return None  # the script and its arguments
@@ -270,24 +264,28 @@ def _starting(items: list[Item], start: str) -> list[Item]:
 
 def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete: str) -> list[Item] | None:
     """Subcommands, flags and choices of a command made of Typer's parameters."""
-    options = [param for param in command.get_params(context) if param.param_type_name == "option"]
+    params = command.get_params(context)
     if incomplete.startswith("-"):
         flags = [
-            Item(flag, param.help or "")
-            for param in options
+            Item(_spelled(flag, incomplete[2:]), param.help or "")
+            for param in params
+            if param.param_type_name == "option"
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--") or len(incomplete) == 1
         ]
-        spelled = [Item(_spelled(item.value, incomplete[2:]), item.help) for item in flags]
-        return [item for item in spelled if item.value.startswith(incomplete)]
-    for param in options:
-        if words and not param.is_flag and any(_plain(flag) == _plain(words[-1]) for flag in param.opts):
-            return _of_kind(command, param, incomplete)
+        return [item for item in flags if item.value.startswith(incomplete)]
+    valued = _valued(params)
+    last = _plain(words[-1]) if words else ""
+    if last in valued:
+        return _of_kind(command, valued[last], incomplete)
     if hasattr(command, "get_command"):
         names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
         return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
-    arguments = [param for param in command.get_params(context) if param.param_type_name == "argument"]
-    at = _arguments_in(words, options)
+    arguments = [param for param in params if param.param_type_name == "argument"]
+    at = sum(
+        not word.startswith("-") and _plain(before) not in valued
+        for before, word in itertools.pairwise(["", *words])
+    )
     if at >= len(arguments):
         return None if arguments and arguments[-1].nargs == -1 else []
     found = getattr(command, "complete_argument", None)
@@ -296,23 +294,10 @@ def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete
     return _of_kind(command, arguments[at], incomplete)
 
 
-def _arguments_in(words: Sequence[str], options: Sequence[Any]) -> int:
-    """How many arguments a command line has already."""
-    valued = {_plain(flag) for param in options if not param.is_flag for flag in param.opts}
-    before = ["", *words]
-    return sum(
-        not word.startswith("-") and _plain(last) not in valued
-        for last, word in zip(before, words, strict=False)
-    )
-
-
-def _is_valued(command: Any, context: Any, flag: str) -> bool:
-    """Whether a value follows a flag of a group of commands."""
-    return any(
-        not param.is_flag and _plain(flag) in map(_plain, param.opts)
-        for param in command.get_params(context)
-        if param.param_type_name == "option"
-    )
+def _valued(params: Sequence[Any]) -> dict[str, Any]:
+    """The options that a value follows, by their flags."""
+    options = [param for param in params if param.param_type_name == "option" and not param.is_flag]
+    return {_plain(flag): param for param in options for flag in param.opts}
 
 
 def _plain(flag: str) -> str:

@@ -178,7 +178,7 @@ def as_json(plan: Plan, suggested: list[Suggestion]) -> str:
     )
 
 
-def configuration(plan: Plan, row: Row, *, on_cpu: bool = False) -> LaunchConfig:
+def configuration(plan: Plan, row: Row) -> LaunchConfig:
     """The configuration that ``accel launch`` reads for a row of a plan.
 
     Raises:
@@ -192,20 +192,18 @@ def configuration(plan: Plan, row: Row, *, on_cpu: bool = False) -> LaunchConfig
             "configuration file for it; leave out --write"
         )
     values: dict[str, Any] = {
-        "distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU",
+        "distributed_type": "MULTI_GPU",
         "num_processes": cluster.devices,
         "num_machines": cluster.machines,
         "machine_rank": 0,
         "mixed_precision": plan.workload.precision,
         **selecting,
     }
-    if on_cpu:
-        values["use_cpu"] = True
     config: LaunchConfig = build(root_for(values), values)
     return config
 
 
-def write(plan: Plan, path: Path, *, on_cpu: bool = False) -> Path | None:
+def write(plan: Plan, path: Path) -> Path | None:
     """Write the configuration file of the advised row; None: nothing fits, and nothing is written.
 
     Raises:
@@ -216,4 +214,4 @@ def write(plan: Plan, path: Path, *, on_cpu: bool = False) -> Path | None:
         return None
     if path.expanduser().exists():
         raise ConfigError(f"--write {path} exists and is not changed; remove it, or give another path")
-    return save_config(configuration(plan, best, on_cpu=on_cpu), path)
+    return save_config(configuration(plan, best), path)

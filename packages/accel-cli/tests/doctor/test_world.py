@@ -20,7 +20,7 @@ from accel_cli.doctor import world as module
 from accel_cli.doctor.checks import Finding
 from accel_cli.doctor.world import Place, examine_world
 from accel_state.config.launch import LaunchConfig
-from accel_state.errors import ConfigError, LaunchError
+from accel_state.errors import LaunchError, PortError
 from accel_state.launching.plan import World
 
 CONFIG = LaunchConfig(use_cpu=True)
@@ -388,8 +388,7 @@ def test_a_port_in_use_is_named_before_anything_starts(monkeypatch):
         taken.listen()
         port = taken.getsockname()[1]
         place = Place(World(2, 2, 1, 0, True), 0, 2, "127.0.0.1", port)
-        told = rf"port {port} cannot be used on this machine \(Address already in use\); pass another"
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(PortError, match=f"port {port} cannot be used on this host"):
             examine_world(CONFIG, place, {}, 5.0)
 
 

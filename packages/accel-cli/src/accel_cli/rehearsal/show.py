@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_cli.colors import Colors
 from accel_cli.rehearsal.findings import Finding, accelerators
 from accel_cli.rehearsal.run import Rehearsed
+from accel_state.host.colors import Colors
 from accel_state.launching.plan import World
 from accel_state.messages import readable_size
 
