@@ -43,7 +43,7 @@ from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
-from accel_train.loop.observers import Progress
+from accel_train.loop.observers import StepReporter
 from accel_train.loop.offloading import Offloading
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
@@ -72,7 +72,7 @@ from accel_train.plugins.launched import launched_plugin
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
-from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
+from accel_train.setup.prepared import LoadHook, Prepared, PrepareOptions, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
 from accel_train.strategies.base import DefersSync, Strategy
@@ -213,7 +213,7 @@ class Accelerator:
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
-        self._options = Options(
+        self._options = PrepareOptions(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
             rng_types=arguments.rng_type_names(rng_types),
@@ -264,7 +264,7 @@ class Accelerator:
         )
         ledger.pulse = training_heartbeat()
         if ledger.pulse is not None:  # the launcher wants to see the progress of ranks
-            self._accumulator.observers.append(Progress(ledger.pulse))
+            self._accumulator.observers.append(StepReporter(ledger.pulse))
         self._plan.precision.on_scale_change(self._accumulator.rescale_pending)
         self._prepared = Prepared(
             process=self._process,
@@ -1503,7 +1503,7 @@ class Accelerator:
             project_name: the project, or what the tracker calls it (experiment, folder of runs).
             config: names to numbers, strings, booleans or None.
             init_kwargs: name of a tracker to a dictionary of keyword arguments for the function that starts its run
-                (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
+                (``{"wandb": {"mode": "offline"}}``). PrepareOptions of trackers that are not used are ignored.
             on_failure: what happens when a tracker fails, here and later: "warn" warns once and goes on without it,
                 "raise" raises.
 

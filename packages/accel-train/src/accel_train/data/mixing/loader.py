@@ -14,7 +14,7 @@ from accel_train.data.combined import CombinedLoader
 from accel_train.data.iterators import TimedIterator
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.mixing.choice import chosen
-from accel_train.data.mixing.progress import Progress, SourceCount, check_mixture_state
+from accel_train.data.mixing.progress import MixtureProgress, SourceCount, check_mixture_state
 from accel_train.data.mixing.weights import Shares, Weights, WeightsAt, shares_of
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.data.sampling.batches import length_of
@@ -89,7 +89,7 @@ class MixedDataLoader(CombinedLoader):
         self._given: dict[str, Any] = {"weights": weights, "stop": stop, "steps": steps}
         self._set: Mapping[str, float] | None = None
         self._weights = self._planned
-        self._progress = Progress(self._names)
+        self._progress = MixtureProgress(self._names)
         self._prepared: dict[str, PreparedLoader] | None = None
         self._iterators: dict[str, Any] = {}
         self._current: PreparedLoader | None = None
@@ -498,7 +498,7 @@ class MixedDataLoader(CombinedLoader):
     # State
 
     @property
-    def epoch_state(self) -> Progress:
+    def epoch_state(self) -> MixtureProgress:
         """How far the mixture is; it has one as long as it lives."""
         return self._progress
 

@@ -9,7 +9,7 @@ from typing import Any
 from accel_train.data.mixing.weights import quoted
 from accel_train.errors import DataError
 
-__all__ = ["Progress", "SourceCount", "check_mixture_state"]
+__all__ = ["MixtureProgress", "SourceCount", "check_mixture_state"]
 
 #: Version 1 also had `choice`, "random" or "balanced", and `behind`, which was empty for "random".
 _VERSION = 2
@@ -32,7 +32,7 @@ class SourceCount:
 
 
 @dataclass(slots=True)
-class Progress:
+class MixtureProgress:
     """How far a mixture is.
 
     Args:
