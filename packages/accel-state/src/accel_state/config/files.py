@@ -38,7 +38,7 @@ __all__ = [
 
 _NAME = "default_config.yaml"
 _MOST_VALUES = 100_000
-_MOST_BYTES = 10_000_000  # more than so many values take; a device such as /dev/zero never ends
+_MOST_BYTES = 10_000_000  # far more than a configuration takes; a device such as /dev/zero never ends
 
 # Keys of older versions without effect: reported in a note, not an error.
 _RETIRED: Mapping[str, str] = {
@@ -340,7 +340,10 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         ) from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # the latter for dates and numbers that there are not
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date that does not exist, or a number too long to read
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     finally:
         loader.dispose()

@@ -265,7 +265,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._strategy.step(self.optimizer, closure)
 
     def _check(self, closure: bool) -> None:
-        """The first steps are checked, and then every doubling of their number, or after so many."""
+        """Check this step, and choose the next one: one of the first, or after as many again, up to a longest pause."""
         steps = self._steps
         self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
         if not closure:

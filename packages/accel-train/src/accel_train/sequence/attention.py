@@ -213,7 +213,7 @@ def _mask(length: int, known: int, documents: Tensor | None, device: torch.devic
 
 
 def _repeated(tensor: Tensor, heads: int, ranks: int) -> Tensor:
-    """Keys or values with so many heads that the ranks can divide them; each is repeated in its place."""
+    """Keys or values, with heads repeated in place until their number divides among the ranks."""
     own = tensor.shape[HEADS]
     if own % ranks == 0:
         return tensor

@@ -132,7 +132,7 @@ class SequenceParallel:
         counted = (labels != IGNORED).sum()
         share = counted * self._place.parts / self._attention.sum(counted).clamp_(min=1)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        # The average of no labels is no number.
+        # Without labels on this rank the mean loss is NaN; it counts nothing.
         loss = torch.where(counted > 0, loss * share.to(loss.dtype), 0)
         if isinstance(output, Mapping):
             output["loss"] = loss  # type: ignore[index]  # of transformers

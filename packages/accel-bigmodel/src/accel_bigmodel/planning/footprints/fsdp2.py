@@ -97,7 +97,7 @@ class FSDP2Footprint(StrategyFootprint):
         return self.low * sum(self._sent(layer.parameters, layer.experts) for layer in self.shape.layers)
 
     def _sent(self, elements: float, experts: float) -> float:
-        """Elements that a rank sends of a layer, so many of which are those of experts."""
+        """How many elements of a layer a rank sends; `experts` of them belong to experts, which fewer ranks hold."""
         holders = self.setting.shards / self.setting.experts
         return (elements - experts) * self.share + experts / self.setting.experts * (holders - 1) / holders
 

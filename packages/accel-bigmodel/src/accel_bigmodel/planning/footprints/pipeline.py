@@ -111,7 +111,7 @@ class ShardedPipelineFootprint(PipelineFootprint):
 
     @classmethod
     def numbers(cls, precision: str) -> str:
-        """Those of FSDP2."""
+        """The dtypes of FSDP2 inside a stage."""
         return FSDP2Footprint.numbers(precision)
 
     def traffic(self, cluster: DeviceCluster) -> float:

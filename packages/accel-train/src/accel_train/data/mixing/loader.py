@@ -56,7 +56,7 @@ class MixedDataLoader(CombinedLoader):
         stop: when an epoch of the mixture ends: with the last batch of the first source that ends
             ("first_exhausted"), with the end of the last source to end ("all_exhausted"), or "never". Until then a
             source that ends begins its next epoch. By default "first_exhausted", or "never" with `steps`.
-        steps: an epoch of the mixture has so many batches; its next one continues the sources where they are.
+        steps: number of batches in an epoch of the mixture; the next epoch continues the sources where they are.
 
     Attributes:
         loaders: the sources as they were given.
@@ -655,7 +655,7 @@ def _check_end(stop: Any, steps: Any) -> None:
         raise OptionError(f"steps must be a whole number of batches above 0, got {steps!r}.")
     if stop not in (None, "never"):
         raise OptionError(
-            f"steps={steps} ends an epoch after so many batches, and stop={stop!r} with its sources. Pass one of them."
+            f"steps={steps} ends an epoch after that number of batches, and stop={stop!r} with its sources. Pass one of them."
         )
 
 

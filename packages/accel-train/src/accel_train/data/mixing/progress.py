@@ -75,7 +75,7 @@ class MixtureProgress:
         self.ended.clear()
 
     def took(self, name: str, samples: int) -> None:
-        """A batch of this source is returned; it holds so many samples over all ranks."""
+        """A batch of this source is returned; `samples` counts its rows over all ranks."""
         self.source = name
         self.step += 1
         self.in_epoch += 1

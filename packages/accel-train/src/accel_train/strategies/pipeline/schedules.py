@@ -79,7 +79,7 @@ class PipelineSchedule:
         return self.name.endswith("zero_bubble")
 
     def takes(self, micro_batches: int, layout: StageLayout) -> bool:
-        """Whether it can run so many micro-batches."""
+        """Whether the schedule can run this number of micro-batches."""
         if self.name == "1f1b":
             return micro_batches >= layout.stages
         if self.name.startswith("interleaved"):
@@ -213,7 +213,7 @@ def run_backward(
 
 
 def floating(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that can have gradients."""
+    """The tensors that can have gradients."""
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 

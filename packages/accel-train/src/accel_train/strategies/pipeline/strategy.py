@@ -364,7 +364,7 @@ def _layout(config: PipelineParallelConfig, ranks: int) -> StageLayout:
     """Which rank holds which stage.
 
     Raises:
-        IncompatibleOptionsError: the schedule does not take so many stages on a rank.
+        IncompatibleOptionsError: the schedule does not take this number of stages on a rank.
     """
     each = config.stages_per_rank
     if config.schedule is None:
