@@ -343,7 +343,7 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     except (
         yaml.YAMLError,
         ValueError,
-    ) as error:  # ValueError: a date that does not exist, or a number too long to read
+    ) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     finally:
         loader.dispose()

@@ -655,7 +655,8 @@ def _check_end(stop: Any, steps: Any) -> None:
         raise OptionError(f"steps must be a whole number of batches above 0, got {steps!r}.")
     if stop not in (None, "never"):
         raise OptionError(
-            f"steps={steps} ends an epoch after that number of batches, and stop={stop!r} with its sources. Pass one of them."
+            f"steps={steps} ends an epoch after that number of batches, and stop={stop!r} with its sources. "
+            "Pass one of them."
         )
 
 
