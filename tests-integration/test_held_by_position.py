@@ -151,7 +151,7 @@ def test_objects_of_equal_shapes_that_changed_places_are_refused(tmp_path, kind)
     MOVED[kind](again, (0, 1))
     again.load_state(tmp_path / "state")
     MOVED[kind](moved, (1, 0))
-    with pytest.raises(StateMismatchError, match="0 is .* there and .* here"):
+    with pytest.raises(StateMismatchError, match=r"0 is .* there and .* here"):
         moved.load_state(tmp_path / "state")
 
 

@@ -722,3 +722,52 @@ def test_a_model_that_may_shift_labels_itself_is_told_of():
     (loss, wanted, told), (*_, other) = worlds.run(loss_of_own, 2, Shifting)
     assert loss != pytest.approx(wanted, rel=1e-3), "it compares some positions with wrong tokens"
     assert (told, other) == (1, 0)
+
+
+class Averaging(Named):
+    """It averages over the labels of its rank."""
+
+    def forward(self, input_ids, position_ids=None, labels=None, shift_labels=None):
+        return nn.functional.cross_entropy(
+            self.logits(input_ids, position_ids).flatten(0, 1), shift_labels.flatten()
+        )
+
+
+class Counting(Own):
+    """It counts positions itself, from parameters that begin as zeros."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.place.weight)
+
+    def forward(self, idx):
+        return self.logits(idx, torch.arange(idx.shape[1]).expand_as(idx))
+
+
+def training_of_own(kind):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sequence = SequenceParallel(mesh_of({"cp": 2}))
+        model = sequence.prepare(kind())
+    told = [str(each.message) for each in seen if "num_items_in_batch too" in str(each.message)]
+    if kind is Averaging:
+        return told, None
+    ids = sequence.shard_batch(torch.randint(20, (2, 16), generator=torch.Generator().manual_seed(1)))
+    for step in range(1, 20):
+        try:
+            model(ids).square().mean().backward()
+        except PrepareError as error:
+            return step, str(error)
+        with torch.no_grad():
+            model.place.weight -= 0.1 * model.place.weight.grad
+    return None, None
+
+
+def test_a_model_that_averages_over_the_labels_of_a_rank_is_told_of():
+    assert [len(told) for told, _ in worlds.run(training_of_own, 2, Averaging)] == [1, 0]
+
+
+def test_a_model_that_counts_positions_is_refused_on_all_ranks_once_these_are_more_than_zeros():
+    for step, told in worlds.run(training_of_own, 2, Counting):
+        assert step == 16
+        assert "Counting computes something else for the same positions in another order" in told

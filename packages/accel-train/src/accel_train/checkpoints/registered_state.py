@@ -21,7 +21,7 @@ class RegisteredStates(StatePart):
     Args:
         registered: the objects.
         trusted: the caller of `load_state` allows loading pickles.
-        averages: what is said of averages of weights, of which a script may have several; by `id`.
+        averages: descriptions of averages of weights, of which a script may have several, by `id`.
     """
 
     group: ClassVar[str | None] = "registered"
