@@ -697,12 +697,16 @@ class Shifting(Own):
         return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-def loss_of_own(kind):
-    from accel_train import Accelerator, ParallelismConfig
+def loss_of_own(kind, divided=False):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(1))
     wanted = Shifting()(ids, torch.arange(16).expand(2, 16), ids)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin() if divided else None,
+    )
     loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -712,8 +716,9 @@ def loss_of_own(kind):
     return loss.item(), wanted.item(), len(told)
 
 
-def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process():
-    for loss, wanted, told in worlds.run(loss_of_own, 2, Named):
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process(divided):
+    for loss, wanted, told in worlds.run(loss_of_own, 2, Named, divided):
         assert loss == pytest.approx(wanted, rel=1e-12)
         assert not told
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -99,6 +100,7 @@ class SequenceParallel:
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
         own = not is_of_transformers(model) and not hasattr(model, "get_base_model")
+        own = own and not isinstance(model, FSDPModule)  # divided by the script, and gathered after `enter`
         watch.tries = set(_TRIED) if own else set()
         watch.tries_losses = not facts.may_shift
         if facts.averages:

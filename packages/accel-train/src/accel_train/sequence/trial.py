@@ -56,7 +56,7 @@ def try_turned(
     """Compare the outputs for this rank's positions with those for the same positions in reverse order.
 
     Args:
-        model: evaluated three times; not changed.
+        model: its forward runs three times, without hooks of its own; not changed.
         args: its arguments in this step.
         kwargs: the others.
         name: the degrees that divide sequences.
@@ -75,8 +75,11 @@ def try_turned(
 
     mode = _ToAll()
     with _untouched(model), mode:
-        once, again = (_outputs(model(*args, **kwargs)) for _ in range(2))
-        other = _outputs(model(*recursively_apply(turned, args), **recursively_apply(turned, dict(kwargs))))
+        # Not its call: FSDP has gathered the parameters before this, and would divide them again after each.
+        once, again = (_outputs(model.forward(*args, **kwargs)) for _ in range(2))
+        other = _outputs(
+            model.forward(*recursively_apply(turned, args), **recursively_apply(turned, dict(kwargs)))
+        )
     for first, second, reverse in zip(once, again, other, strict=True):
         by_position = first.shape[:2] == (rows, length)
         near = (3e-2 if mode.low else 1e-3) * (1.0 if by_position else 0.1)
