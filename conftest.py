@@ -7,8 +7,11 @@ import gc
 import importlib.util
 import os
 import signal
+from typing import Any
 
 import pytest
+
+_LEFT_OUT = pytest.StashKey[int]()
 
 pytest_plugins = ["testkit.pytest_device", "testkit.pytest_conformance"]
 
@@ -54,18 +57,38 @@ def _accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason printed, what this machine cannot run or this run did not ask for."""
+    """Skip, with the reason printed, what this machine cannot run, and leave out what this run did not ask for."""
     for item in items:
         needs = item.get_closest_marker("gpu")
         if needs and not needs.kwargs.get("small_on_cpu") and not _accelerator():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; none found by torch.accelerator"))
-        if item.get_closest_marker("full") and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="long; runs with --full"))
+    if not config.getoption("--full"):
+        long = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=long)
+        config.stash[_LEFT_OUT] = len(long)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that shows results how many long tests this one has left out; all processes collect all."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep that number."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """List the figures that tests have recorded, where a run is of tests for an accelerator."""
+    """Count the long tests that were left out; list figures where a run is of tests for an accelerator."""
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(f"{left_out:,} long tests were left out; they run with --full")
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "figure"]
     if rows and config.getoption("markexpr") == "gpu":

@@ -51,7 +51,7 @@ def train(
 ) -> Any:
     """Losses of micro-batches and weights afterwards."""
     from accel_train import use_chunked_loss
-    from accel_train.losses.lazy_logits import LazyLogits
+    from accel_train.losses.pending_logits import PendingLogits
 
     if chunk_size is not None:
         use_chunked_loss(model, chunk_size=chunk_size)
@@ -65,9 +65,7 @@ def train(
             with Float64() if exact else nullcontext():
                 outputs = model(input_ids=ids, labels=ids, **given)
             loss = outputs.loss
-            assert chunk_size is None or (
-                type(outputs.logits) is LazyLogits and outputs.logits._value is None
-            )
+            assert chunk_size is None or type(outputs.logits) is PendingLogits
             accelerator.backward(loss, **({"num_items": ids[:, 1:].numel()} if items else {}))
             optimizer.step()
             optimizer.zero_grad()
@@ -172,8 +170,8 @@ def test_mixed_precision(strategy: str) -> None:
     same(found[1], wanted[1], 5e-3)
 
 
-def logits_at_times(strategy: str) -> Any:
-    """Logits that are used after a forward, what is said after backward and after the next forward, and others."""
+def evaluated(strategy: str) -> Any:
+    """What is said of logits in training, and the logits of an evaluation between two steps."""
     from accel_train import use_chunked_loss
     from accel_train.errors import LossError
 
@@ -181,51 +179,37 @@ def logits_at_times(strategy: str) -> Any:
     use_chunked_loss(model, chunk_size=5)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
     ids = samples()[2 * accelerator.process_index :][:2]
-
-    def refused(outputs: Any) -> str:
-        with pytest.raises(LossError) as error:
-            outputs.logits.argmax(-1)
-        return str(error.value)
-
-    with Float64():
-        used, unused = (model(input_ids=ids, labels=ids) for _ in range(2))
-        after_forward = unused.logits.detach()
-        outputs = model(input_ids=ids, labels=ids)
-        accelerator.backward(outputs.loss)
-        said = [refused(outputs)]
+    for step in range(2):
+        with Float64():
+            outputs = model(input_ids=ids, labels=ids)
+            with pytest.raises(LossError) as error:
+                outputs.logits.argmax(-1)
+            accelerator.backward(outputs.loss)
         optimizer.step()
         optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            evaluated = model(input_ids=ids, labels=ids)
-            said.append(refused(used))
-            gathered = accelerator.gather_for_metrics((evaluated.logits, ids))
-        model.train()
-        accelerator.backward(model(input_ids=ids, labels=ids).loss)
-        optimizer.step()
-    return said, after_forward, gathered, accelerator.get_state_dict(model)
+        if step == 0:
+            model.eval()
+            with torch.no_grad(), Float64():
+                gathered = accelerator.gather_for_metrics((model(input_ids=ids, labels=ids).logits, ids))
+            model.train()
+    return str(error.value), gathered, accelerator.get_state_dict(model)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-reshard", "fsdp2-head"])
-def test_logits_are_right_or_refused_under_fsdp2(strategy: str) -> None:
-    """Until backward the weight is whole; then logits are refused, and no rank waits for the others."""
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2-reshard", "fsdp2-head"])
+def test_an_evaluation_has_logits(strategy: str) -> None:
     model, ids = build(), samples()[:4]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    seen = []
-    with Float64():
-        for _ in range(2):
+    for step in range(2):
+        with Float64():
             outputs = model(input_ids=ids, labels=ids)
-            seen.append(outputs.logits.detach())
+            if step == 1:
+                logits = outputs.logits.detach()
             outputs.loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank, found in enumerate(worlds.run(logits_at_times, 2, strategy, timeout=200)):
-        said, after_forward, gathered, weights = found
-        assert "no longer whole" in said[0]
-        assert "call 1 of " in said[1]
-        assert "before call 4" in said[1]
-        torch.testing.assert_close(after_forward, seen[0][2 * rank :][:2], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gathered, (seen[1], ids), rtol=1e-12, atol=1e-12)
+        optimizer.step()
+        optimizer.zero_grad()
+    for said, gathered, weights in worlds.run(evaluated, 2, strategy, timeout=200):
+        assert "under torch.no_grad()" in said
+        torch.testing.assert_close(gathered, (logits, ids), rtol=1e-12, atol=1e-12)
         same(weights, dict(model.state_dict()))
 
 
@@ -377,7 +361,7 @@ def test_a_model_whose_head_is_divided(how: str, layouts: str, kind: str, degree
 def in_parts(degrees: dict[str, int]) -> Any:
     """Weights after training on divided sequences or layers, and how many losses were computed in chunks."""
     from accel_train import Accelerator, ParallelismConfig, use_chunked_loss
-    from accel_train.losses.lazy_logits import LazyLogits
+    from accel_train.losses import pending_logits
 
     accelerator, model = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees)), build()
     use_chunked_loss(model, chunk_size=5)
@@ -386,12 +370,8 @@ def in_parts(degrees: dict[str, int]) -> Any:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with (
-        mock.patch.object(LazyLogits, "materialised", side_effect=AssertionError("all logits were computed")),
-        mock.patch.object(
-            LazyLogits, "cross_entropy", autospec=True, side_effect=LazyLogits.cross_entropy
-        ) as chunks,
-    ):
+    compute = pending_logits.head_cross_entropy
+    with mock.patch.object(pending_logits, "head_cross_entropy", side_effect=compute) as chunks:
         for batch in loader:
             with Float64():
                 loss = model(**batch).loss

@@ -109,7 +109,7 @@ def test_the_wizard_asks_its_questions(accel, environ, tmp_path):
         from accel_cli.wizard import outcome
         from accel_cli.wizard.answers import Situation
         from accel_cli.wizard.interview import Interview
-        from accel_cli.wizard.machine import Machine
+        from accel_cli.machine import Machine
         from accel_cli.wizard.table import QUESTIONS
         from accel_state.config.files import save
 

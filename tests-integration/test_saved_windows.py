@@ -275,14 +275,14 @@ def test_gradients_that_ranks_have_divided_are_not_taken_by_others(tmp_path, bef
 
 def held_by_one_rank(level):
     """The gradients of a parameter after a window, of which rank 0 alone took up one; and what waits before its end."""
-    from accel_train.strategies.state_adapter import OwnGradient
+    from accel_train.strategies.window_gradients import OwnGradient
 
     accelerator, dtype, one, *_ = begin(None)
     weight = one.early.up.weight
     taken = OwnGradient(torch.full((3 * WIDTH, WIDTH), 4.0, dtype=dtype)) if level == "values" else None
     held = {"weight": taken} if accelerator.is_main_process else {}
-    accelerator.strategy.states.hold_back({"weight": weight}, held)
-    [place] = accelerator.strategy.states.held_back({"weight": weight}).values()
+    accelerator.strategy.states.gradients.set_unreduced({"weight": weight}, held)
+    [place] = accelerator.strategy.states.gradients.unreduced({"weight": weight}).values()
     waits = None if place.value is None else place.value.values.sum().item()
     accelerator.backward(one(batch(accelerator, 0, dtype), 2).square().mean())
     return waits, weight.grad.full_tensor()
@@ -308,7 +308,7 @@ def without_gradients(folder):
     accelerator, dtype, one, _, optimizer, _ = begin(None)
     accelerator.load_state(folder)
     named = {str(number): parameter for number, parameter in enumerate(one.parameters())}
-    held = accelerator.strategy.states.held_back(named)
+    held = accelerator.strategy.states.gradients.unreduced(named)
     assert {each.value for each in held.values()} == {None}
     return one.head.weight.grad.full_tensor(), one.unused.grad
 

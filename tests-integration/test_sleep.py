@@ -289,7 +289,7 @@ def compressed(sleeps: bool) -> Tensor:
         optimizer.step()
         optimizer.zero_grad()
         if sleeps:
-            errors = accelerator.strategy.power_sgd[model].tensors()
+            errors = accelerator.strategy.power_sgd.tensors(model)
             with accelerator.offloaded_states(include="gradients"):
                 assert all(map(is_refused, errors))
             assert not any(map(is_refused, errors))

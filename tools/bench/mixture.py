@@ -23,13 +23,12 @@ from torch.utils.data import DataLoader, Dataset
 from accel_train import Accelerator, DataLoaderConfiguration, MixedDataLoader
 
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
-KNOTS = [(0, WEIGHTS), (10**9, {"web": 0.2, "code": 0.4, "books": 0.4})]
+LISTED = [(0, WEIGHTS), (10**9, {"web": 0.2, "code": 0.4, "books": 0.4})]
 KINDS: dict[str, dict[str, Any]] = {
-    "random": {"weights": WEIGHTS},
-    "balanced": {"weights": WEIGHTS, "choice": "balanced"},
-    "random, knots": {"weights": KNOTS},
-    "random, function": {"weights": lambda step: WEIGHTS},
-    "random, all_exhausted": {"weights": WEIGHTS, "stop": "all_exhausted"},
+    "fixed": {"weights": WEIGHTS},
+    "list": {"weights": LISTED},
+    "function": {"weights": lambda step: WEIGHTS},
+    "all_exhausted": {"weights": WEIGHTS, "stop": "all_exhausted"},
 }
 
 

@@ -22,7 +22,7 @@ from accel_train.precision.registry import PRECISIONS
 from accel_train.setup.resolve import module_of
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.registry import STRATEGIES
-from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.window_gradients import WindowGradients
 from testkit import worlds
 from testkit.conformance import (
     EXPERTS,
@@ -415,8 +415,8 @@ def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
 def saves_hidden_gradients(name: str) -> bool:
     adapter, capabilities = MEMBERS[name].adapter, MEMBERS[name].capabilities
     whole = (  # gradients may be plain PyTorch's, with which other strategies continue
-        adapter.held_back is not StateAdapter.held_back
-        or adapter.keeps_own_gradients is not StateAdapter.keeps_own_gradients
+        adapter.window_gradients.unreduced is not WindowGradients.unreduced
+        or adapter.window_gradients.are_plain is not WindowGradients.are_plain
     )
     divides = "pp" in capabilities.dimensions  # other ranks have the gradients of other stages
     return capabilities.hides_gradients and capabilities.saves_windows and (divides or not whole)

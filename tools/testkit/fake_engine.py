@@ -152,13 +152,13 @@ class FakeStates(StateAdapter):
                     state[key] = {k: change(engine, name, value) for k, value in state[key].items()}
         return {**tree, "state": state}
 
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """The gradients of an open window."""
         engine = self._engine(model)
         whole = {} if engine is None else engine.whole
         return {"hidden": {name: tensor.grad for name, tensor in whole.items() if tensor.grad is not None}}
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take the gradients of an open window up again."""
         engine = self._engine(model)
         for name, whole in (engine.whole if engine is not None else {}).items():

@@ -5,7 +5,9 @@ Other projects load it with ``-p testkit.pytest_device``.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -50,12 +52,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile before the tests, whose time is limited."""
-    if any(
-        item.get_closest_marker("simulated") and not item.get_closest_marker("skip") for item in session.items
-    ):
-        with contextlib.suppress(simulated_device.BuildError):  # each of the tests fails by it
-            simulated_device.prepare()
+    """Compile beside the tests that need no device, of which most come first."""
+    if any(map(_needs_devices, session.items)):
+        subprocess.Popen(
+            [sys.executable, build.__file__], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Wait until the device is compiled; where it cannot be, each test fails by that."""
+    if _needs_devices(item):
+        _prepare()
+
+
+def _needs_devices(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("simulated") and not item.get_closest_marker("skip"))
+
+
+@functools.cache
+def _prepare() -> None:
+    simulated_device.prepare()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import import_diagrams
+import weight
 from accel_bigmodel.planning.footprints import registry as footprints
 from accel_state.config import strategies
 from testkit import blocks, worlds
@@ -145,8 +146,9 @@ def test_every_identifier_occurs_in_the_sources():
 def test_every_verb_and_capability_has_a_row():
     from accel_train.strategies.base import Capabilities, Strategy
     from accel_train.strategies.state_adapter import StateAdapter
+    from accel_train.strategies.window_gradients import WindowGradients
 
-    for kind in (Strategy, StateAdapter):
+    for kind in (Strategy, StateAdapter, WindowGradients):
         verbs = [row[0].strip("`") for row in rows(f"method of `{kind.__name__}`")]
         methods = [
             name
@@ -168,6 +170,17 @@ def test_links_inside_the_page_lead_to_headings(page):
         if line.startswith("#")
     }
     assert set(re.findall(r"\]\(#([\w-]+)\)", text)) - headings == set()
+
+
+def test_the_reading_order_is_short():
+    found = rows("way")
+    assert [row[0] for row in found] == ["a step under ddp", "a batch", "a save", "a launch"]
+    for way, files, told in found:
+        paths = [files_in(path) for path in re.findall(r"`([\w/]+\.py)`", files)]
+        lines = sum(weight.code_lines(path.read_text("utf-8")) for path in paths)
+        most = int(told.replace(",", ""))
+        assert len(paths) <= 8, way
+        assert most - 250 < lines <= most <= 2_500, f"{way}: {lines} lines"
 
 
 # The diagrams

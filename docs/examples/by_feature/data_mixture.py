@@ -20,6 +20,11 @@ def sequences(number, stride):  # each token is the one before plus `stride`, so
     return list((starts + stride * torch.arange(LENGTH)) % VOCABULARY)
 
 
+def weights(step):  # "code" from a tenth of the batches to a half
+    code = 0.1 + 0.4 * step / STEPS
+    return {"web": 1 - code, "code": code}
+
+
 def main(args):
     # One batch of 16 sequences is divided over the processes, so any number of them takes the same steps.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
@@ -28,8 +33,7 @@ def main(args):
         "web": DataLoader(sequences(400, stride=1), 16, shuffle=True),
         "code": DataLoader(sequences(48, stride=3), 16, shuffle=True),  # small, so it is read several times
     }
-    knots = [(0, {"web": 0.9, "code": 0.1}), (STEPS, {"web": 0.5, "code": 0.5})]
-    mixture = MixedDataLoader(loaders, knots, steps=STEPS, choice="balanced")
+    mixture = MixedDataLoader(loaders, weights, steps=STEPS)
     model = nn.Sequential(  # the stride is in the last two tokens
         nn.Embedding(VOCABULARY, 16), nn.Flatten(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCABULARY)
     )

@@ -1,6 +1,7 @@
 """Local SGD against models that are trained by hand, in float64."""
 
 import contextlib
+import copy
 import re
 
 import pytest
@@ -9,9 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
-from accel_train.loop.optimizer_state import OptimizerStates
-from accel_train.state_part import SavedTrees
-from accel_train.strategies.local_training import LocalCopies, LocalOptimizerStates
 from testkit import worlds
 
 RANKS = 2
@@ -45,8 +43,8 @@ def averaged(models):
             state[name].copy_(mean)
 
 
-def by_hand(epochs, count, accumulation, every, finals=True):
-    """What the ranks hold after training as `ours` does, and their optimizers."""
+def by_hand(epochs, count, accumulation, every):
+    """What the ranks hold after training as `ours` does, and their optimizers: from each epoch on, rank 0's states."""
     models = [make() for _ in range(RANKS)]
     optimizers = [optimizer_of(model) for model in models]
     batches = [rows(count)[begin : begin + 4] for begin in range(0, count, 4)]
@@ -66,6 +64,7 @@ def by_hand(epochs, count, accumulation, every, finals=True):
             if end and updates[0] % every == 0:
                 averaged(models)
         averaged(models)
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     return [model.state_dict() for model in models], [optimizer.state_dict() for optimizer in optimizers]
 
 
@@ -112,15 +111,10 @@ def close(found, expected):
 )
 def test_ranks_train_copies_that_are_averaged(count, accumulation, every):
     expected = by_hand(2, count, accumulation, every)
-    assert any(
-        not torch.equal(a, expected[1][1]["state"][0][key])
-        for key, a in expected[1][0]["state"][0].items()
-        if key != "step"
-    ), "optimizer states differ, or there is nothing to see"
     close(worlds.run(ours, RANKS, 2, count, accumulation, every), expected)
 
 
-def test_a_resumed_run_continues_with_the_optimizer_states_of_each_rank(tmp_path):
+def test_a_resumed_run_is_exact(tmp_path):
     folder = str(tmp_path / "state")
     worlds.run(ours, RANKS, 3, 40, 2, 2, folder, 1)
     resumed = worlds.run(ours, RANKS, 3, 40, 2, 2, folder, None, True)
@@ -130,23 +124,6 @@ def test_a_resumed_run_continues_with_the_optimizer_states_of_each_rank(tmp_path
         for place, entry in moments["state"].items():
             assert all(torch.equal(value, other_moments["state"][place][key]) for key, value in entry.items())
     close(resumed, by_hand(3, 40, 2, 2))
-
-
-def continued_by_three(folder):
-    accelerator = Accelerator()
-    model = make()
-    loader = DataLoader(rows(40), batch_size=4)
-    model, optimizer, _ = accelerator.prepare(model, optimizer_of(model), loader)
-    accelerator.load_state(folder)
-    return optimizer.state_dict()["state"][0]["exp_avg"]
-
-
-def test_another_number_of_ranks_continues_with_the_states_of_rank_0(tmp_path):
-    folder = str(tmp_path / "state")
-    worlds.run(ours, RANKS, 3, 40, 1, 2, folder, 1)
-    expected = by_hand(1, 40, 1, 2)[1][0]["state"][0]["exp_avg"]
-    for found in worlds.run(continued_by_three, 3, folder):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def uneven(counts, every):
@@ -258,7 +235,7 @@ def after_an_exception(cure):
         model(batch[0])
     with pytest.raises(ValueError, match=r"left by an exception.*load_state\(\), or enter LocalSGD again"):
         model(batch[0])
-    with pytest.raises(RuntimeError, match=r"copies of Sequential inside LocalSGD.*Save after LocalSGD"):
+    with pytest.raises(RuntimeError, match=r"copies of Sequential inside LocalSGD.*Save after the context"):
         accelerator.save_state("unused")
     if cure == "enter":
         with LocalSGD(accelerator, model, 2):
@@ -305,94 +282,32 @@ def test_copies_that_an_exception_left_different_are_not_trained(tmp_path, cure)
     assert torch.equal(first, second)
 
 
-def saved_inside(folder):
+def saved_inside(folder, alone, moment):
+    """Whether copies have stepped since their average, or not; the main process alone, or all."""
     accelerator = Accelerator()
     model = accelerator.prepare(make())
     optimizer = accelerator.prepare(optimizer_of(model))
-    batch = rows(64)[4 * accelerator.process_index :][:4]
     with LocalSGD(accelerator, model, 2) as local_sgd:
-        for _ in range(3):
-            accelerator.backward(loss_of(model, batch))
+        if moment != "first":
+            accelerator.backward(loss_of(model, rows(8)[:4]))
             optimizer.step()
-            local_sgd.step()
-        with pytest.raises(RuntimeError, match="inside LocalSGD, and have stepped since these were averaged"):
-            accelerator.save_state(folder)
-        local_sgd.average()
-        handle = accelerator.save_state(folder, asynchronous=True)
-        expected = model.module[0].weight.detach().clone()
-        accelerator.backward(loss_of(model, batch))
-        optimizer.step()
-        local_sgd.step()
-        handle.result()
-    accelerator.load_state(folder)
-    return torch.equal(expected, model.module[0].weight)
-
-
-def test_a_state_is_saved_inside_when_copies_are_equal(tmp_path):
-    assert worlds.run(saved_inside, RANKS, str(tmp_path / "state")) == [True, True]
-
-
-def alone(folder):
-    accelerator = Accelerator()
-    model = accelerator.prepare(make())
-    optimizer = accelerator.prepare(optimizer_of(model))
-    with LocalSGD(accelerator, model, 2):
-        accelerator.backward(loss_of(model, rows(8)[:4]))
-        optimizer.step()
-    if accelerator.is_main_process:
-        accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-
-
-def test_the_main_process_alone_has_not_the_states_of_the_others(tmp_path):
-    with pytest.raises(worlds.RankError, match=r"optimizer states of their own.*on all processes"):
-        worlds.run(alone, RANKS, str(tmp_path / "state"))
-
-
-def alone_inside(folder):
-    accelerator = Accelerator()
-    model = accelerator.prepare(make())
-    optimizer = accelerator.prepare(optimizer_of(model))
-    with LocalSGD(accelerator, model, 2):
-        accelerator.backward(loss_of(model, rows(8)[:4]))
-        optimizer.step()
+        if moment == "averaged":
+            local_sgd.average()
         try:
-            if accelerator.is_main_process:
+            if accelerator.is_main_process or not alone:
                 accelerator.save_state(folder)
             accelerator.wait_for_everyone()
         except Exception as error:
             return str(error)
 
 
-def test_a_save_of_the_main_process_alone_inside_is_refused_on_all_ranks(tmp_path):
-    first, other = worlds.run(alone_inside, RANKS, str(tmp_path / "state"))
-    assert "on the main process only, and ranks have optimizer states of their own" in first
-    assert "on the main process only, and ranks have optimizer states of their own" in other
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_optimizer_states_of_another_number_are_damage(tmp_path, count):
-    optimizers = [object()]
-    saved = SavedTrees(
-        tmp_path, {"optimizer_0": {"state": {}}}, {}, {"optimizers": [{}] * count}, rank=0, ranks=2, saved_by=2,
-        saved_ranks=(0, 1), world_size=2, groups=frozenset({"optimizers"}), of_rank=lambda rank: {},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="zip"):  # which the load names with the checkpoint
-        LocalOptimizerStates(Accelerator().strategy.states, LocalCopies(), optimizers, []).read(saved)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_optimizer_states_of_each_rank_are_for_the_same_ranks(tmp_path, caplog, ranks):
-    saved = SavedTrees(
-        tmp_path, {"optimizer_0": {"state": {"weight": 0}}}, {}, {"optimizers": [{"weight": 1}]}, rank=1, ranks=ranks,
-        saved_by=2, saved_ranks=(0, 1), world_size=2, groups=frozenset({"optimizers"}), of_rank=lambda rank: {},
-    )  # fmt: skip
-    states, optimizers = Accelerator().strategy.states, [object()]
-    taken = LocalOptimizerStates(states, LocalCopies(), optimizers, []).read(saved)
-    OptimizerStates(states, optimizers, [], []).read(saved)
-    assert taken is (ranks == 2)
-    assert saved.shared["optimizer_0"]["state"] == {"weight": int(taken)}
-    assert ("2 ranks, which they trained for themselves; 3 ranks continue" in caplog.text) is not taken
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("moment", ["first", "stepped", "averaged"])
+def test_a_save_inside_is_refused_on_all_ranks(tmp_path, alone, moment):
+    for found in worlds.run(saved_inside, RANKS, str(tmp_path / "state"), alone, moment):
+        assert "ranks train copies of Sequential inside LocalSGD" in found
+        assert "Save after the context" in found
+    assert not (tmp_path / "state").exists()
 
 
 def own_buffers():

@@ -38,12 +38,6 @@ class ZeroRedundancyStates(DDPStates):
 
     strategy: ZeroRedundancyStrategy
 
-    def replicated_optimizers(
-        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
-    ) -> list[int]:
-        """None: each rank has the states of its own parameters."""
-        return []
-
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
     ) -> Any:
@@ -87,13 +81,11 @@ class ZeroRedundancyStrategy(DDPStrategy):
     """
 
     name: ClassVar[str] = "zero_redundancy"
+    # A rank that is out of data, or trains a copy of its own, does not step, and the others wait for its parameters.
     capabilities: ClassVar[Capabilities] = replace(
-        DDPStrategy.capabilities, dimensions=frozenset({"dp_replicate"})
+        DDPStrategy.capabilities, dimensions=frozenset({"dp_replicate"}), separate_steps=False
     )
     adapter = ZeroRedundancyStates
-    # A rank that is out of data, or trains a copy of its own, does not step, and the others wait for its parameters.
-    join = None  # type: ignore[assignment]
-    check_local = None  # type: ignore[assignment]
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)

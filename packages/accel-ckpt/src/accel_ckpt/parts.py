@@ -132,6 +132,11 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters of a module that are ``DTensor``s, by name."""
+    return {name: found for name, found in model.named_parameters() if hasattr(found, "full_tensor")}
+
+
 def is_divided(value: object) -> TypeGuard[Leaf]:
     """Whether a leaf may be divided among ranks: a ``DTensor``, a part, or parts of one tensor."""
     if isinstance(value, torch.Tensor):
@@ -215,7 +220,9 @@ def fsdp_modules(model: nn.Module) -> Iterator[Any]:
     """The modules of a model that ``fully_shard`` has divided."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
     if fsdp is not None:
-        yield from (module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                yield module
 
 
 def fsdp_groups(module: Any) -> list[Any]:

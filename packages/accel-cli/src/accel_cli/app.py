@@ -17,9 +17,10 @@ import typer
 from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.__about__ import __version__
-from accel_cli.colors import colors_for
-from accel_cli.dialect import App, Group, UsageError, describe_usage_error
-from accel_cli.help_pages import help_page
+from accel_cli.completion import VARIABLE
+from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
+from accel_cli.help_pages import write_rows
+from accel_state.host.colors import colors_for
 from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
@@ -30,112 +31,57 @@ class Entry(NamedTuple):
 
     Attributes:
         topic: heading in ``accel --help``.
-        module: has an ``App`` named ``app``.
         summary: one line for ``accel --help``.
     """
 
     topic: str
-    module: str
     summary: str
 
 
 COMMANDS: dict[str, Entry] = {
-    "config": Entry(
-        "start",
-        "accel_cli.commands.config",
-        "Write, show, change and check the file that launch reads.",
-    ),
-    "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
-    "tpu-config": Entry(
-        "start",
-        "accel_cli.commands.tpu_config",
-        "Run commands on all machines of a TPU pod.",
-    ),
+    "config": Entry("start", "Write, show, change and check the file that launch reads."),
+    "launch": Entry("start", "Start a script on one or many processes."),
+    "tpu-config": Entry("start", "Run commands on all machines of a TPU pod."),
     "rehearse": Entry(
-        "plan",
-        "accel_cli.commands.rehearse",
-        "Simulate one rank of a larger run on this machine, and report what would fail.",
+        "plan", "Simulate one rank of a larger run on this machine, and report what would fail."
     ),
-    "plan": Entry(
-        "plan", "accel_cli.commands.plan", "Show which strategies fit a model into the memory of devices."
-    ),
-    "estimate-memory": Entry(
-        "plan",
-        "accel_cli.commands.estimate_memory",
-        "Estimate the memory to load, train and run a model.",
-    ),
-    "doctor": Entry(
-        "look",
-        "accel_cli.commands.doctor",
-        "Find what would stop or slow a training run: machine, network, ranks.",
-    ),
-    "test": Entry(
-        "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."
-    ),
-    "env": Entry(
-        "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
-    ),
-    "runs": Entry(
-        "look", "accel_cli.commands.runs", "List the runs in a folder of logs: state, checkpoint, last lines."
-    ),
-    "completion": Entry(
-        "look", "accel_cli.commands.completion", "Print the script that completes accel in a shell."
-    ),
-    "migrate": Entry(
-        "convert",
-        "accel_cli.commands.migrate",
-        "Rewrite scripts of Accelerate or plain PyTorch for this library.",
-    ),
-    "to-fsdp2": Entry(
-        "convert",
-        "accel_cli.commands.to_fsdp2",
-        "Convert a configuration file from FSDP version 1 to 2.",
-    ),
-    "merge-weights": Entry(
-        "convert",
-        "accel_cli.commands.merge_weights",
-        "Merge a sharded checkpoint into plain files of weights.",
-    ),
+    "plan": Entry("plan", "Show which strategies fit a model into the memory of devices."),
+    "estimate-memory": Entry("plan", "Estimate the memory to load, train and run a model."),
+    "doctor": Entry("look", "Find what would stop or slow a training run: machine, network, ranks."),
+    "test": Entry("look", "Check the configured world: collectives, data, training, saving."),
+    "env": Entry("look", "Show versions, devices and the configuration, for bug reports."),
+    "runs": Entry("look", "List the runs in a folder of logs: state, checkpoint, last lines."),
+    "completion": Entry("look", "Print the script that completes accel in a shell."),
+    "migrate": Entry("convert", "Rewrite the imports and commands of Accelerate's scripts for this library."),
+    "to-fsdp2": Entry("convert", "Convert a configuration file from FSDP version 1 to 2."),
+    "merge-weights": Entry("convert", "Merge a sharded checkpoint into plain files of weights."),
 }
-"""Every command, by its name."""
+"""Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
 
-OTHER_NAMES = {
-    "check": "test",
-    "diagnose": "doctor",
-    "ds-report": "doctor",
-    "sanity-check": "test",
-    "selftest": "test",
-    "run": "launch",
-    "torchrun": "launch",
-    "start": "launch",
-    "configure": "config",
-    "init": "config",
-    "setup": "config",
-    "simulate": "rehearse",
-    "info": "env",
-    "history": "runs",
-    "logs": "runs",
-    "status": "runs",
-    "collect-env": "env",
-    "version": "--version",
-    "consolidate": "merge-weights",
-    "merge": "merge-weights",
-    "zero-to-fp32": "merge-weights",
-    "fsdp2": "to-fsdp2",
-    "tpu": "tpu-config",
-    "estimate": "estimate-memory",
-    "memory": "estimate-memory",
+_OTHERS = {
+    "test": "check sanity-check selftest",
+    "doctor": "diagnose ds-report",
+    "launch": "run torchrun start",
+    "config": "configure init setup",
+    "rehearse": "simulate",
+    "env": "info collect-env",
+    "runs": "history logs status",
+    "--version": "version",
+    "merge-weights": "consolidate merge zero-to-fp32",
+    "to-fsdp2": "fsdp2",
+    "tpu-config": "tpu",
+    "estimate-memory": "estimate memory",
 }
+OTHER_NAMES = {other: name for name, others in _OTHERS.items() for other in others.split()}
 """Names of other tools' commands, with the equivalent command of ours."""
 
 _USAGE = 2
 _FAILURE = 1
 _CUT_OFF = 141
 """128 + SIGPIPE, as shells report for programs whose reader closed the pipe."""
-_COMPLETING = "_ACCEL_COMPLETE"
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """The commands of the table; each module is imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -146,7 +92,8 @@ class LazyGroup(Group):
         """The command with this name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name].module).app)
+        module = importlib.import_module(f"accel_cli.commands.{cmd_name.replace('-', '_')}")
+        command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command
 
@@ -157,9 +104,11 @@ class LazyGroup(Group):
             ctx.fail(_unknown(name))
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page of ``accel --help``."""
-        formatter.write(_help())
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the tables of commands, one for each topic."""
+        for topic in dict.fromkeys(entry.topic for entry in COMMANDS.values()):
+            rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
+            write_rows(formatter, topic, rows)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
@@ -220,16 +169,10 @@ def _main(words: list[str]) -> int:
     root: Any = typer.main.get_command(app)
     from accel_state.environment import snapshot
 
-    if _COMPLETING in snapshot():
-        from accel_cli.completion import answer
-
-        answered = answer(snapshot(), lambda: root)
-        if answered is not None:
-            return answered
+    if VARIABLE in snapshot():  # set by a shell whose completion is Typer's
         return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
-        sys.stdout.write(_help())
-        return _FAILURE
+        return _main(["--help"]) or _FAILURE
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
@@ -239,7 +182,7 @@ def _main(words: list[str]) -> int:
     try:
         if name in COMMANDS:
             # Without the root's own options, which Typer converts with pydantic: 50 ms and 14 MB in every launcher.
-            top = typer.Context(root, info_name="accel")
+            top = typer.Context(root, info_name="accel", **CONTEXT)
             command = root.get_command(top, name)
             with command.make_context(name, words[1:], parent=top) as context:
                 code = command.invoke(context)
@@ -256,23 +199,6 @@ def _main(words: list[str]) -> int:
     except AccelError as error:
         return _complain(who, str(error), error.exit_code)
     return code if type(code) is int else 0
-
-
-def _help() -> str:
-    topics: dict[str, list[tuple[str, str]]] = {}
-    for name, entry in COMMANDS.items():
-        topics.setdefault(entry.topic, []).append((name, entry.summary))
-    options = [
-        ("-V, --version", "Print the version."),
-        ("--install-completion", "Install completion for the current shell."),
-        ("--show-completion", "Print the completion script of the current shell."),
-        ("-h, --help", "Show this help; accel COMMAND --help shows that of a command."),
-    ]
-    return help_page(
-        "accel COMMAND ...",
-        "Configure, launch and inspect PyTorch training.",
-        [*topics.items(), ("options", options)],
-    )
 
 
 def _unknown(name: str) -> str:

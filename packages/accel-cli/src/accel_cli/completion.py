@@ -7,6 +7,7 @@ answers other shells.
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,20 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
+__all__ = ["VARIABLE", "CompletionItem", "answer", "complete", "complete_flags"]
 
 VARIABLE = "_ACCEL_COMPLETE"
 """The variable that Typer's scripts set, to ``complete_SHELL``."""
 
-_LAUNCH_OWN = {
-    "--config_file": "Configuration file to read.",
-    "--as_accelerate": "Let this library answer `import accelerate`.",
-    "--help": "Show help; a topic may follow.",
-    "--help-all": "Show all flags.",
-}
 
-
-class Item(NamedTuple):
+class CompletionItem(NamedTuple):
     """A possible completion of the word at the cursor.
 
     Attributes:
@@ -67,7 +61,9 @@ def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | 
     return 0
 
 
-def complete(words: Sequence[str], incomplete: str, application: Callable[[], Any]) -> list[Item] | None:
+def complete(
+    words: Sequence[str], incomplete: str, application: Callable[[], Any]
+) -> list[CompletionItem] | None:
     """The possible completions of the word at the cursor.
 
     Args:
@@ -79,18 +75,23 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         The possible words; None where a file name belongs.
     """
     if words and words[0] == "launch":
-        return complete_flags(words[1:], incomplete, _LAUNCH_OWN, ("--config_file",))
+        from accel_cli.launch_topics import OWN
+
+        return complete_flags(words[1:], incomplete, OWN)
     import typer
 
     command = application()
     context = typer.Context(command, info_name="accel")
     if not words and not incomplete.startswith("-"):  # without importing the commands
-        return [Item(found.value, found.help or "") for found in command.shell_complete(context, incomplete)]
+        return [
+            CompletionItem(found.value, found.help or "")
+            for found in command.shell_complete(context, incomplete)
+        ]
     rest = list(words)
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)
         if name.startswith("-"):
-            taken = _is_valued(command, context, name)
+            taken = _plain(name) in _valued(command.get_params(context))
             if taken and not rest:
                 return _complete_typer(command, context, [name], incomplete)
             rest = rest[taken:]
@@ -99,26 +100,26 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
         if command is None:
             return None
         context = typer.Context(command, parent=context, info_name=name)
-    own = getattr(command, "own_flags", None)
+    own = getattr(command, "own", None)
     if own is not None:
-        return complete_flags(rest, incomplete, own, command.own_values)
+        return complete_flags(rest, incomplete, own)
     return _complete_typer(command, context, rest, incomplete)
 
 
 def complete_flags(
-    words: Sequence[str], incomplete: str, own: Mapping[str, str], valued: Collection[str]
-) -> list[Item] | None:
+    words: Sequence[str], incomplete: str, own: Mapping[str, str]
+) -> list[CompletionItem] | None:
     """Flags of the schema with their values, until the script; then files.
 
     Args:
         words: the complete words after the command's name.
         incomplete: the word at the cursor; with ``--flag=`` in front if it was typed so.
-        own: flags of the command itself, with their help.
-        valued: those of them that take a value.
+        own: flags of the command itself, with the placeholder of a value that they take, and their help.
     """
     from accel_state.config.schema import plain_flag
 
-    taking = {plain_flag(flag) for flag in valued}
+    taking = {plain_flag(flag.partition(" ")[0]) for flag in own if " " in flag}
+    own = {flag.partition(" ")[0]: text for flag, text in {"--help": "Show this help.", **own}.items()}
     typed = _open_flag(words, own, taking)
     if typed is None:
         return None  # the script and its arguments
@@ -126,7 +127,7 @@ def complete_flags(
     if typed == "--help":
         from accel_cli.launch_topics import TOPICS
 
-        return _starting([Item(name, text) for name, text in TOPICS.items()], incomplete)
+        return _starting([CompletionItem(name, text) for name, text in TOPICS.items()], incomplete)
     if typed and not (_takes_value(typed, taking) == "maybe" and incomplete.startswith("-")):
         found = _values(typed, incomplete)
         return None if not found and _takes_value(typed, taking) == "maybe" else found
@@ -134,7 +135,9 @@ def complete_flags(
         return None
     if equals:
         values = _values(flag, start)
-        return None if values is None else [Item(f"{flag}={item.value}", item.help) for item in values]
+        return (
+            None if values is None else [CompletionItem(f"{flag}={item.value}", item.help) for item in values]
+        )
     return list(_flags(incomplete, own))
 
 
@@ -206,7 +209,7 @@ def _option(flag: str) -> Any:
     return found
 
 
-def _values(flag: str, start: str) -> list[Item] | None:
+def _values(flag: str, start: str) -> list[CompletionItem] | None:
     """The choices of a flag; None if it takes a file; empty if only the user knows its value."""
     from accel_state.config.option_types import Bool, BoolOrName
     from accel_state.config.schema import plain_flag
@@ -221,10 +224,10 @@ def _values(flag: str, start: str) -> list[Item] | None:
         words = ["true", "false", *words]
     if not words and _names_a_file(bound.path):
         return None
-    return _starting([Item(word) for word in words], start)
+    return _starting([CompletionItem(word) for word in words], start)
 
 
-def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
+def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[CompletionItem]:
     """Flags that begin so, in the spelling that the user began; after ``--no-`` also the denials."""
     from accel_state.config.option_types import Bool, BoolOrName
 
@@ -232,14 +235,14 @@ def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
     for name, text in _known_flags(own):
         shown = _spelled(name, incomplete[2:])
         if shown.startswith(incomplete):
-            yield Item(shown, text)
+            yield CompletionItem(shown, text)
         if denies and name not in own and name.startswith("--"):
             bound = _option(name)
             denied = incomplete[:5] + _spelled(name, incomplete[5:])[2:]
             if denied.startswith(incomplete) and (
                 bound is None or isinstance(bound.option_type, Bool | BoolOrName)
             ):
-                yield Item(denied, f"Turn {name} off.")
+                yield CompletionItem(denied, f"Turn {name} off.")
 
 
 def _spelled(flag: str, like: str) -> str:
@@ -264,30 +267,38 @@ def _known_flags(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
                 yield flag, bound.about.help
 
 
-def _starting(items: list[Item], start: str) -> list[Item]:
+def _starting(items: list[CompletionItem], start: str) -> list[CompletionItem]:
     return [item for item in items if item.value.lower().startswith(start.lower())]
 
 
-def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete: str) -> list[Item] | None:
+def _complete_typer(
+    command: Any, context: Any, words: Sequence[str], incomplete: str
+) -> list[CompletionItem] | None:
     """Subcommands, flags and choices of a command made of Typer's parameters."""
-    options = [param for param in command.get_params(context) if param.param_type_name == "option"]
+    params = command.get_params(context)
     if incomplete.startswith("-"):
         flags = [
-            Item(flag, param.help or "")
-            for param in options
+            CompletionItem(_spelled(flag, incomplete[2:]), param.help or "")
+            for param in params
+            if param.param_type_name == "option"
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--") or len(incomplete) == 1
         ]
-        spelled = [Item(_spelled(item.value, incomplete[2:]), item.help) for item in flags]
-        return [item for item in spelled if item.value.startswith(incomplete)]
-    for param in options:
-        if words and not param.is_flag and any(_plain(flag) == _plain(words[-1]) for flag in param.opts):
-            return _of_kind(command, param, incomplete)
+        return [item for item in flags if item.value.startswith(incomplete)]
+    valued = _valued(params)
+    last = _plain(words[-1]) if words else ""
+    if last in valued:
+        return _of_kind(command, valued[last], incomplete)
     if hasattr(command, "get_command"):
         names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
-        return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
-    arguments = [param for param in command.get_params(context) if param.param_type_name == "argument"]
-    at = _arguments_in(words, options)
+        return [
+            CompletionItem(name, command.get_command(context, name).get_short_help_str(200)) for name in names
+        ]
+    arguments = [param for param in params if param.param_type_name == "argument"]
+    at = sum(
+        not word.startswith("-") and _plain(before) not in valued
+        for before, word in itertools.pairwise(["", *words])
+    )
     if at >= len(arguments):
         return None if arguments and arguments[-1].nargs == -1 else []
     found = getattr(command, "complete_argument", None)
@@ -296,37 +307,24 @@ def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete
     return _of_kind(command, arguments[at], incomplete)
 
 
-def _arguments_in(words: Sequence[str], options: Sequence[Any]) -> int:
-    """How many arguments a command line has already."""
-    valued = {_plain(flag) for param in options if not param.is_flag for flag in param.opts}
-    before = ["", *words]
-    return sum(
-        not word.startswith("-") and _plain(last) not in valued
-        for last, word in zip(before, words, strict=False)
-    )
-
-
-def _is_valued(command: Any, context: Any, flag: str) -> bool:
-    """Whether a value follows a flag of a group of commands."""
-    return any(
-        not param.is_flag and _plain(flag) in map(_plain, param.opts)
-        for param in command.get_params(context)
-        if param.param_type_name == "option"
-    )
+def _valued(params: Sequence[Any]) -> dict[str, Any]:
+    """The options that a value follows, by their flags."""
+    options = [param for param in params if param.param_type_name == "option" and not param.is_flag]
+    return {_plain(flag): param for param in options for flag in param.opts}
 
 
 def _plain(flag: str) -> str:
     return flag.replace("-", "_")
 
 
-def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
+def _of_kind(command: Any, param: Any, incomplete: str) -> list[CompletionItem] | None:
     """The completions of a parameter's value: its choices; None for a file; empty where only the user knows it."""
     choices = getattr(command, "choices", {})  # a group has none
     if param.name in choices:
-        return _starting([Item(word) for word in choices[param.name]], incomplete)
+        return _starting([CompletionItem(word) for word in choices[param.name]], incomplete)
     kind = param.type_descriptor.annotation
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _starting([Item(str(choice.value)) for choice in kind], incomplete)
+        return _starting([CompletionItem(str(choice.value)) for choice in kind], incomplete)
     if kind in (int, float):
         return []
     return None if kind is Path or param.param_type_name == "argument" or _names_a_file(param.name) else []
@@ -372,7 +370,7 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _for_zsh(items: list[Item] | None) -> str:
+def _for_zsh(items: list[CompletionItem] | None) -> str:
     """A command for zsh, which runs the answer."""
     if items is None:
         return "_files"

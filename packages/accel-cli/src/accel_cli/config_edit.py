@@ -6,14 +6,16 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from accel_cli.completion import Item
+from accel_cli.completion import CompletionItem
+from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.config_show import mistakes_of
 from accel_cli.dialect import App, Command
-from accel_cli.yaml_edits import edit_mapping
+from accel_cli.render import as_text
+from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, find_default, parse_text, read_text, write_text
 from accel_state.config.fsdp_conversion import Change
 from accel_state.config.launch import LaunchConfig
@@ -22,7 +24,7 @@ from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, Schema, schema_of, unknown
 from accel_state.environment import snapshot
-from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.errors import ConfigError
 
 __all__ = ["KeyCommand", "add_commands", "keys", "values"]
 
@@ -33,24 +35,20 @@ _Key = Annotated[
         help="The key as in the file, such as num_processes; with a dot inside a section: fsdp_config.fsdp_version."
     ),
 ]
-_FileOption = Annotated[
-    str | None,
-    typer.Option("--config_file", help="The file; by default the one that accel launch reads."),
-]
 
 
 class KeyCommand(Command):
     """A command whose arguments are a key of a configuration file, and its value."""
 
-    def complete_argument(self, name: str, before: str) -> Iterator[Item]:
+    def complete_argument(self, name: str, before: str) -> Iterator[CompletionItem]:
         """The completions of an argument; ``before`` is the word in front of it."""
         if name == "key":
-            yield from (Item(key, text) for key, text in keys())
+            yield from (CompletionItem(key, text) for key, text in keys())
             return
         bound = values(before)
         if bound is not None:
             truth = ("true", "false") if isinstance(bound.option_type, Bool | BoolOrName) else ()
-            yield from (Item(word) for word in (*truth, *bound.about.choices))
+            yield from (CompletionItem(word) for word in (*truth, *bound.about.choices))
 
 
 def add_commands(app: App) -> None:
@@ -61,21 +59,21 @@ def add_commands(app: App) -> None:
 
 def get(
     key: _Key,
-    config_file: _FileOption = None,
+    config_file: FileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the value as JSON.")] = False,
 ) -> int:
     """Print the value of one key of a configuration file; for a section, all its keys.
 
     If the file does not have the key, the default is printed. Without a default the exit code is 1.
     """
-    path = _file(config_file)
+    path = file_to_read(config_file)
     data = parse_text(read_text(path), path)
     known = _schema(data)
     if key in known.file_keys or key == _KIND:
         value = data.get(key)
     else:
         bound = _option(known, key)
-        value = _in(data, bound)
+        value = _table(data, bound).get(_name(data, bound))
         if value is None and bound.default is not None:
             value = bound.option_type.dump(bound.default)
     if value is None:
@@ -84,16 +82,16 @@ def get(
     if as_json:
         typer.echo(json.dumps(value))
     elif isinstance(value, Mapping):
-        typer.echo("\n".join(f"{name}: {_text(item)}" for name, item in value.items()))
+        typer.echo("\n".join(f"{name}: {as_text(item)}" for name, item in value.items()))
     else:
-        typer.echo(_text(value))
+        typer.echo(as_text(value))
     return 0
 
 
 def set_(
     key: _Key,
     value: Annotated[str, typer.Argument(help="The new value; '' removes the key from the file.")],
-    config_file: _FileOption = None,
+    config_file: FileOption = None,
 ) -> None:
     """Change one key of a configuration file; comments, order and all other lines stay.
 
@@ -103,22 +101,24 @@ def set_(
     text = read_text(path) if path.exists() else ""
     data = parse_text(text, path)
     known = _schema(data)
-    if key == _KIND or key in known.file_keys:
-        what = (
-            "the kind of file"
-            if key == _KIND
-            else "a section; set one of its keys, such as " + _example(known, key)
-        )
-        raise ConfigError(f"{key} is {what}" + ("; accel config makes another file" if key == _KIND else ""))
+    if key == _KIND:
+        raise ConfigError(f"{key} is the kind of file; accel config makes another file")
+    if key in known.file_keys:
+        raise ConfigError(f"{key} is a section; set one of its keys, such as {_example(known, key)}")
     bound = _option(known, key)
     new = _parsed(bound, key, value)
-    before, name = _in(data, bound), _name(data, bound, key)
+    name = _name(data, bound)
+    full = name if bound.file_key is None else f"{bound.file_key}.{name}"
+    before = _table(data, bound).get(name)
     changed = _changed(data, bound, name, new)
     if changed == data and path.exists():
-        typer.echo(f"{path}: {name} is {_shown(before)} already")
+        typer.echo(f"{path}: {full} is {_shown(before)} already")
         return
-    write_text(path, _edited(text, path, bound, name, before, new, changed))
-    typer.echo(f"{path}: {name}: {_shown(before)} -> {_shown(new)}")
+    what: Literal["drop", "set", "add"] = (
+        "drop" if new is None else "set" if name in _table(data, bound) else "add"
+    )
+    write_text(path, _edited(text, path, bound, Change(name, what, before, name, new), changed))
+    typer.echo(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
     for error in mistakes_of(path)[1]:
         typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
 
@@ -143,26 +143,13 @@ def values(key: str) -> BoundOption | None:
     return None
 
 
-def _file(config_file: str | None) -> Path:
-    if config_file is not None:
-        return Path(config_file).expanduser()
-    environ = snapshot()
-    found = find_default(environ)
-    if found is None:
-        raise ConfigNotFoundError(
-            f"there is no configuration file {default_path(environ)}; name one with --config_file, or write it with "
-            "accel config"
-        )
-    return found.path
-
-
 def _own_file(config_file: str | None) -> Path:
     """The file to change, which is never Accelerate's."""
     environ = snapshot()
     ours = default_path(environ)
     path = ours if config_file is None else Path(config_file).expanduser()
     found = find_default(environ) if config_file is None else None
-    theirs = path.resolve().parent == (ours.parent.parent / "accelerate").resolve()
+    theirs = is_accelerates(path)
     if theirs or (found is not None and found.foreign):
         whose = path if theirs or found is None else found.path
         raise ConfigError(
@@ -194,19 +181,15 @@ def _option(known: Schema, key: str) -> BoundOption:
     raise unknown(key, [bound.file_path for bound in known.options if bound.keys], "key")
 
 
-def _in(data: Mapping[str, Any], bound: BoundOption) -> Any:
-    """The value of an option in a file, whichever of its keys the file has."""
+def _table(data: Mapping[str, Any], bound: BoundOption) -> Mapping[str, Any]:
+    """The mapping of a file that has an option; empty if the file has none."""
     table = data if bound.file_key is None else data.get(bound.file_key)
-    if not isinstance(table, Mapping):
-        return None
-    return next((table[name] for name in bound.keys if name in table), None)
+    return table if isinstance(table, Mapping) else {}
 
 
-def _name(data: Mapping[str, Any], bound: BoundOption, key: str) -> str:
-    """The full key that the file has, or that it is going to have."""
-    table = (data if bound.file_key is None else data.get(bound.file_key)) or {}
-    name = next((name for name in bound.keys if name in table), bound.keys[0])
-    return name if bound.file_key is None else f"{bound.file_key}.{name}"
+def _name(data: Mapping[str, Any], bound: BoundOption) -> str:
+    """The key that the file has in that mapping, or that it is going to have."""
+    return next((name for name in bound.keys if name in _table(data, bound)), bound.keys[0])
 
 
 def _parsed(bound: BoundOption, key: str, text: str) -> Any:
@@ -221,13 +204,10 @@ def _parsed(bound: BoundOption, key: str, text: str) -> Any:
     return None if value is None else bound.option_type.dump(value)
 
 
-def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -> dict[str, Any]:
+def _changed(data: Mapping[str, Any], bound: BoundOption, name: str, new: Any) -> dict[str, Any]:
     """The file's data with the new value; None removes the key."""
-    name = full.rpartition(".")[2] if bound.file_key else full
-    table = dict(data if bound.file_key is None else data.get(bound.file_key) or {})
-    if new is None:
-        table.pop(name, None)
-    else:
+    table = {key: value for key, value in _table(data, bound).items() if key != name or new is not None}
+    if new is not None:
         table[name] = new
     if bound.file_key is None:
         return table
@@ -236,50 +216,22 @@ def _changed(data: Mapping[str, Any], bound: BoundOption, full: str, new: Any) -
     return {**data, bound.file_key: table or None}
 
 
-def _edited(
-    text: str, path: Path, bound: BoundOption, full: str, before: Any, new: Any, changed: Mapping[str, Any]
-) -> str:
+def _edited(text: str, path: Path, bound: BoundOption, change: Change, changed: Mapping[str, Any]) -> str:
     """The text with the change; the whole file is replaced only where that cannot be done in its lines."""
     import yaml
 
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return json.dumps(changed, indent=2) + "\n"
-    if not text:
+    if not text and path.suffix != ".json":
         start = {_KIND: LaunchConfig.compute_environment}
         return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
-    name = full.rpartition(".")[2] if bound.file_key else full
-    is_there = before is not None or _has(text, path, bound, name)
-    change = Change(name, "drop" if new is None else "set", before, name, new)
-    if not is_there:
-        change = Change(name, "add", None, name, new)
-    edited = edit_mapping(text, bound.file_key, [change])
-    if edited is not None and parse_text(edited, path) == changed:
-        return edited
-    if "#" in text:
-        sys.stderr.write(
-            f"note: comments of {path} are not kept, because it is not written one option a line\n"
-        )
-    return str(yaml.safe_dump(dict(changed), sort_keys=False, allow_unicode=True))
-
-
-def _has(text: str, path: Path, bound: BoundOption, name: str) -> bool:
-    """Whether the file has the key, without a value."""
-    data = parse_text(text, path)
-    table = data if bound.file_key is None else data.get(bound.file_key)
-    return isinstance(table, Mapping) and name in table
+    edited, notes = rewritten(text, path, bound.file_key, [change], changed)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    return edited
 
 
 def _example(known: Schema, section: str) -> str:
     return next(bound.file_path for bound in known.options if bound.file_key == section and bound.keys)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, str | int | float) else json.dumps(value)
-
-
 def _shown(value: Any) -> str:
-    if value is None:
-        return "(not set)"
-    return _text(value)
+    return "(not set)" if value is None else as_text(value)

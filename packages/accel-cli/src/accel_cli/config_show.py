@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
+from accel_cli.config_files import file_to_read
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page
-from accel_cli.render import folded
+from accel_cli.render import as_text, folded
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
-from accel_state.config.files import FileLayer, default_path, find_default, find_mistakes
-from accel_state.config.flags import parse_flags
+from accel_state.config.files import FileLayer, default_path, find_mistakes
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
 from accel_state.config.sources import Origin, Source
 from accel_state.environment import snapshot
-from accel_state.errors import AccelError, ConfigNotFoundError
+from accel_state.errors import AccelError
+from accel_state.host.colors import Colors, colors_for
 from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]
-
-_OWN = {"config_file": True, "origin": False, "json": False, "help": False, "-h": False}
 
 
 class ShowCommand(SchemaCommand):
     """The command of ``accel config show``."""
 
-    own_flags = {
-        "--origin": "Show where each value comes from.",
+    own = {
+        "--config_file FILE": "Configuration file to read; by default the one that accel launch reads.",
+        "--origin": "Show where each value comes from: a line of the file, a variable, a flag, or the default.",
         "--json": "Print JSON.",
-        "--config_file": "Configuration file to read.",
-        "--help": "Show help.",
     }
 
 
@@ -60,16 +56,17 @@ class EffectiveOption(NamedTuple):
 
 def add_commands(app: App) -> None:
     """Add ``show`` and ``validate`` to ``accel config``."""
-    app.command("show", cls=ShowCommand)(show)
+    app.command("show", cls=ShowCommand, epilog="accel launch --help-all lists the flags.")(show)
     app.command("validate")(validate)
 
 
 def show(context: typer.Context) -> int:
-    """Show the configuration that a launch with these flags would use."""
-    flags = parse_flags(context.args, _OWN)
-    if not {"help", "-h"}.isdisjoint(flags.others):
-        sys.stdout.write(_show_help())
-        return 0
+    """Show the configuration that accel launch would use with the same flags.
+
+    That is the defaults, then the file, then the environment, then the flags. A script after the flags is ignored, so
+    launch can be replaced by config show.
+    """
+    flags = ShowCommand.read(context.args)
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
     origins = "origin" in flags.others
@@ -91,7 +88,7 @@ def validate(
 ) -> int:
     """Check a configuration file, and report all mistakes in it."""
     named = file or config_file
-    path = _default_file() if named is None else Path(named)
+    path = file_to_read(named)
     layer, errors = mistakes_of(path)
     notes = list(layer.notes) if layer is not None else []
     if layer is not None and not errors:
@@ -159,16 +156,6 @@ def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
     return layer, errors
 
 
-def _default_file() -> Path:
-    environ = snapshot()
-    found = find_default(environ)
-    if found is None:
-        raise ConfigNotFoundError(
-            f"there is no configuration file {default_path(environ)}; name one, or write it with accel config"
-        )
-    return found.path
-
-
 def _on_this_machine(path: Path) -> list[str]:
     """Problems with the file on this machine, which may not be the machine that it is for."""
     from accel_state.launching.hardware import find_accelerators
@@ -206,7 +193,7 @@ def _as_data(resolved: Resolved, origins: bool) -> dict[str, Any]:
 
 def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) -> str:
     rows = list(effective_options(resolved))
-    texts = [_text(row) for row in rows]
+    texts = ["(unset)" if row.value is None else as_text(row.value) for row in rows]
     wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
     file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
     shown = "\n# ".join(folded(file).split("\n")) if sys.stdout.isatty() else file
@@ -220,30 +207,3 @@ def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) ->
         where = colors("dim", str(row.source)) if unset else str(row.source)
         lines.append(f"{name}  {text:<{wider}}  {where}")
     return "\n".join(lines) + "\n"
-
-
-def _text(option: EffectiveOption) -> str:
-    if option.value is None:
-        return "(unset)"
-    if isinstance(option.value, bool):
-        return "true" if option.value else "false"
-    return str(option.value) if isinstance(option.value, str | int | float) else json.dumps(option.value)
-
-
-def _show_help() -> str:
-    rows: Sequence[tuple[str, str]] = [
-        ("--config_file FILE", "Configuration file to read; by default the one that accel launch reads."),
-        (
-            "--origin",
-            "Show where each value comes from: a line of the file, a variable, a flag, or the default.",
-        ),
-        ("--json", "Print JSON."),
-        ("-h, --help", "Show this help."),
-    ]
-    return help_page(
-        "accel config show [options] [flags of accel launch]",
-        "Show the configuration that accel launch would use with the same flags: defaults, then the file, then the "
-        "environment, then the flags. A script after the flags is ignored, so launch can be replaced by config show.",
-        [("options", rows)],
-        epilog="accel launch --help-all lists the flags.",
-    )

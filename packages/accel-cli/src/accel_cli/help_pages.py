@@ -1,21 +1,21 @@
-"""The layout of every help page: usage, description, and tables of names and explanations."""
+"""The width of help pages, and pages that are not made of Typer's parameters, written by its formatter."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from accel_cli.colors import Colors, colors_for
+import typer
 
-__all__ = ["Section", "help_page", "page_width"]
+__all__ = ["Section", "help_page", "page_width", "with_examples", "write_rows"]
 
 Section = tuple[str, Sequence[tuple[str, str]]]
 """A title, and rows of a name with its explanation."""
 
-_INDENT = 30
 _NARROW = 80
 """Below this width explanations are in the lines after their names."""
 
@@ -33,65 +33,47 @@ def page_width() -> int:
     return min(120, width or 100)
 
 
+def with_examples(text: str) -> str:
+    """The text, with the mark before indented paragraphs for which Typer keeps their lines."""
+    return re.sub(r"(^|\n\n)(?= )", "\\1\b\n", text)
+
+
+def write_rows(formatter: Any, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Write a table of names and explanations with Typer's formatter."""
+    with formatter.section(title):
+        formatter.write_dl(rows, col_max=28 if formatter.width >= _NARROW else 4)
+
+
 def help_page(
-    usage: str,
-    description: str,
+    command: str,
+    arguments: str,
+    about: str,
     sections: Iterable[Section],
     *,
     epilog: str = "",
-    width: int | None = None,
-    colors: Colors | None = None,
+    width: int | None,
 ) -> str:
     """One help page, ending with a line break.
 
     Args:
-        usage: the text after ``usage:``.
-        description: paragraphs separated by blank lines; indented paragraphs keep their lines.
+        command: the command.
+        arguments: what follows it in the line of its usage.
+        about: paragraphs separated by blank lines; indented paragraphs keep their lines.
         sections: titles with their rows.
-        epilog: paragraphs after the tables.
-        width: characters per line, by default ``page_width()``.
-        colors: by default those of standard output.
+        epilog: a paragraph after the tables.
+        width: characters per line; None: ``page_width()``.
     """
-    width = page_width() if width is None else width
-    colors = colors_for() if colors is None else colors
-    wrapped = _folded(f"usage: {usage}", width, "  ").removeprefix("usage:")
-    blocks = [f"{colors('bold', 'usage:')}{wrapped}\n"]
-    if description:
-        blocks.append(_paragraphs(description, width))
+    formatter = typer.Context.formatter_class(width=width or page_width())
+    formatter.write_usage(command, arguments)
+    _write_text(formatter, about)
     for title, rows in sections:
-        lines = "".join(_row(name, text, width, colors) for name, text in rows)
-        blocks.append(f"{colors('bold', f'{title}:')}\n{lines}")
-    if epilog:
-        blocks.append(_paragraphs(epilog, width))
-    return "\n".join(blocks)
+        write_rows(formatter, title, rows)
+    _write_text(formatter, epilog)
+    return str(formatter.getvalue())
 
 
-def _paragraphs(text: str, width: int) -> str:
-    wrapped = []
-    for paragraph in textwrap.dedent(text).strip("\n").split("\n\n"):
-        lines = paragraph.splitlines()
-        if any(line.startswith((" ", "\t")) for line in lines):
-            wrapped.append("\n".join(_folded(line, width, "      ") for line in lines))
-        else:
-            wrapped.append(_folded(" ".join(paragraph.split()), width, ""))
-    return "\n\n".join(wrapped) + "\n"
-
-
-def _folded(text: str, width: int, indent: str) -> str:
-    """The text in lines that end between words; those after the first are indented."""
-    if len(text) <= width:
-        return text
-    return textwrap.fill(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _row(name: str, text: str, width: int, colors: Colors) -> str:
-    indent = _INDENT if width >= _NARROW else 6
-    folded = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
-    lines = folded or [""]
-    first = f"  {name}"
-    shown = f"  {colors('cyan', name)}"
-    if len(first) < indent - 1:
-        shown += " " * (indent - len(first)) + lines.pop(0)
-    return "\n".join([shown.rstrip(), *(" " * indent + line for line in lines)]) + "\n"
+def _write_text(formatter: Any, text: str) -> None:
+    if text:
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(with_examples(text))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel_cli.colors import Colors
 from accel_cli.help_pages import Section, help_page
-from accel_cli.launch_topics import TOPICS
+from accel_cli.launch_topics import OWN, TOPICS
 from accel_state.config.option_types import Bool
 from accel_state.config.roots import complete_root
 from accel_state.config.sagemaker import SageMakerConfig
@@ -18,16 +17,16 @@ from accel_state.messages import did_you_mean
 
 __all__ = ["COMMON", "TOPICS", "launch_help"]
 
-_USAGE = "accel launch [flags] script.py [the script's own arguments]"
+_USAGE = ("accel launch", "[flags] script.py [the script's own arguments]")
 _INTRODUCTION = """\
 Start a script on one or many processes. Flags come before the script; everything after it is passed to the script. \
 In flags, dashes and underscores are equivalent. A flag takes precedence over its environment variable, which takes \
 precedence over the configuration file.
 """
 _EXAMPLES = """\
-  accel launch train.py                             all accelerators, or the CPU
+  accel launch train.py                             all accelerators
   accel launch --num_processes 4 train.py --lr 0.1  four processes
-  accel launch --cpu --num_processes 2 train.py     two processes on the CPU
+  accel launch --cpu --num_processes 2 train.py     two on the CPU
   accel launch --use_fsdp --mixed_precision bf16 -m project.train
 """
 
@@ -50,13 +49,12 @@ COMMON = (
 """Paths of the options on the first screen."""
 
 
-def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | None = None) -> str:
+def launch_help(topic: str = "", *, width: int | None = None) -> str:
     """A help page.
 
     Args:
         topic: a name in ``TOPICS``; ``all`` for every flag; empty for the flags that most people need.
         width: characters per line; by default the width of the terminal, at most 120.
-        colors: by default those of standard output.
 
     Raises:
         ConfigError: there is no such topic.
@@ -70,7 +68,7 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
     if not topic:
         by_path = schema_of(complete_root()).by_path
         rows = [
-            ("--config_file FILE", "Configuration file to read."),
+            ("--config_file FILE", OWN["--config_file FILE"]),
             *(_short(by_path[path]) for path in COMMON),
         ]
         rows.insert(
@@ -81,15 +79,15 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
             ("--help TOPIC", f"The flags of a topic: {', '.join(TOPICS)}."),
         ]
         sections: list[Section] = [("flags that most people need", rows), ("more", about)]
-        return help_page(_USAGE, f"{_INTRODUCTION}\n{_EXAMPLES}", sections, width=width, colors=colors)
+        return help_page(*_USAGE, f"{_INTRODUCTION}\n{_EXAMPLES}", sections, width=width)
     wanted = TOPICS if topic == "all" else [topic]
     sections = [(_title(name), list(_rows(name))) for name in wanted]
     described = _INTRODUCTION if topic == "all" else _SELECTED_BY.get(topic, "")
     return help_page(
-        _USAGE, described, [found for found in sections if found[1]],
+        *_USAGE, described, [found for found in sections if found[1]],
         epilog="In [brackets]: the environment variable, in upper case, and the key in a configuration file. Choices "
         "are read in any case.",
-        width=width, colors=colors,
+        width=width,
     )  # fmt: skip
 
 
@@ -111,13 +109,7 @@ def _options(topic: str) -> Iterator[BoundOption]:
 
 def _rows(topic: str) -> Iterator[tuple[str, str]]:
     if topic == "run":
-        yield "-h, --help [TOPIC]", "Show the flags that most people need, or those of a topic."
-        yield "--help-all", "Show all flags."
-        yield "--config_file FILE", "Configuration file to read."
-        yield (
-            "--as_accelerate",
-            "Let this library answer `import accelerate` in the script and in the modules it imports.",
-        )
+        yield from (("-h, --help [TOPIC]" if flag == "--help" else flag, text) for flag, text in OWN.items())
     for bound in _options(topic):
         yield _described(bound)
         for switch, (value, variable) in bound.about.switches.items():

@@ -12,16 +12,38 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from accel_bigmodel.errors import EstimateError
 from accel_state.environment import snapshot
 from accel_state.errors import MissingDependencyError
+from accel_state.messages import first_line
 from accel_state.whole_files import read_whole
 
-__all__ = ["LIBRARIES", "FoundModel", "ModelNotFoundError", "build_model", "find_model"]
+__all__ = [
+    "LIBRARIES", "FoundModel", "LibraryOption", "ModelArgument", "ModelNotFoundError", "TrustOption", "build_model",
+    "find_model",
+]  # fmt: skip
 
 LIBRARIES = ("transformers", "timm")
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
+    ),
+]
+LibraryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--library_name",
+        help="Library of the model, transformers or timm, if its configuration does not name it.",
+    ),
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
+]
 _CONFIG = "config.json"
 
 
@@ -229,7 +251,7 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
             with init_empty_weights(include_buffers=False):
                 return timm.create_model(source, pretrained=False)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
-            raise EstimateError(f"timm cannot build {found.name}: {_line(error)}") from error
+            raise EstimateError(f"timm cannot build {found.name}: {first_line(error).rstrip('.')}") from error
     if found.library != "transformers":
         raise EstimateError(f"library {found.library!r} is not known; known: {', '.join(LIBRARIES)}")
     transformers = _import("transformers", "models of transformers")
@@ -249,7 +271,9 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
         with init_empty_weights(include_buffers=False):
             return _make(transformers, config, found, trust_remote_code, torch.float32)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, RuntimeError) as error:
-        raise EstimateError(f"transformers cannot build {found.name}: {_line(error)}") from error
+        raise EstimateError(
+            f"transformers cannot build {found.name}: {first_line(error).rstrip('.')}"
+        ) from error
 
 
 def _is_known(transformers: Any, found: FoundModel) -> bool:
@@ -264,8 +288,3 @@ def _make(transformers: Any, config: Any, found: FoundModel, trust: bool, dtype:
     mapped = [name for name in found.settings.get("auto_map", {}) if name.startswith("AutoModel")]
     automatic = getattr(transformers, next((name for name in mapped if name != "AutoModel"), "AutoModel"))
     return automatic.from_config(config, dtype=dtype, trust_remote_code=trust)
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].rstrip(".")
-    return text or type(error).__name__

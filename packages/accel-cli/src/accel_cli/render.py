@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import shutil
 import sys
 import textwrap
@@ -9,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_cli.help_pages import page_width
+from accel_state.host.colors import Colors
 
-__all__ = ["folded", "indented", "show_facts", "show_table", "show_text"]
+__all__ = ["as_text", "difference", "folded", "indented", "show_facts", "show_table", "show_text"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -137,3 +140,28 @@ def indented(text: str, indent: str) -> str:
         break_long_words=False,  # paths and host names can be copied
         break_on_hyphens=False,
     )
+
+
+def as_text(value: Any) -> str:
+    """A value of a configuration as a file has it, on one line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def difference(before: str, after: str, names: tuple[str, str], colors: Colors, context: int = 3) -> str:
+    """A unified diff that ``patch`` reads, if it is not coloured.
+
+    Args:
+        before: the text before the change.
+        after: the text after it.
+        names: of their files.
+        colors: whether to colour it.
+        context: number of lines around each change.
+    """
+    found = []
+    for line in difflib.unified_diff(before.splitlines(True), after.splitlines(True), *names, n=context):
+        kind = {"+": "green", "-": "red", "@": "cyan"}.get(line[0])
+        text = line.rstrip("\n")
+        found.append((colors(kind, text) if kind else text) + "\n")
+        if not line.endswith("\n"):
+            found.append("\\ No newline at end of file\n")
+    return "".join(found)

@@ -2,38 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import typer
 from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.dialect import Command
+from accel_cli.help_pages import write_rows
+from accel_state.config.flags import ParsedFlags, parse_flags
 
 __all__ = ["SchemaCommand"]
 
 
 class SchemaCommand(Command):
-    """Leaves all words in ``context.args``; the function has ``accel_state.config.flags`` parse them.
+    """Leaves all words in ``context.args``; the function calls ``read`` with them.
 
     Attributes:
-        own_flags: flags of the command itself, with their dashes, and their help; for completion.
-        own_values: those of them that take a value.
+        usage: what follows the command's name in the line of its usage.
+        own: flags of the command itself, with the placeholder of a value that they take, and their help.
+        shared: flags of the schema that its help names too.
     """
 
-    own_flags: dict[str, str] = {}
-    own_values: tuple[str, ...] = ("--config_file",)
+    usage = "[flags of accel launch]"
+    own: Mapping[str, str] = {}
+    shared: Mapping[str, str] = {}
+
+    @classmethod
+    def taking(cls) -> dict[str, bool]:
+        """The command's own flags as ``parse_flags`` takes them: name, and whether a value follows."""
+        named = {flag.partition(" ")[0][2:]: " " in flag for flag in cls.own}
+        return named | {"help": False, "-h": False}
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> ParsedFlags:
+        """Parse the words after the command's name.
+
+        Raises:
+            ConfigError: a flag is wrong.
+        """
+        return parse_flags(words, cls.taking())
 
     def get_params(self, ctx: Any) -> list[Any]:
         """None: one Typer option per flag of the schema would cost 0.1 s at every start."""
         return []
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words for the function."""
+        """Keep the words for the function, or show help."""
         ctx.args = list(args)
+        if not ctx.resilient_parsing and any(word.startswith(("-h", "--h")) for word in args):
+            flags = self.read(args)
+            if not {"help", "-h", "help_all"}.isdisjoint(flags.others):
+                typer.echo(self.help_for(ctx, flags))
+                raise typer.Exit
         return args
+
+    def help_for(self, ctx: Any, flags: ParsedFlags) -> str:
+        """The help page that the flags ask for."""
+        return str(self.get_help(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after the command's name."""
+        return [self.usage]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's own flags, and those of the schema that matter most for it."""
+        rows = {**self.own, **self.shared, "-h, --help": "Show this help."}
+        write_rows(formatter, "Flags", rows.items())
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Flags, choices and topics, for shells that Typer answers itself (PowerShell)."""
         from accel_cli.completion import complete_flags
 
-        found = complete_flags(ctx.args, incomplete, self.own_flags, self.own_values)
+        found = complete_flags(ctx.args, incomplete, self.own)
         return [CompletionItem(item.value, help=item.help) for item in found or ()]

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from accel_state.config.files import parse_text
 from accel_state.config.fsdp_conversion import Change
 
-__all__ = ["edit_mapping"]
+__all__ = ["edit_mapping", "rewritten"]
 
 Span = tuple[int, int, str]
+
+
+def rewritten(
+    text: str, path: Path, key: str | None, changes: Sequence[Change], data: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """The text of a configuration file with changes in one mapping, and notes about what it does not keep.
+
+    JSON stays JSON. The whole text is replaced only where that cannot be done in its lines.
+
+    Args:
+        text: the text so far.
+        path: the file to write: JSON if it ends in ``.json``.
+        key: as for ``edit_mapping``.
+        changes: as for ``edit_mapping``.
+        data: the data with the changes.
+    """
+    import yaml
+
+    if path.suffix == ".json" or _is_json(text):
+        return json.dumps(data, indent=2) + "\n", []
+    edited = edit_mapping(text, key, changes)
+    if edited is not None and parse_text(edited, path) == data:
+        return edited, []
+    lost = (
+        ["comments of the file are not kept, because it is not written one option a line"]
+        if "#" in text
+        else []
+    )
+    return str(yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)), lost
+
+
+def _is_json(text: str) -> bool:
+    """JSON is YAML too: Accelerate writes it to files that end in .yaml."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def edit_mapping(text: str, key: str | None, changes: Iterable[Change]) -> str | None:

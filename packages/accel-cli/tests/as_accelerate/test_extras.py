@@ -10,7 +10,6 @@ from torch import nn
 
 from accel_cli.as_accelerate.extras import config, deepspeed, estimate, fsdp, launch
 from accel_cli.commands import launch as command
-from accel_state.config.flags import parse_flags
 from accel_state.environment import get, patch_environment
 from accel_train import Accelerator
 from testkit import worlds
@@ -36,7 +35,7 @@ def words(monkeypatch):
 )
 def test_argparse_reads_what_accel_launch_reads(given, words):
     launch.launch_command(launch.launch_command_parser().parse_args(given))
-    read, expected = (parse_flags(line, command._OWN) for line in (words, given))
+    read, expected = (command.LaunchCommand.read(line) for line in (words, given))
     assert (read.values, read.rest, read.others) == (expected.values, expected.rest, expected.others)
 
 

@@ -25,3 +25,9 @@ def test_bash_can_read_it(capsys):
 def test_another_shell_is_refused(capsys):
     assert main(["completion", "tcsh"]) == 2
     assert "expected one of bash, zsh, fish" in capsys.readouterr().err
+
+
+def test_without_a_shell_the_known_ones_are_named_on_one_line(capsys):
+    assert main(["completion"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Choose from: bash, zsh, fish; accel completion --help" in line

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from accel_cli import machine as machines
 from accel_cli.app import main
-from accel_cli.doctor import machine as machines
 
 
 @pytest.fixture(autouse=True)

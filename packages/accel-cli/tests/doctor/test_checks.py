@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from accel_cli.doctor.checks import examine
-from accel_cli.doctor.machine import Machine
+from accel_cli.machine import Machine
 
 GB = 10**9
 OURS = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 GOOD = Machine(
-    python=(3, 12), versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0"}, torch_cuda="12.8", accelerators=8,
+    versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0"}, torch_build="CUDA 12.8", usable=8,
     accelerator_files=8, driver="570.1", shared_memory=64 * GB, open_files=65536, cpus=64, memory=512 * GB,
     host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9,
     temporary_free=90 * GB,
@@ -36,8 +36,8 @@ def test_a_good_machine_has_no_findings():
     [
         ("packages", "problem", "series must be the same", {"versions": {**GOOD.versions, "accel-ckpt": "0.2.0"}}),
         ("torch", "problem", "2.9 or newer", {"versions": {**GOOD.versions, "torch": "2.8.0+cu126"}}),
-        ("accelerators", "problem", "build of torch for CUDA", {"accelerators": 0, "torch_cuda": ""}),
-        ("accelerators", "problem", "nvidia-smi", {"accelerators": 0}),
+        ("accelerators", "problem", "build of torch for CUDA", {"usable": 0, "torch_build": "the CPU"}),
+        ("accelerators", "problem", "nvidia-smi", {"usable": 0}),
         ("CPUs", "warning", "OMP_NUM_THREADS=2", {"cpu_quota": 2.0}),
         ("CPUs", "warning", "more than that", {"environ": {"OMP_NUM_THREADS": "128"}}),
         ("shared memory", "problem", "--shm-size", {"shared_memory": 64 * 2**20}),
@@ -59,18 +59,18 @@ def test_each_finding_has_a_status_and_a_way_out(topic, status, advice, changes)
 
 
 def test_devices_that_a_variable_hides_are_told():
-    hidden = bad(accelerators=0, environ={"CUDA_VISIBLE_DEVICES": ""})["accelerators"]
+    hidden = bad(usable=0, environ={"CUDA_VISIBLE_DEVICES": ""})["accelerators"]
     assert "CUDA_VISIBLE_DEVICES='' hides them" in hidden.found
-    fewer = dataclasses.replace(GOOD, accelerators=2, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
+    fewer = dataclasses.replace(GOOD, usable=2, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert any("2 of 8" in finding.found for finding in examine(fewer))
 
 
 def test_a_clock_that_is_years_behind():
     from accel_cli.doctor.checks import examine
-    from accel_cli.doctor.machine import Machine
+    from accel_cli.machine import Machine
 
     def status(clock):
-        findings = examine(Machine((3, 11), {}, clock=clock))
+        findings = examine(Machine(clock=clock))
         return {found.topic: found.status for found in findings}["clock"]
 
     assert status(86400.0) == "problem"

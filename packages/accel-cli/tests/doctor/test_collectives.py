@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 
 from accel_cli.doctor import collectives
-from accel_cli.doctor.collectives import COLLECTIVES, check_collective
-from accel_cli.doctor.names import NOT_IN_BACKEND
+from accel_cli.doctor.collectives import COLLECTIVES, NOT_IN_BACKEND, check_collective
 from testkit import worlds
 
 

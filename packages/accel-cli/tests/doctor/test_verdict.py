@@ -1,6 +1,6 @@
 """What is said of a world, from what its ranks found."""
 
-from accel_cli.doctor.names import NOT_IN_BACKEND
+from accel_cli.doctor.collectives import NOT_IN_BACKEND
 from accel_cli.doctor.verdict import judge
 
 

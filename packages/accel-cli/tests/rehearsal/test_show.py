@@ -1,8 +1,8 @@
 """The report of a rehearsal as text."""
 
-from accel_cli.colors import Colors
 from accel_cli.rehearsal.run import Rehearsed
 from accel_cli.rehearsal.show import as_text
+from accel_state.host.colors import Colors
 
 
 def verdict(ended, taken=2):

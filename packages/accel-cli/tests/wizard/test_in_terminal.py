@@ -6,10 +6,10 @@ import sys
 import pytest
 import yaml
 
+from accel_cli.machine import detect
 from accel_cli.wizard import outcome
 from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import Interview
-from accel_cli.wizard.machine import detect
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import load
 from testkit.terminals import DOWN, ENTER, Terminal

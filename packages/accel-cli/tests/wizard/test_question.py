@@ -2,8 +2,8 @@
 
 import pytest
 
+from accel_cli.machine import Machine
 from accel_cli.wizard.answers import Answers, Situation
-from accel_cli.wizard.machine import Machine
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.errors import AccelError, ConfigError
 from accel_state.launching.hardware import Accelerators

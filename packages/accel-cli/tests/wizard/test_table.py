@@ -6,10 +6,10 @@ import pytest
 import yaml
 
 from accel_cli.app import main
+from accel_cli.machine import Machine
 from accel_cli.wizard import outcome
 from accel_cli.wizard.answers import Answers, Situation
 from accel_cli.wizard.interview import Interview
-from accel_cli.wizard.machine import Machine
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import load, save
 from accel_state.config.merge import resolve

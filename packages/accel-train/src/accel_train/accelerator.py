@@ -43,7 +43,7 @@ from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
-from accel_train.loop.observers import Progress
+from accel_train.loop.observers import StepReporter
 from accel_train.loop.offloading import Offloading
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
@@ -72,11 +72,12 @@ from accel_train.plugins.launched import launched_plugin
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
-from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
+from accel_train.setup.prepared import LoadHook, Prepared, PrepareOptions, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
-from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
-from accel_train.strategies.equal_states import GroupOptions, take_states
+from accel_train.strategies.base import DefersSync, Strategy
+from accel_train.strategies.equal_states import take_states
+from accel_train.strategies.uneven_inputs import UnevenInputs
 from accel_train.tracking.base import GeneralTracker
 from accel_train.tracking.running import OnFailure, Trackers
 from accel_train.tracking.selection import select_trackers
@@ -212,7 +213,7 @@ class Accelerator:
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
-        self._options = Options(
+        self._options = PrepareOptions(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
             rng_types=arguments.rng_type_names(rng_types),
@@ -263,7 +264,7 @@ class Accelerator:
         )
         ledger.pulse = training_heartbeat()
         if ledger.pulse is not None:  # the launcher wants to see the progress of ranks
-            self._accumulator.observers.append(Progress(ledger.pulse))
+            self._accumulator.observers.append(StepReporter(ledger.pulse))
         self._plan.precision.on_scale_change(self._accumulator.rescale_pending)
         self._prepared = Prepared(
             process=self._process,
@@ -580,23 +581,23 @@ class Accelerator:
             even_batches: overrides the setting of prepared map-style loaders inside the context.
         """
         even = self.even_batches if even_batches is None else even_batches
-        joined: JoinsUneven | None = None
+        joined: UnevenInputs | None = None
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 stack.enter_context(prepare.overridden_even_batches(self._prepared.loaders, even_batches))
             if not even and self.num_processes > 1:
                 strategy = self._plan.strategy
-                if not isinstance(strategy, JoinsUneven):
+                if not strategy.capabilities.separate_steps:
                     raise IncompatibleOptionsError(
                         f"join_uneven_inputs() lets ranks train on different numbers of batches, which the strategy "
                         f"{strategy.name!r} cannot. Use even_batches=True."
                     )
                 stack.enter_context(self._accumulator.without_counting())
-                stack.enter_context(strategy.join(joinables))
-                joined = strategy
+                joined = strategy.uneven
+                stack.enter_context(joined.join(joinables))
             yield
         if joined is not None:
-            joined.end_join([*self._prepared.inner_optimizers, *self._prepared.followers])
+            joined.end([*self._prepared.inner_optimizers, *self._prepared.followers])
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
 
@@ -725,10 +726,10 @@ class Accelerator:
             are_complete=self._accumulator.are_complete,
         )
 
-    def share_schedules(self, from_process: int = 0) -> None:
-        """Give all processes one's schedules and rates, after they took different numbers of steps; a collective."""
+    def share_states(self, from_process: int = 0) -> None:
+        """Give all processes one's states of optimizers and schedules, after steps of their own; a collective."""
         here, strategy = self._prepared, self._plan.strategy
-        owners: list[Any] = [*here.followers, *map(GroupOptions, here.inner_optimizers)]
+        owners = [*here.inner_optimizers, *here.followers]
         take_states(owners, from_process, strategy.loss, strategy.options.device)
 
     @property
@@ -1509,7 +1510,7 @@ class Accelerator:
             project_name: the project, or what the tracker calls it (experiment, folder of runs).
             config: names to numbers, strings, booleans or None.
             init_kwargs: name of a tracker to a dictionary of keyword arguments for the function that starts its run
-                (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
+                (``{"wandb": {"mode": "offline"}}``). PrepareOptions of trackers that are not used are ignored.
             on_failure: what happens when a tracker fails, here and later: "warn" warns once and goes on without it,
                 "raise" raises.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_train.accelerator import Accelerator
 from accel_train.errors import AccumulationError, ArgumentTypeError, IncompatibleOptionsError, OptionError
-from accel_train.strategies.base import TrainsLocally
+from accel_train.strategies.local_training import LocalTraining
 
 __all__ = ["LocalSGD"]
 
@@ -18,14 +18,15 @@ class LocalSGD:
     """Context for Local SGD: each rank trains its own copy of the model, and the copies are averaged now and then.
 
     The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context, and so are
-    averages of their weights (`AveragedWeights`). Optimizer states are not averaged; after the context all ranks
-    continue with the states and schedules of rank 0. Floating-point buffers, such as the running averages of batch
+    averages of their weights (`AveragedWeights`). Optimizer states are not averaged; at the end of the context all
+    ranks take over the states and schedules of rank 0. Floating-point buffers, such as the running averages of batch
     normalisation, are averaged with the parameters. Other buffers are taken from rank 0, unless
     `broadcast_buffers=False` lets every rank keep its own.
 
     Ranks may take different numbers of steps: ranks that are done wait at the end, and their copies still count in the
     averages of the others. If an exception leaves the context, nothing is averaged, so no rank waits there; the model
-    cannot be trained again before its copies are equal.
+    cannot be trained again before its copies are equal. `save_state` is refused while copies may differ, so also
+    inside.
 
     Args:
         accelerator: the `Accelerator` that prepared the model.
@@ -61,29 +62,29 @@ class LocalSGD:
         self.num_steps = 0
         self.enabled = bool(enabled) and accelerator.num_processes > 1
         self._entered = False
-        self._strategy: TrainsLocally | None = None
+        self._copies: LocalTraining | None = None
         if self.enabled:
             strategy = accelerator.strategy
-            if not isinstance(strategy, TrainsLocally):
+            if not strategy.capabilities.separate_steps:
                 raise IncompatibleOptionsError(
                     f"LocalSGD lets every rank train a whole copy of the model, which the strategy {strategy.name!r} "
                     "cannot. Train with the strategy 'ddp', or pass LocalSGD(…, enabled=False)."
                 )
-            strategy.check_local(model)
-            self._strategy = strategy
+            strategy.local.check(model)
+            self._copies = strategy.local
 
     def __enter__(self) -> Self:
         if self._entered:
             raise AccumulationError(
                 "This LocalSGD was entered twice. Leave it first, or build one per block."
             )
-        if self._strategy is not None:
+        if self._copies is not None:
             if self.accelerator.step_guard is not None:
                 raise IncompatibleOptionsError(
                     "LocalSGD cannot be combined with guard_steps(): a guard lets all ranks decide about each update "
                     "together, and with LocalSGD ranks may take different numbers of them. Leave one of them out."
                 )
-            self._strategy.begin_local(self.model)
+            self._copies.begin(self.model)
         self._entered = True
         self.num_steps = 0
         return self
@@ -92,16 +93,17 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        if self._strategy is None:
+        if self._copies is None:
             return
+        averaged = False
         try:
             if kind is None:
                 # The others may average several times before they come here.
-                while not self._strategy.average_local(self.model, finished=True):
-                    pass
-                self.accelerator.share_schedules()  # a rank with fewer steps is behind
+                while not averaged:
+                    averaged = self._copies.average(self.model, finished=True)
+                self.accelerator.share_states()
         finally:
-            self._strategy.end_local(self.model)
+            self._copies.end(self.model, averaged=averaged)
 
     def step(self) -> None:
         """Count an update, and average the copies every `local_sgd_steps` updates; call it after the optimizer's step.
@@ -122,10 +124,10 @@ class LocalSGD:
             self.average()
 
     def average(self) -> None:
-        """Average the copies now, on all ranks, for example before `save_state` between two averages."""
+        """Average the copies now, on all ranks, for example before an evaluation between two averages."""
         if not self._entered:
             raise AccumulationError(
                 "LocalSGD.average() was called outside its context, where all copies are equal already."
             )
-        if self._strategy is not None:
-            self._strategy.average_local(self.model, finished=False)
+        if self._copies is not None:
+            self._copies.average(self.model, finished=False)

@@ -5,10 +5,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from accel_ckpt import Part
 from accel_state import PartialState
 from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_train.checkpoints import collecting
 from accel_train.checkpoints.parts import named_models, parts_of
+from accel_train.strategies.state_adapter import StateAdapter
 from testkit import worlds
 from testkit.small_run import build, snapshot
 
@@ -125,3 +127,19 @@ def test_buffers_of_a_rank_come_back_to_it(tmp_path, strategy):
     expected = [[1.0] * 4, [2.0] * 4]
     assert worlds.run(buffers, 2, folder, strategy, False) == expected
     assert worlds.run(buffers, 2, folder, strategy, True) == expected
+
+
+@pytest.mark.parametrize("kinds", [["kept"], ["kept", "divided"]])
+@pytest.mark.parametrize("state", ["whole", "parts"])
+def test_optimizers_are_replicated_that_step_replicas_and_have_no_parts(kinds, state):
+    class Kept(StateAdapter):
+        def keeps_replicas(self, model):
+            return model is models["kept"]
+
+    models = {"kept": nn.Linear(2, 2), "divided": nn.Linear(2, 2)}
+    parameters = [p for kind in kinds for p in models[kind].parameters()]
+    optimizers = [torch.optim.SGD(group, lr=0.1) for group in (models["divided"].parameters(), parameters)]
+    leaf = torch.ones(2) if state == "whole" else Part(torch.ones(1), (0,), (2,))
+    trees = {f"optimizer_{number}": {"state": {"weight": leaf}} for number in range(2)}
+    found = collecting.replicated_optimizers(Kept(None), optimizers, list(models.values()), trees)
+    assert found == (["optimizer_1"] if kinds == ["kept"] and state == "whole" else [])

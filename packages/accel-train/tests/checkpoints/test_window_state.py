@@ -12,6 +12,7 @@ from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, holds_gradients, load
 from accel_train.strategies.base import Capabilities, Strategy
 from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.window_gradients import WindowGradients
 from testkit import worlds
 from testkit.small_run import build
 
@@ -412,9 +413,10 @@ class Holding(Hiding):
     """Holds back gradients of shape (10, 4), which the script divides over a mesh of two dimensions."""
 
     class adapter(StateAdapter):
-        def held_back(self, parameters):
-            place = SimpleNamespace(shape=(10, 4), mesh_dimensions=2, value=None)
-            return dict.fromkeys(parameters, place)
+        class window_gradients(WindowGradients):
+            def unreduced(self, parameters):
+                place = SimpleNamespace(shape=(10, 4), mesh_dimensions=2, value=None)
+                return dict.fromkeys(parameters, place)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +430,7 @@ class Holding(Hiding):
         ("weight", torch.ones(10, 4), ["sum", "2"], r"divided as \['sum', '2'\]"),
     ],
 )  # fmt: skip
-def test_gradients_that_are_held_back_are_checked(register, name, values, placements, message):
+def test_unreduced_gradients_are_checked(register, name, values, placements, message):
     register(Holding)
     saved = {f"model_0.{name}": {"values": values, "placements": placements}}
     tree = told({}, engine="hiding", held_back=saved)

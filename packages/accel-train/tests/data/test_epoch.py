@@ -51,7 +51,7 @@ def test_inside_an_epoch():
     assert epoch.iteration == 3
     waiting = epoch.waiting()
     assert waiting is not None
-    assert (waiting.epoch, waiting.batches, waiting.position) == (3, 2, {"samples": 4})
+    assert (waiting.epoch, waiting.batches_yielded, waiting.position) == (3, 2, {"samples": 4})
 
 
 def test_an_epoch_whose_last_batch_was_returned_is_over():
@@ -176,7 +176,7 @@ def test_a_state_of_the_first_format_counts_the_batches_of_a_finished_epoch():
     state["batches_yielded"] = state.pop("batches_of_finished")
     restored = read(state)
     assert restored is not None
-    assert (restored.epoch, restored.batches) == (3, 5)
+    assert (restored.epoch, restored.batches_yielded) == (3, 5)
 
 
 def test_an_epoch_counts_once_a_batch_of_it_was_returned():

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import inspect
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from accel_train import chunked_cross_entropy, use_chunked_loss
 from accel_train.errors import LossError, OptionError, PrepareError
-from accel_train.losses.lazy_logits import LazyLogits, Product
+from accel_train.losses.pending_logits import PendingLogits
 from testkit.float64 import Float64
 
 transformers = pytest.importorskip("transformers")
@@ -86,15 +85,6 @@ def results(model, **inputs):
     return outputs.loss.detach(), grads, outputs
 
 
-@pytest.fixture
-def nothing_materialised(monkeypatch):
-    def refuse(self, operation):
-        raise AssertionError(f"{operation} computed all logits")
-
-    monkeypatch.setattr(LazyLogits, "materialised", refuse)
-
-
-@pytest.mark.usefixtures("nothing_materialised")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
@@ -117,7 +107,7 @@ def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
         wanted = results(model, **inputs, **options)
         with use_chunked_loss(model, chunk_size=3):
             found = results(model, **inputs, **options)
-            assert type(found[2].logits) is LazyLogits
+            assert type(found[2].logits) is PendingLogits
         assert found[0].dtype == wanted[0].dtype
         torch.testing.assert_close(found[0], wanted[0], rtol=bound, atol=bound)
         assert found[1].keys() == wanted[1].keys()
@@ -128,7 +118,6 @@ def test_loss_and_gradients_are_those_of_the_model(kind, dtype):
             torch.testing.assert_close(found[2].aux_loss, wanted[2].aux_loss, rtol=bound, atol=bound)
 
 
-@pytest.mark.usefixtures("nothing_materialised")
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast(kind, dtype):
@@ -155,29 +144,28 @@ def test_under_autocast(kind, dtype):
     assert ours < 1.1 * theirs
 
 
-def test_logits_are_computed_when_they_are_used():
+def test_logits_of_a_training_forward_are_refused():
     model = build("Gemma2")
     wanted = forward(model, **batch())
-    with warnings.catch_warnings(record=True) as said, use_chunked_loss(model):
-        warnings.simplefilter("always")
-        found = forward(model, **batch())
-        logits = found.logits
-        assert "LazyLogits" in repr(found)
-        assert (logits.shape, logits.dtype, logits.requires_grad) == (
-            wanted.logits.shape,
-            torch.float64,
-            True,
-        )
-        assert not said
-        torch.testing.assert_close(logits.argmax(-1), wanted.logits.argmax(-1))
-        torch.testing.assert_close(logits + 0, wanted.logits)
-        torch.testing.assert_close(torch.softmax(logits[:, -1], -1), wanted.logits[:, -1].softmax(-1))
-        assert logits.tolist() == wanted.logits.tolist()
-    assert [str(record.message).count("'argmax'") for record in said] == [1]
-    parameters = list(model.parameters())
-    here = torch.autograd.grad(logits.square().mean() + found.loss, parameters)
-    there = torch.autograd.grad(wanted.logits.square().mean() + wanted.loss, parameters)
-    torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
+    with use_chunked_loss(model):
+        logits = forward(model, **batch()).logits
+        assert (logits.shape, logits.dtype) == (wanted.logits.shape, torch.float64)
+        assert (logits.size(-1), logits.device.type) == (VOCABULARY, "cpu")
+        assert repr(logits) == f"PendingLogits(shape=(2, 7, {VOCABULARY}), dtype=torch.float64)"
+        for use, name in (
+            (lambda: logits.argmax(-1), "'argmax'"),
+            (lambda: torch.softmax(logits, -1), "'softmax'"),
+            (lambda: wanted.logits - logits, "'sub'"),
+            (lambda: -logits, "'__neg__'"),
+            (lambda: list(logits), "'__iter__'"),
+            (lambda: F.cross_entropy(logits[0], batch()["labels"][0]), "a loss after the model's forward"),
+        ):
+            with pytest.raises(
+                LossError, match=rf"used for {name}.*under torch\.no_grad\(\) or without labels"
+            ):
+                use()
+        with torch.no_grad():
+            torch.testing.assert_close(forward(model, **batch()).logits, wanted.logits)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +184,10 @@ def test_logits_are_computed_when_they_are_used():
             logits[:, 1:].reshape(-1, VOCABULARY).float(), labels[:, 1:].flatten()
         ),
         lambda logits, labels: F.cross_entropy(logits[labels != -100], labels[labels != -100]),
-        lambda logits, labels: F.cross_entropy(2 * (-logits / 3 + 1).clamp(-2, 2)[0], labels[0]),
-        lambda logits, labels: F.cross_entropy(logits[-1].to(torch.float32).double().tanh() - 1, labels[-1]),
+        lambda logits, labels: F.cross_entropy(2 * torch.tanh(logits / 3)[0], labels[0]),
+        lambda logits, labels: F.cross_entropy(logits[-1].to(torch.float32).tanh() * 3, labels[-1]),
     ],
 )
-@pytest.mark.usefixtures("nothing_materialised")
 def test_losses_that_are_computed_in_chunks(loss_of):
     check_loss_function(loss_of)
 
@@ -217,31 +204,40 @@ class Square(torch.autograd.Function):
 
 
 def in_place(logits, labels):
-    logits *= 2
-    logits.div_(3)
+    logits[..., 0] = 0
     return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
 
 
 @pytest.mark.parametrize(
-    "loss_of",
+    ("loss_of", "used_for"),
     [
-        in_place,
-        lambda logits, labels: F.cross_entropy(
-            logits.view(-1, VOCABULARY), labels.view(-1), reduction="none"
-        ).square().sum(),
-        lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels),
-        lambda logits, labels: F.cross_entropy(logits[..., 1:].reshape(-1, VOCABULARY - 1), labels.view(-1) - 1,
-                                               ignore_index=-101),
-        lambda logits, labels: (logits * torch.arange(VOCABULARY)).square().mean(),
-        lambda logits, labels: logits.view(torch.int64).sum() + logits.logsumexp(-1).sum(),
-        lambda logits, labels: F.cross_entropy(
-            logits.view(-1, VOCABULARY), labels.view(-1), weight=torch.arange(VOCABULARY).double()
+        (in_place, "'__setitem__'"),
+        (
+            lambda logits, labels: F.cross_entropy(
+                logits.view(-1, VOCABULARY), labels.view(-1), reduction="none"
+            ),
+            "reduction='none'",
         ),
-        lambda logits, labels: torch.stack([logits, logits]).std(),
+        (lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels), "'transpose'"),
+        (lambda logits, labels: logits[..., 1:], "a part of the vocabulary"),
+        (lambda logits, labels: logits[:, :, 1], "a part of the vocabulary"),
+        (lambda logits, labels: logits.view(-1), "the shape .*, which cuts the vocabulary"),
+        (lambda logits, labels: logits * torch.arange(VOCABULARY), "an operation with another tensor"),
+        (
+            lambda logits, labels: F.cross_entropy(
+                logits.view(-1, VOCABULARY), labels.view(-1), weight=torch.arange(VOCABULARY).double()
+            ),
+            "a cross entropy that is not one of a token for each row",
+        ),
+        (lambda logits, labels: torch.stack([logits, logits]).std(), "'stack'"),
+        (lambda logits, labels: Square.apply(logits), "'square'"),
     ],
-)  # fmt: skip
-def test_losses_that_need_all_logits(loss_of):
-    check_loss_function(loss_of)
+)
+def test_losses_that_need_all_logits_are_refused(loss_of, used_for):
+    model = build("Llama")
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: loss_of(logits, labels)
+    with use_chunked_loss(model), pytest.raises((LossError, OptionError), match=used_for):
+        results(model, **batch())
 
 
 def check_loss_function(loss_of):
@@ -253,13 +249,6 @@ def check_loss_function(loss_of):
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
     for key, value in wanted[1].items():
         torch.testing.assert_close(found[1][key], value, rtol=1e-12, atol=1e-12, msg=key)
-
-
-def test_a_gradient_that_would_be_lost_is_refused():
-    model = build("Llama")
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: Square.apply(logits)
-    with use_chunked_loss(model), pytest.raises(LossError, match="Function of its own"):
-        results(model, **batch())
 
 
 def test_without_labels_nothing_changes():
@@ -274,18 +263,15 @@ def test_without_labels_nothing_changes():
         assert type(model.lm_head(torch.zeros(1, 16).double())) is torch.Tensor
 
 
-def test_evaluation():
+def test_evaluation_computes_all_logits():
     model = build("Llama").eval()
-    with torch.no_grad(), use_chunked_loss(model, chunk_size=3):
-        found = forward(model, **batch())
-        assert not found.loss.requires_grad
-        assert not found.logits.requires_grad
-        mean = found.logits.mean()
     wanted = forward(model, **batch())
-    torch.testing.assert_close(found.loss, wanted.loss.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(mean, wanted.logits.mean().detach())
-    with torch.inference_mode(), use_chunked_loss(model, chunk_size=3):
-        torch.testing.assert_close(forward(model, **batch()).loss, wanted.loss.detach())
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, use_chunked_loss(model, chunk_size=3):
+            found = forward(model, **batch())
+            torch.testing.assert_close(
+                (found.loss, found.logits), (wanted.loss.detach(), wanted.logits.detach())
+            )
 
 
 def test_labels_by_position_and_no_return_dict():
@@ -298,7 +284,7 @@ def test_labels_by_position_and_no_return_dict():
         given[0] = ids
         loss, logits, *_ = forward(model, *given, labels, return_dict=False)
     torch.testing.assert_close(loss, wanted)
-    assert type(logits) is LazyLogits
+    assert type(logits) is PendingLogits
 
 
 def test_gradient_checkpointing_and_kept_logits():
@@ -321,7 +307,7 @@ def test_copies_and_pickles_have_their_own():
             other.lm_head.weight.mul_(3)
         plain = build("Llama")
         plain.load_state_dict(other.state_dict())
-        assert type(forward(other, **batch()).logits) is LazyLogits
+        assert type(forward(other, **batch()).logits) is PendingLogits
         found, wanted = results(other, **batch()), results(plain, **batch())
         torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(forward(model, **batch()).loss, forward(build("Llama"), **batch()).loss)
@@ -344,7 +330,7 @@ def test_remove_gives_the_model_back():
 def test_a_failed_forward_leaves_the_head_alone():
     model = build("Llama")
     with use_chunked_loss(model):
-        with pytest.raises(ValueError, match="Expected input batch_size"):
+        with pytest.raises(OptionError, match="There are 7 labels"):
             model(
                 input_ids=batch()["input_ids"],
                 labels=batch()["labels"][:1],
@@ -352,17 +338,6 @@ def test_a_failed_forward_leaves_the_head_alone():
                 shift_labels=None,
             )
         assert type(model.lm_head(torch.zeros(1, 16).double())) is torch.Tensor
-
-
-def test_logits_of_changed_weights_are_refused():
-    model = build("Llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with use_chunked_loss(model):
-        outputs = forward(model, **batch())
-        outputs.loss.backward()
-        optimizer.step()
-        with pytest.raises(LossError, match="before the weight of the head changed"):
-            outputs.logits.argmax(-1)
 
 
 def test_a_weight_that_is_taken_away_after_the_head_is_refused():
@@ -391,25 +366,22 @@ def test_parameters_of_deepspeed_zero_3_are_refused():
 
 def test_a_weight_on_another_device_is_refused():
     """As after a forward of a model that is offloaded to the host."""
-    model = build("Llama")
-    with use_chunked_loss(model) as handle:
-        hidden = torch.empty(2, 16, dtype=torch.float64, device="meta")
-        product = Product.of(hidden, model.lm_head.weight, None, handle.call())
-        with pytest.raises(LossError, match="no longer whole"):
-            product.check_weight()
+    hidden = torch.empty(7, 16, dtype=torch.float64, device="meta")
+    weight = build("Llama").lm_head.weight
+    logits = PendingLogits.of(hidden, weight, None, chunk_size=3, in_forward=lambda: True)
+    with pytest.raises(LossError, match="no longer whole"):
+        F.cross_entropy(logits, torch.zeros(7, dtype=torch.int64, device="meta"))
 
 
-def test_a_head_with_an_adapter():
-    """All logits are computed, because a product of another weight is added to them."""
+def test_a_head_with_an_adapter_is_refused():
+    """A product of another weight is added to the logits."""
     model = build("Llama")
     adapter = nn.Linear(16, VOCABULARY).double()
     head = model.lm_head
     forward_of_head = head.forward
     head.forward = lambda hidden: forward_of_head(hidden) + adapter(hidden)
-    wanted = results(model, **batch())
-    with use_chunked_loss(model), pytest.warns(UserWarning, match="'add' used the logits"):
-        found = results(model, **batch())
-    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
+    with use_chunked_loss(model), pytest.raises(LossError, match="used for '__add__'"):
+        results(model, **batch())
 
 
 def test_a_model_on_the_meta_device():
@@ -417,22 +389,9 @@ def test_a_model_on_the_meta_device():
     model = build("Gemma2", torch.float32).to("meta")
     inputs = {name: value.to("meta") for name, value in batch().items()}
     with use_chunked_loss(model, chunk_size=3):
-        loss, grads, outputs = results(model, **inputs)
+        loss, grads, _ = results(model, **inputs)
     assert loss.shape == ()
     assert grads.keys() == dict(model.named_parameters()).keys()
-    assert outputs.logits.square().shape == (2, 7, VOCABULARY)
-
-
-def test_copies_of_logits_compute_nothing():
-    model = build("Llama")
-    wanted = forward(model, **batch())
-    with use_chunked_loss(model):
-        logits = forward(model, **batch()).logits
-        clone = logits.clone()
-        assert type(clone) is LazyLogits
-        assert clone is not logits
-        assert clone._value is None
-        torch.testing.assert_close(clone.square(), wanted.logits.square(), rtol=1e-12, atol=1e-12)
 
 
 def test_models_and_heads_that_are_refused():
@@ -478,7 +437,7 @@ def test_an_encoder_and_decoder():
     wanted = results(model, **batch())
     with use_chunked_loss(model, chunk_size=3):
         found = results(model, **batch())
-        assert found[2].logits._value is None
+        assert type(found[2].logits) is PendingLogits
     torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
 
 
@@ -491,7 +450,7 @@ def test_compiled_blocks():
     with use_chunked_loss(model, chunk_size=3):
         compiled = compile_model(model, TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
         found = results(compiled, **batch())
-        assert type(found[2].logits) is LazyLogits
+        assert type(found[2].logits) is PendingLogits
     torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-12, atol=1e-12)
 
 

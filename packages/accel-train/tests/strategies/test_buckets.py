@@ -50,8 +50,10 @@ def copied() -> list[int]:
     accelerator = Accelerator()
     wrapped = accelerator.prepare(model())
     copies = [copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))]
-    return [len(each.buckets.tensors()) for each in copies]
+    found = [each.buckets.tensors() for each in (wrapped, *copies)]
+    assert len({tensor.data_ptr() for tensors in found for tensor in tensors}) == 3
+    return [len(tensors) for tensors in found]
 
 
 def test_a_copied_wrapper_has_buckets_of_its_own():
-    assert worlds.run(copied, 2) == [[0, 0]] * 2
+    assert worlds.run(copied, 2) == [[1, 1, 1]] * 2

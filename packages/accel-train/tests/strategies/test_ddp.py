@@ -7,7 +7,7 @@ from torch import nn
 from accel_train import Accelerator, DistributedDataParallelKwargs, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
-from accel_train.strategies.base import DefersSync, JoinsUneven, StrategyOptions
+from accel_train.strategies.base import DefersSync, StrategyOptions
 from accel_train.strategies.ddp import DDPStrategy, inside_parallel
 from testkit import worlds
 
@@ -56,7 +56,7 @@ def inputs(size=4):
 def test_what_it_can_do():
     strategy = strategy_of()
     assert isinstance(strategy, DefersSync)
-    assert isinstance(strategy, JoinsUneven)
+    assert strategy.capabilities.separate_steps
     assert DDPStrategy.capabilities.needs_process_group
     assert (strategy.batch.size, strategy.loss.size) == (2, 2)
 
@@ -71,7 +71,7 @@ def test_only_what_supports_join_is_joined():
     with pytest.raises(
         PrepareError, match=r"support torch's Join; got Linear\. Pass the objects that prepare"
     ):
-        strategy_of().join([nn.Linear(2, 2)])
+        strategy_of().uneven.join([nn.Linear(2, 2)]).__enter__()
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.DataParallel(nn.DataParallel(model))])
@@ -86,8 +86,8 @@ def test_one_wrapper_is_taken_off(wrap):
 def test_a_model_without_a_wrapper_is_left_alone():
     strategy, model = strategy_of(), nn.Linear(2, 2)
     assert not strategy.states.keeps_replicas(model)
-    assert strategy.states.window_state(model) == {}
-    strategy.states.load_window_state(model, {"takes_buffers": False})
+    assert strategy.states.rank_state(model) == {}
+    strategy.states.load_rank_state(model, {"takes_buffers": False})
     strategy.begin_micro_batch([model], last=False, loss_factor=1.0)
     with strategy.no_sync(model), strategy.trigger_sync_in_backward(model):
         model(torch.ones(1, 2)).sum().backward()
@@ -180,7 +180,7 @@ def windows(sync_each_batch):
         with accelerator.accumulate(model):
             accelerator.backward(model(x))
         found.append(
-            (model.module.count.item(), model.module.weight.grad.item(), strategy.states.window_state(model))
+            (model.module.count.item(), model.module.weight.grad.item(), strategy.states.rank_state(model))
         )
         if accelerator.sync_gradients:
             model.zero_grad()
@@ -212,16 +212,16 @@ def restored():
     found = []
     for takes in (False, True):
         model(x).backward()
-        strategy.states.load_window_state(model, {"takes_buffers": takes})
-        assert strategy.states.window_state(model) == {"takes_buffers": takes}
+        strategy.states.load_rank_state(model, {"takes_buffers": takes})
+        assert strategy.states.rank_state(model) == {"takes_buffers": takes}
         before = model.module.count.item()
         model(x).backward()
         found.append(model.module.count.item() - before)
-    strategy.states.load_window_state(model, {})
-    return found, strategy.states.window_state(model)
+    strategy.states.load_rank_state(model, {})
+    return found, strategy.states.rank_state(model)
 
 
-def test_a_window_state_that_is_loaded_decides_the_next_forward():
+def test_a_rank_state_that_is_loaded_decides_the_next_forward():
     (first, state), (second, _) = worlds.run(restored, 2)
     assert first == [1.0, 1.0]
     assert second[0] == 2.0, "its own buffer"

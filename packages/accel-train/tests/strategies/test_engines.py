@@ -103,11 +103,11 @@ def test_groups_are_those_of_the_script(strategy):
 
 
 def test_gradients_wait_if_those_of_any_engine_do(strategy):
-    assert not strategy.states.gradients_wait
+    assert not strategy.states.gradients.wait_in_engine
     strategy.made += [Made(nn.Linear(1, 1)), Made(*trained(), Gradients())]
-    assert not strategy.states.gradients_wait
+    assert not strategy.states.gradients.wait_in_engine
     strategy.made[1].gradients.waiting = True
-    assert strategy.states.gradients_wait
+    assert strategy.states.gradients.wait_in_engine
 
 
 def saved(*groups):

@@ -153,37 +153,13 @@ def test_an_optimizers_state_is_named_and_comes_back():
 def test_a_window_keeps_nothing_of_its_own():
     strategy, model = strategy_of(), trained()
     before = copy.deepcopy(gradients(model))
-    assert strategy.states.window_state(model) == {}
-    strategy.states.load_window_state(model, {})
+    assert strategy.states.rank_state(model) == {}
+    strategy.states.load_rank_state(model, {})
     named = dict(model.named_parameters())
-    assert strategy.states.held_back(named) == {}
-    strategy.states.hold_back(named, {})
-    assert not strategy.states.keeps_own_gradients
+    assert strategy.states.gradients.unreduced(named) == {}
+    strategy.states.gradients.set_unreduced(named, {})
+    assert not strategy.states.gradients.are_plain
     assert same(gradients(model), before)
-
-
-@pytest.mark.parametrize("kinds", [["kept"], ["kept", "divided"]])
-def test_optimizers_are_replicated_that_step_nothing_but_replicas(kinds):
-    class Kept(StateAdapter):
-        def keeps_replicas(self, model):
-            return model is models["kept"]
-
-    class Keeping(Strategy):
-        adapter = Kept
-
-    models = {"kept": make(), "divided": make(1)}
-    parameters = [p for kind in kinds for p in models[kind].parameters()]
-    optimizers = [torch.optim.SGD(group, lr=0.1) for group in (models["divided"].parameters(), parameters)]
-    found = strategy_of(Keeping).states.replicated_optimizers(optimizers, list(models.values()))
-    assert found == ([1] if kinds == ["kept"] else [])
-
-
-def test_who_must_save():
-    strategy, model = strategy_of(), make()
-    assert strategy.states.needs_all_ranks([model], []) is None
-    assert strategy.states.parts([], []) == []
-    divided = strategy_of(Rows).states.needs_all_ranks([model], [])
-    assert divided.startswith("but the strategy 'single' divides the model Sequential among processes")
 
 
 class _Logarithm(nn.Module):

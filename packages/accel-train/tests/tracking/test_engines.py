@@ -5,12 +5,19 @@ import logging
 import pytest
 
 from accel_train import Accelerator, OptionError
-from accel_train.tracking.engines import check_arguments, install_line, not_logged_in, say_left_out
+from accel_train.tracking.engines import EngineTracker, check_arguments, not_logged_in, say_left_out
 
 
 def test_the_command_that_installs_an_engine():
-    assert install_line("wandb", available=lambda: False) == "pip install 'wandb>=0.31'"
-    assert install_line("wandb", available=lambda: True) is None
+    class Absent(EngineTracker):
+        name = "comet_ml"
+        is_installed = staticmethod(lambda: False)
+
+    class Present(Absent):
+        is_installed = staticmethod(lambda: True)
+
+    assert Absent.install_line() == "pip install 'comet-ml>=3.58'"
+    assert Present.install_line() is None
 
 
 def test_arguments_of_an_engine():

@@ -10,19 +10,15 @@ from typing import Annotated
 import typer
 
 from accel_cli import config_edit, config_show
+from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.dialect import App
-from accel_state.config.files import default_path, find_default, load, save
+from accel_state.config.files import default_path, load, save
 from accel_state.config.launch import LaunchConfig
 from accel_state.environment import snapshot
-from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.errors import ConfigError
 from accel_state.launching.hardware import find_accelerators
 
 __all__ = ["app"]
-
-_FileOption = Annotated[
-    str | None,
-    typer.Option("--config_file", help="The file; by default the one that accel launch reads."),
-]
 
 app = App(
     help="Write, show and change the configuration file that accel launch reads; without a subcommand, ask questions.",
@@ -30,7 +26,7 @@ app = App(
 
 
 @app.callback(invoke_without_command=True)
-def ask(context: typer.Context, config_file: _FileOption = None) -> None:
+def ask(context: typer.Context, config_file: FileOption = None) -> None:
     """Ask the questions, then write the file."""
     if context.invoked_subcommand is not None:
         if config_file is not None:
@@ -60,7 +56,7 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
 
 @app.command()
 def default(
-    config_file: _FileOption = None,
+    config_file: FileOption = None,
     mixed_precision: Annotated[str, typer.Option("--mixed_precision", help="no, fp16 or bf16.")] = "no",
 ) -> None:
     """Write a file for the accelerators of this machine, or for its CPU, without questions."""
@@ -76,18 +72,9 @@ def default(
 
 
 @app.command()
-def update(config_file: _FileOption = None) -> None:
+def update(config_file: FileOption = None) -> None:
     """Read a configuration file of any version and write it in the current format."""
-    environ = snapshot()
-    if config_file is None:
-        found = find_default(environ)
-        if found is None:
-            raise ConfigNotFoundError(
-                f"there is no configuration file {default_path(environ)}; accel config default makes one"
-            )
-        source, path = found.path, default_path(environ)
-    else:
-        source, path = Path(config_file), _writable(config_file)
+    source, path = file_to_read(config_file), _writable(config_file)
     typer.echo(f"wrote {save(load(source), path)}")
 
 
@@ -111,8 +98,7 @@ def _writable(config_file: str | None) -> Path:
     if config_file is None:
         return ours
     path = Path(config_file).expanduser()
-    theirs = ours.parent.parent / "accelerate"
-    if path.resolve().parent == theirs.resolve():
+    if is_accelerates(path):
         raise ConfigError(
             f"{path} belongs to Accelerate and is not changed; leave --config_file out to write {ours}"
         )

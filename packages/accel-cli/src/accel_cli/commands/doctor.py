@@ -5,100 +5,62 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.colors import colors_for
-from accel_cli.commands.launch import LaunchCommand
+import typer
+
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page
-from accel_cli.progress import Progress, on_terminal, progress
+from accel_cli.progress import ProgressLine, on_terminal, progress
 from accel_cli.render import indented, show_text
-from accel_state.config.flags import parse_flags
+from accel_cli.schema_command import SchemaCommand
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 
 if TYPE_CHECKING:
     from accel_cli.doctor.checks import Finding
 
-__all__ = ["app", "main"]
+__all__ = ["app"]
 
-_OWN = {
-    "config_file": True, "help": False, "-h": False, "json": False, "checkpoint_dir": True, "timeout": True,
-}  # fmt: skip
 _TIMEOUT = 60.0
 """Seconds: ranks on a busy machine import torch in 20."""
-_USAGE = "accel doctor [flags]"
-_ABOUT = """\
-Find what would stop or slow a training run. It looks at this machine: versions, devices and drivers, CPUs and memory, \
-system limits, clock, network, the disk for checkpoints, environment variables and the configuration file.
-
-With several processes, from flags, the configuration file or a scheduler, it also starts them as a small world: every \
-collective is checked and timed, every link between ranks (of more than 16 ranks: neighbours at distances 1, 2, 4, …) \
-is measured, clocks and versions of machines are compared, and the rank, host or link at fault is named. Exit code 1: \
-there is a problem.
-
-  accel doctor --checkpoint_dir /data/checkpoints
-  accel doctor --num_processes 2 --cpu
-  accel doctor --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
-"""
-_ROWS = [
-    (
-        "--checkpoint_dir DIR",
-        "Folder for checkpoints; the speed of its disk is measured. Default: this folder.",
-    ),
-    ("--num_processes N", "Ranks of the world to check, over all machines."),
-    ("--num_machines N", "Machines; run the command on each, with its --machine_rank."),
-    ("--timeout SECONDS", f"How long ranks wait for each other. Default: {_TIMEOUT:g}."),
-    ("--config_file FILE", "Configuration file to check."),
-    ("--json", "Print JSON."),
-    ("-h, --help", "Show this help."),
-]
-
-
-class DoctorCommand(LaunchCommand):
-    """The flags of ``accel launch``, and those of the doctor."""
-
-    own_flags = {
-        "--config_file": "Configuration file to check.",
-        "--checkpoint_dir": "Folder for checkpoints.",
-        "--timeout": "Seconds that ranks wait for each other.",
-        "--json": "Print JSON.",
-        "--help": "Show help.",
-    }
-    own_values = ("--config_file", "--checkpoint_dir", "--timeout")
-
-    def invoke(self, ctx: Any) -> int:
-        """Run ``main``."""
-        return main(ctx.args)
-
-
 app = App()
 
 
-@app.command(cls=DoctorCommand)
-def doctor() -> None:
-    """Find what would stop or slow a training run."""
+class DoctorCommand(SchemaCommand):
+    """The command of ``accel doctor``."""
+
+    own = {
+        "--checkpoint_dir DIR": "Folder for checkpoints; the speed of its disk is measured. Default: this folder.",
+        "--timeout SECONDS": f"How long ranks wait for each other. Default: {_TIMEOUT:g}.",
+        "--config_file FILE": "Configuration file to check.",
+        "--json": "Print JSON.",
+    }
+    shared = {
+        "--num_processes N": "Ranks of the world to check, over all machines.",
+        "--num_machines N": "Machines; run the command on each, with its --machine_rank.",
+    }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command.
+@app.command(cls=DoctorCommand, epilog="Flags of accel launch apply: accel launch --help-all.")
+def doctor(context: typer.Context) -> int:
+    """Find what would stop or slow a training run.
 
-    Args:
-        arguments: flags.
+    It looks at this machine: versions, devices and drivers, CPUs and memory, system limits, clock, network, the disk
+    for checkpoints, environment variables and the configuration file.
 
-    Returns:
-        0, or 1 if there is a problem.
+    With several processes, from flags, the configuration file or a scheduler, it also starts them as a small world:
+    every collective is checked and timed, every link between ranks (of more than 16 ranks: neighbours at distances
+    1, 2, 4, …) is measured, clocks and versions of machines are compared, and the rank, host or link at fault is named.
+    Exit code 1: there is a problem.
 
-    Raises:
-        ConfigError: the flags, a folder or a port are unsuitable.
+      accel doctor --checkpoint_dir /data/checkpoints
+      accel doctor --num_processes 2 --cpu
+      accel doctor --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip 10.0.0.1
     """
-    flags = parse_flags(arguments, _OWN)
-    if not {"help", "-h"}.isdisjoint(flags.others):
-        epilog = "Flags of accel launch apply: accel launch --help-all."
-        sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
-        return 0
+    flags = DoctorCommand.read(context.args)
     if flags.rest:
         raise ConfigError(f"accel doctor takes flags only, and {flags.rest[0]!r} is not a flag")
     timeout = _seconds(flags.others.get("timeout"))
@@ -138,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(finding.status == "problem" for finding in findings))
 
 
-def _this_machine(folder: Path, shown: Progress) -> Iterator[Finding]:
+def _this_machine(folder: Path, shown: ProgressLine) -> Iterator[Finding]:
     from accel_cli.doctor.checks import examine_here
 
     try:
@@ -173,12 +135,12 @@ class _Report:
         self.of_world = of_world
         self.width = len("speed of ranks" if of_world else "configuration")
 
-    def add(self, finding: Finding, shown: Progress | None = None) -> None:
+    def add(self, finding: Finding, shown: ProgressLine | None = None) -> None:
         """Report a finding; ``shown`` is the progress that its line replaces."""
         self.findings.append(finding)
         if self.silent:
             return
-        with (shown or Progress()).paused():
+        with (shown or ProgressLine()).paused():
             self._print(finding)
 
     def tell(self, text: str) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.dialect import App, Command
-from accel_cli.models import LIBRARIES
-from accel_cli.progress import Progress, progress
+from accel_cli.dialect import App, Command, repeated
+from accel_cli.models import LIBRARIES, LibraryOption, ModelArgument, TrustOption
+from accel_cli.progress import ProgressLine, progress
 from accel_cli.render import show_table, show_text
 from accel_state.errors import ConfigError
 
@@ -28,17 +28,13 @@ class _Command(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flag before every further dtype."""
-        words: list[str] = []
-        listing = False
         # Where the model comes first, as it should, no word after --dtypes can be the model.
         model_known = bool(args) and not args[0].startswith("-")
-        for word in args:
-            is_dtype = word in _DTYPES or (model_known and not word.startswith("-"))
-            if listing and is_dtype and words[-1] != "--dtypes":
-                words.append("--dtypes")
-            listing = word == "--dtypes" or (listing and is_dtype)
-            words.append(word)
-        return super().parse_args(ctx, words)
+
+        def belongs(word: str) -> bool:
+            return word in _DTYPES or (model_known and not word.startswith("-"))
+
+        return super().parse_args(ctx, repeated(args, "--dtypes", belongs))
 
 
 app = App()
@@ -46,29 +42,15 @@ app = App()
 
 @app.command(cls=_Command)
 def estimate_memory(
-    model_name: Annotated[
-        str,
-        typer.Argument(
-            help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
-        ),
-    ],
-    library_name: Annotated[
-        str | None,
-        typer.Option(
-            "--library_name",
-            help="Library of the model, transformers or timm, if its configuration does not name it.",
-        ),
-    ] = None,
+    model_name: ModelArgument,
+    library_name: LibraryOption = None,
     dtypes: Annotated[
         list[str] | None,
         typer.Option(
             "--dtypes", help=f"One or several of {', '.join(_DTYPES)}; all but bfloat16 by default."
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust_remote_code", help="Run the model's own code from its repository."),
-    ] = False,
+    trust_remote_code: TrustOption = False,
     batch_size: Annotated[
         int, typer.Option("--batch_size", min=1, help="Samples per batch, for activations and the KV cache.")
     ] = 1,
@@ -191,7 +173,7 @@ def _of_model(model: Any, name: str, names: list[str], batch_size: int, length: 
 
 
 def _add_activations(
-    facts: dict[str, Any], model: Any, batch_size: int, length: int, shown: Progress
+    facts: dict[str, Any], model: Any, batch_size: int, length: int, shown: ProgressLine
 ) -> None:
     from accel_bigmodel import EstimateError
     from accel_bigmodel.planning.timelines import text_inputs, timelines_of

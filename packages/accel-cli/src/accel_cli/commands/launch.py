@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
 from accel_cli.dialect import App
+from accel_cli.launch_topics import OWN
 from accel_cli.misplaced_flags import ask_to_move, find_misplaced, moved, notes_on
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.external_variables import misspelt_variables
-from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
+from accel_state.config.flags import ParsedFlags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.constants import NAMES_TOLD
@@ -26,8 +27,6 @@ from accel_state.messages import without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
-_OWN = {"config_file": True, "as_accelerate": False, "help": False, "-h": False, "help-all": False}
-"""Flags that are not part of the schema, and whether they take a value."""
 _FOR_SEVERAL_MACHINES = (
     "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
 )  # fmt: skip
@@ -36,12 +35,14 @@ _FOR_SEVERAL_MACHINES = (
 class LaunchCommand(SchemaCommand):
     """The command of ``accel launch``."""
 
-    own_flags = {
-        "--config_file": "Configuration file to read.",
-        "--as_accelerate": "Let this library answer `import accelerate` in the script and in the modules it imports.",
-        "--help": "Show help; a topic may follow.",
-        "--help-all": "Show all flags.",
-    }
+    own = OWN
+
+    def help_for(self, ctx: Any, flags: ParsedFlags) -> str:
+        """The page of the flags that most people need, of a topic, or of all flags."""
+        from accel_cli.launch_help import launch_help
+
+        topic = flags.rest[0] if flags.rest and not Path(flags.rest[0]).exists() else ""
+        return launch_help("all" if "help_all" in flags.others else topic).rstrip("\n")
 
 
 app = App()
@@ -66,13 +67,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     Raises:
         AccelError: the flags, the configuration file, the script or the machine are unsuitable.
     """
-    flags = parse_flags(arguments, _OWN)
-    if not {"help", "-h", "help_all"}.isdisjoint(flags.others):
-        from accel_cli.launch_help import launch_help
-
-        topic = flags.rest[0] if flags.rest and not Path(flags.rest[0]).exists() else ""
-        sys.stdout.write(launch_help("all" if "help_all" in flags.others else topic))
-        return 0
+    flags = LaunchCommand.read(arguments)
     if not flags.rest:
         raise ConfigError(
             "there is no script to launch; example: accel launch --num_processes 2 train.py --lr 0.1 "
@@ -85,7 +80,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     misplaced = find_misplaced(arguments, flags)
     if misplaced and not returns and ask_to_move(misplaced, flags.rest[0]):
         arguments = moved(arguments, flags, misplaced)
-        flags, misplaced = parse_flags(arguments, _OWN), []
+        flags, misplaced = LaunchCommand.read(arguments), []
     if "as_accelerate" in flags.others:
         from accel_cli.alias_folders import environment
 
@@ -144,7 +139,9 @@ def _submit(
 
     check_target(target, environ)
     kept = without_flags(
-        arguments, _OWN, lambda name: name in ("submit", "dry_run") or name.startswith("submit_")
+        arguments,
+        LaunchCommand.taking(),
+        lambda name: name in ("submit", "dry_run") or name.startswith("submit_"),
     )
     job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
     submission = SUBMISSIONS[str(config.submit)]

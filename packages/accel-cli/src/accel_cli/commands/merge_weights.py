@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from accel_cli.dialect import App
+from accel_cli.sizes import bytes_of
 from accel_state.errors import ConfigError
 
 __all__ = ["app"]
@@ -72,6 +73,7 @@ def merge_weights(
     from rich.filesize import decimal
 
     import accel_ckpt
+    from accel_ckpt.modules.names import listed
 
     if checkpoint_directory.resolve() == output_path.resolve():
         raise ConfigError(
@@ -92,11 +94,11 @@ def merge_weights(
             output_path,
             safe_serialization=not unsafe_serialization,
             remove_checkpoint_dir=remove_checkpoint_dir,
-            max_shard_size=_size(max_shard_size),
+            max_shard_size=None if max_shard_size is None else bytes_of("--max_shard_size", max_shard_size),
             progress=report,
         )
     total = sum((output_path / name).stat().st_size for name in names)
-    typer.echo(f"{output_path}: {', '.join(_shorten(names))} ({decimal(total)})")
+    typer.echo(f"{output_path}: {listed(names, 4)} ({decimal(total)})")
     left = [
         name
         for name in _BESIDE_WEIGHTS
@@ -106,23 +108,6 @@ def merge_weights(
         typer.echo(
             f"only weights are merged; from_pretrained reads these files too, so copy them: {', '.join(left)}"
         )
-
-
-def _size(words: str | None) -> int | str | None:
-    if words is None:
-        return None
-    if words.isdigit():
-        return int(words)
-    from accel_ckpt import convert_file_size_to_int
-
-    try:
-        return convert_file_size_to_int(words)
-    except ValueError as error:
-        raise ConfigError(f"--max_shard_size: {error}") from error
-
-
-def _shorten(names: Sequence[str]) -> Sequence[str]:
-    return names if len(names) <= 4 else (*names[:2], f"… {len(names) - 3} more", names[-1])
 
 
 @contextlib.contextmanager

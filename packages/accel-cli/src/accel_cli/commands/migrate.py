@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import os
 import stat
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
 from accel_cli.dialect import App
+from accel_cli.render import difference
+from accel_state.host.colors import colors_for
+from accel_state.whole_files import write_whole
 
 __all__ = ["app"]
 
@@ -32,9 +30,10 @@ def migrate(
         bool, typer.Option("--write", help="Write the files; without it, only the diff is shown.")
     ] = False,
 ) -> int:
-    """Rewrite scripts for this library: imports of accelerate, and plain PyTorch training loops.
+    """Rewrite imports of accelerate, and calls of its command, for this library.
 
-    The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
+    What has no counterpart, and each line of a plain PyTorch training loop that changes, gets a note with what to write
+    there. The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
     changed. Exit code 1: at least one file was refused.
     """
     from accel_cli.migration.files import find_files, migrate_apart, starts_of_refused
@@ -54,7 +53,8 @@ def migrate(
         refused += bool(migration.refusals)
         if migration.changed:
             changed += 1
-            sys.stdout.writelines(_diff(path, migration.before, migration.after, shown))
+            names = (f"a/{path}", f"b/{path}")
+            sys.stdout.write(difference(migration.before, migration.after, names, shown))
             if write:
                 _replace(path, migration.after)
     _summarize(looked, changed, refused, write)
@@ -72,26 +72,9 @@ def _summarize(looked: int, changed: int, refused: int, write: bool) -> None:
     )
 
 
-def _diff(path: Path, before: str, after: str, colors: Colors) -> Iterator[str]:
-    """A unified diff that ``patch`` reads, if it is not coloured."""
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
-    for line in lines:
-        kind = {"+": "green", "-": "red", "@": "cyan"}.get(line[0], "")
-        text = line.rstrip("\n")
-        yield (colors(kind, text) if kind else text) + "\n"
-        if not line.endswith("\n"):
-            yield "\\ No newline at end of file\n"
-
-
 def _replace(path: Path, text: str) -> None:
-    """Write the whole file, or leave the old one."""
-    target = path.resolve()  # a link stays a link
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, stat.S_IMODE(target.stat().st_mode))
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    """Write the whole file, or leave the old one; its mode stays, and so does a link to it."""
+    target = path.resolve()
+    mode = stat.S_IMODE(target.stat().st_mode)
+    write_whole(target, text)
+    target.chmod(mode)

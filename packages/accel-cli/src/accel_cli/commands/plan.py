@@ -11,8 +11,9 @@ import typer
 
 from accel_bigmodel.planning.devices import DEVICES
 from accel_cli.dialect import App, Command
-from accel_cli.models import LIBRARIES
-from accel_cli.progress import Progress, progress
+from accel_cli.models import LIBRARIES, LibraryOption, ModelArgument, TrustOption
+from accel_cli.progress import ProgressLine, progress
+from accel_cli.sizes import bytes_of
 from accel_state.errors import ConfigError
 
 __all__ = ["app"]
@@ -39,101 +40,73 @@ class _Precision(StrEnum):
     fp8 = "fp8"
 
 
-_Model = Annotated[
-    str,
-    typer.Argument(
-        help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
-    ),
-]
-_Devices = Annotated[
-    int | None,
-    typer.Option(
-        "--devices", min=1, help="Number of devices over all machines; by default those of this machine."
-    ),
-]
-_Machines = Annotated[int, typer.Option("--machines", min=1, help="Number of machines.")]
-_Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", help="Memory of one device, such as 80GB; by default that of this machine's devices."
-    ),
-]
-_Device = Annotated[
-    str | None,
-    typer.Option("--device", help="Model of the device, such as h100-80gb, instead of --memory."),
-]
-_HostMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--host_memory",
-        help="Host memory of one machine, such as 1TB; by default it is not a limit.",
-    ),
-]
-_Reserve = Annotated[
-    str,
-    typer.Option(
-        "--reserve",
-        help="Memory of each device to leave free, for the CUDA context, communication buffers and fragmentation.",
-    ),
-]
-_BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Samples per micro-batch on each rank.")]
-_SeqLength = Annotated[int, typer.Option("--seq_length", min=1, help="Tokens per sample.")]
-_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer of the training.")]
-_PrecisionFlag = Annotated[
-    _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision of the training.")
-]
-_GradientAccumulationSteps = Annotated[
-    int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches per optimizer step.")
-]
-_ActivationCheckpointing = Annotated[
-    bool,
-    typer.Option(
-        "--activation_checkpointing",
-        help="The script recomputes the model's blocks in backward (activation checkpointing), under every strategy.",
-    ),
-]
-_Lora = Annotated[
-    int,
-    typer.Option(
-        "--lora", min=0, help="Rank of the LoRA adapters that are trained; 0: all weights are trained."
-    ),
-]
-_LibraryName = Annotated[
-    str | None,
-    typer.Option(
-        "--library_name",
-        help="Library of the model, transformers or timm, if its configuration does not name it.",
-    ),
-]
-_TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
-]
-_Write = Annotated[
-    Path | None, typer.Option("--write", help="Write the configuration file of the advised strategy here.")
-]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
-
-
 @app.command(cls=_Command)
 def plan(
-    model: _Model,
-    devices: _Devices = None,
-    machines: _Machines = 1,
-    memory: _Memory = None,
-    device: _Device = None,
-    host_memory: _HostMemory = None,
-    reserve: _Reserve = "2GB",
-    batch_size: _BatchSize = 1,
-    seq_length: _SeqLength = 2048,
-    optimizer: _OptimizerFlag = _Optimizer.adamw,
-    precision: _PrecisionFlag = _Precision.bf16,
-    gradient_accumulation_steps: _GradientAccumulationSteps = 1,
-    activation_checkpointing: _ActivationCheckpointing = False,
-    lora: _Lora = 0,
-    library_name: _LibraryName = None,
-    trust_remote_code: _TrustRemoteCode = False,
-    write: _Write = None,
-    as_json: _AsJson = False,
+    model: ModelArgument,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices", min=1, help="Number of devices over all machines; by default those of this machine."
+        ),
+    ] = None,
+    machines: Annotated[int, typer.Option("--machines", min=1, help="Number of machines.")] = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", help="Memory of one device, such as 80GB; by default that of this machine's devices."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Model of the device, such as h100-80gb, instead of --memory."),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host_memory",
+            help="Host memory of one machine, such as 1TB; by default it is not a limit.",
+        ),
+    ] = None,
+    reserve: Annotated[
+        str,
+        typer.Option(
+            "--reserve",
+            help="Memory of each device to leave free, for the CUDA context, communication buffers and fragmentation.",
+        ),
+    ] = "2GB",
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", min=1, help="Samples per micro-batch on each rank.")
+    ] = 1,
+    seq_length: Annotated[int, typer.Option("--seq_length", min=1, help="Tokens per sample.")] = 2048,
+    optimizer: Annotated[
+        _Optimizer, typer.Option("--optimizer", help="Optimizer of the training.")
+    ] = _Optimizer.adamw,
+    precision: Annotated[
+        _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision of the training.")
+    ] = _Precision.bf16,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches per optimizer step.")
+    ] = 1,
+    activation_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--activation_checkpointing",
+            help="The script recomputes the model's blocks in backward (activation checkpointing), in every strategy.",
+        ),
+    ] = False,
+    lora: Annotated[
+        int,
+        typer.Option(
+            "--lora", min=0, help="Rank of the LoRA adapters that are trained; 0: all weights are trained."
+        ),
+    ] = 0,
+    library_name: LibraryOption = None,
+    trust_remote_code: TrustOption = False,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", help="Write the configuration file of the advised strategy here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
 ) -> int:
     """Show the memory of a rank under every strategy, the strategies that fit, and the advised one.
 
@@ -146,14 +119,13 @@ def plan(
         from accel_bigmodel.planning.footprints.base import Workload
         from accel_cli import plan_report
 
-        cluster, on_cpu = _cluster(devices, machines, memory, device, host_memory, reserve)
+        cluster = _cluster(devices, machines, memory, device, host_memory, reserve)
         workload = Workload(
             batch_size=batch_size,
             optimizer=optimizer.value,
             precision=precision.value,
             micro_batches=gradient_accumulation_steps,
             frozen_bytes=4 if precision is _Precision.no else 2,
-            accelerator=not on_cpu,
             seq_length=seq_length,
         )
         shown.now(f"finding {model}")
@@ -169,7 +141,7 @@ def plan(
     else:
         plan_report.show(found, suggested)
     if write is not None:
-        written = plan_report.write(found, write, on_cpu=on_cpu)
+        written = plan_report.write(found, write)
         print(
             f"{write} is not written, because nothing fits"
             if written is None
@@ -183,7 +155,7 @@ class _Source:
     """The model, and its shape and timelines for a plan, with and without adapters."""
 
     def __init__(
-        self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: Progress
+        self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: ProgressLine
     ) -> None:
         from accel_cli.models import build_model, find_model
 
@@ -261,16 +233,16 @@ def _cluster(
     device: str | None,
     host_memory: str | None,
     reserve: str,
-) -> tuple[Any, bool]:
-    """The cluster to train on, and whether it is this machine's CPU."""
+) -> Any:
+    """The cluster to train on."""
     from accel_bigmodel.planning.devices import device_memory
-    from accel_bigmodel.planning.footprints.base import Cluster
+    from accel_bigmodel.planning.footprints.base import DeviceCluster
 
     if memory is not None and device is not None:
         raise ConfigError("--memory and --device both give the memory of a device; leave one of them out")
     size: float
     if memory is not None:
-        size = _bytes("--memory", memory)
+        size = bytes_of("--memory", memory)
     elif device is not None:
         size = device_memory(device)
     else:
@@ -278,14 +250,14 @@ def _cluster(
         devices = count if devices is None else devices
     if devices is None:
         raise ConfigError("--devices is missing; give the number of devices of all machines together")
-    kept = _bytes("--reserve", reserve)
+    kept = bytes_of("--reserve", reserve)
     if kept >= size:
         raise ConfigError(
             f"--reserve {reserve} leaves nothing of the {int(size):,} bytes of a device"
             + (f"; is --memory {memory} meant in GB? Write {memory}GB" if str(memory).isdecimal() else "")
         )
-    host = None if host_memory is None else _bytes("--host_memory", host_memory)
-    return Cluster(devices, machines, size, kept, host), False
+    host = None if host_memory is None else bytes_of("--host_memory", host_memory)
+    return DeviceCluster(devices, machines, size, kept, host)
 
 
 def _detected() -> tuple[int, int]:
@@ -304,12 +276,3 @@ def _detected() -> tuple[int, int]:
     module = accelerator_module(kind.type)
     sizes = [int(module.get_device_properties(index).total_memory) for index in range(count)]
     return count, min(sizes)
-
-
-def _bytes(flag: str, text: str) -> int:
-    from accel_ckpt.saving.plan import convert_file_size_to_int
-
-    try:
-        return int(text) if text.isdigit() else convert_file_size_to_int(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}") from error

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accel_cli.colors import colors_for
-from accel_cli.commands.launch import LaunchCommand, target_of
+import typer
+
+from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page
-from accel_cli.progress import Progress, progress
-from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_cli.progress import ProgressLine, progress
+from accel_cli.schema_command import SchemaCommand
+from accel_state.config.flags import ParsedFlags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import plan_world
@@ -27,82 +28,44 @@ if TYPE_CHECKING:
     from accel_cli.rehearsal.run import Rehearsed
     from accel_state.launching.plan import World
 
-__all__ = ["app", "main"]
-
-_OWN = {
-    "config_file": True, "help": False, "-h": False, "rank": True, "ranks": True, "steps": True, "json": False,
-    "show_output": False,
-}  # fmt: skip
-
-_USAGE = "accel rehearse --num_processes N [flags] script.py [the script's own arguments]"
-_ABOUT = """\
-Simulate one rank of a larger run in one process on the CPU: configuration, mesh, prepare and one optimizer step. \
-Report what would fail: a degree that does not fit, a loader without data for every rank, a shape that cannot be \
-divided, ranks that enter different collectives. Also report what the rank would read, and its memory.
-
-  accel rehearse --num_processes 1024 --num_machines 128 train.py --lr 0.1
-  accel rehearse --num_processes 64 --use_fsdp --ranks 0,1,last train.py
-"""
-_ROWS = [
-    ("--num_processes N", "Ranks of the world, over all machines."),
-    ("--num_machines N", "Machines of the world."),
-    ("--rank R", "The rank to rehearse. Default: 0."),
-    (
-        "--ranks R,R,…",
-        "Several ranks, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
-    ),
-    ("--steps N", "Optimizer steps of each prepared optimizer. Default: 1."),
-    ("--show_output", "Show what the script prints, on standard error."),
-    ("--json", "Print the report as JSON; sizes are in bytes."),
-    ("--config_file FILE", "Configuration file to read."),
-    ("-h, --help", "Show this help."),
-]
-
-
-class RehearseCommand(LaunchCommand):
-    """The flags of ``accel launch``, and those of the rehearsal."""
-
-    own_flags = {
-        "--config_file": "Configuration file to read.",
-        "--rank": "The rank to rehearse.",
-        "--ranks": "Several ranks, such as 0,1,last.",
-        "--steps": "Optimizer steps of each prepared optimizer.",
-        "--show_output": "Show what the script prints.",
-        "--json": "Print JSON.",
-        "--help": "Show help.",
-    }
-    own_values = ("--config_file", "--rank", "--ranks", "--steps")
-
-    def invoke(self, ctx: Any) -> int:
-        """Run ``main``."""
-        return main(ctx.args)
-
+__all__ = ["app"]
 
 app = App()
 
 
-@app.command(cls=RehearseCommand)
-def rehearse_script() -> None:
-    """Simulate one rank of a larger run, and report what would fail."""
+class RehearseCommand(SchemaCommand):
+    """The command of ``accel rehearse``."""
+
+    usage = "--num_processes N [flags] script.py [the script's own arguments]"
+    own = {
+        "--rank R": "The rank to rehearse. Default: 0.",
+        "--ranks R,R,…": "Several ranks, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
+        "--steps N": "Optimizer steps of each prepared optimizer. Default: 1.",
+        "--show_output": "Show what the script prints, on standard error.",
+        "--json": "Print the report as JSON; sizes are in bytes.",
+        "--config_file FILE": "Configuration file to read.",
+    }
+    shared = {
+        "--num_processes N": "Ranks of the world, over all machines.",
+        "--num_machines N": "Machines of the world.",
+    }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command.
+@app.command(
+    cls=RehearseCommand,
+    epilog="All flags of accel launch apply, and describe the world: accel launch --help-all.",
+)
+def rehearse_script(context: typer.Context) -> int:
+    """Simulate one rank of a larger run in one process on the CPU: configuration, mesh, prepare and one optimizer step.
 
-    Args:
-        arguments: flags, then the script and the script's arguments.
+    Report what would fail: a degree that does not fit, a loader without data for every rank, a shape that cannot be
+    divided, ranks that enter different collectives. Also report what the rank would read, and its memory. Exit code 1:
+    something would fail.
 
-    Returns:
-        The exit code: 0 if nothing would fail, else 1.
-
-    Raises:
-        AccelError: the flags, the configuration file or the script are unsuitable.
+      accel rehearse --num_processes 1024 --num_machines 128 train.py --lr 0.1
+      accel rehearse --num_processes 64 --use_fsdp --ranks 0,1,last train.py
     """
-    flags = parse_flags(arguments, _OWN)
-    if not {"help", "-h"}.isdisjoint(flags.others):
-        epilog = "All flags of accel launch apply, and describe the world: accel launch --help-all."
-        sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
-        return 0
+    flags = RehearseCommand.read(context.args)
     if not flags.rest:
         raise ConfigError(
             "there is no script to rehearse; example: accel rehearse --num_processes 64 train.py --lr 0.1"
@@ -138,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = []
     silent = "json" in flags.others
     # Without the progress line where the script's own output is shown.
-    with contextlib.nullcontext(Progress()) if show_output else progress("starting") as shown:
+    with contextlib.nullcontext(ProgressLine()) if show_output else progress("starting") as shown:
         for rank in _ranks(flags, world.size):
             shown.now(f"rehearsing rank {rank} of {world.size:,}: {target.name}")
             ranks.append(

@@ -9,61 +9,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_cli.colors import colors_for
-from accel_cli.commands.launch import LaunchCommand
+import typer
+
 from accel_cli.dialect import App
-from accel_cli.help_pages import help_page
 from accel_cli.progress import on_terminal
 from accel_cli.render import indented, show_text
-from accel_state.config.flags import parse_flags
+from accel_cli.schema_command import SchemaCommand
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.host.colors import colors_for
 from accel_state.launching.ranks.command import run_command
 
 __all__ = ["app", "main"]
 
-_OWN = {"config_file": True, "help": False, "-h": False, "json": False}
-_USAGE = "accel test [flags of accel launch]"
-_ABOUT = """\
-Start the configured world and check it: processes and devices, collectives, that each sample is read once, that \
-training has the losses and weights of one process, and that saving and resuming are exact. It takes a few seconds and \
-needs no data.
-
-  accel test
-  accel test --config_file run.yaml
-  accel test --cpu --num_processes 2 --use_fsdp
-"""
-_ROWS = [
-    ("--config_file FILE", "Configuration file to read; by default the one that launch reads."),
-    ("--json", "Print the results as JSON."),
-    ("-h, --help", "Show this help."),
-]
 _MODULE = "accel_cli.sanity.world"
 _WIDTH = len("processes and devices")
 """Of the longest name of a check."""
 
 
-class TestCommand(LaunchCommand):
-    """The flags of ``accel launch``, and ``--json``."""
-
-    own_flags = {
-        "--config_file": "Configuration file to read.",
-        "--json": "Print the results as JSON.",
-        "--help": "Show help.",
-    }
-
-    def invoke(self, ctx: Any) -> int:
-        """Run ``main``."""
-        return main(ctx.args)
-
-
 app = App()
 
 
-@app.command(cls=TestCommand)
-def test_world() -> None:
-    """Check the configured world: collectives, data, training, saving."""
+class TestCommand(SchemaCommand):
+    """The command of ``accel test``."""
+
+    own = {
+        "--config_file FILE": "Configuration file to read; by default the one that launch reads.",
+        "--json": "Print the results as JSON.",
+    }
+
+
+@app.command(cls=TestCommand, epilog="All flags of accel launch apply: accel launch --help-all.")
+def test_world(context: typer.Context) -> int:
+    """Start the configured world and check it.
+
+    Checked are processes and devices, collectives, that each sample is read once, that training has the losses and
+    weights of one process, and that saving and resuming are exact. It takes a few seconds and needs no data.
+
+      accel test
+      accel test --config_file run.yaml
+      accel test --cpu --num_processes 2 --use_fsdp
+    """
+    return main(context.args)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,11 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a word is not a flag.
     """
-    flags = parse_flags(arguments, _OWN)
-    if not {"help", "-h"}.isdisjoint(flags.others):
-        epilog = "All flags of accel launch apply: accel launch --help-all."
-        sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
-        return 0
+    flags = TestCommand.read(arguments)
     if flags.rest:
         raise ConfigError(
             f"accel test takes flags only, and {flags.rest[0]!r} is not a flag; to start a script: accel launch "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import shutil
 import sys
 import textwrap
@@ -13,13 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
+from accel_cli.config_files import is_accelerates
 from accel_cli.dialect import App
-from accel_cli.yaml_edits import edit_mapping
+from accel_cli.render import as_text, difference
+from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, parse_text, read_layer, read_text, write_text
 from accel_state.config.fsdp_conversion import Change, convert_fsdp_options, converted
 from accel_state.environment import snapshot
 from accel_state.errors import AccelError, ConfigError
+from accel_state.host.colors import Colors, colors_for
 
 __all__ = ["app"]
 
@@ -57,10 +57,11 @@ def to_fsdp2(
     data = parse_text(text, source)
     changes = convert_fsdp_options(_old_options(data, source), str(source))
     target = (output_file or source).expanduser()
-    new, notes = _new_text(text, data, changes, source, target)
+    changed = {**data, _SECTION: converted(list(changes))}
+    new, notes = rewritten(text, target, _SECTION, changes, changed)
     colors = colors_for()
     typer.echo(_report(changes, notes, colors))
-    typer.echo(_difference(text, new, source, target, colors), nl=False)
+    typer.echo(difference(text, new, (str(source), str(target)), colors, context=1), nl=False)
     _refuse_to_replace(source, output_file, target, overwrite)
     write_text(target, new)
     typer.echo(f"wrote {target}")
@@ -90,32 +91,6 @@ def _old_options(data: dict[str, Any], source: Path) -> dict[str, Any]:
     return options
 
 
-def _new_text(
-    text: str, data: dict[str, Any], changes: Sequence[Change], source: Path, target: Path
-) -> tuple[str, list[str]]:
-    """The text to write, and notes about the parts that it does not keep."""
-    new = {**data, _SECTION: converted(list(changes))}
-    if target.suffix == ".json" or _is_json(text):
-        return json.dumps(new, indent=2) + "\n", []
-    if source.suffix != ".json":
-        edited = edit_mapping(text, _SECTION, changes)
-        if edited is not None and parse_text(edited, source) == new:
-            return edited, []
-    import yaml
-
-    note = "comments of the file are not kept, because its fsdp_config is not written one option a line"
-    return yaml.safe_dump(new, sort_keys=False, allow_unicode=True), [note] if "#" in text else []
-
-
-def _is_json(text: str) -> bool:
-    """JSON is YAML too: Accelerate writes it to files that end in .yaml."""
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return True
-
-
 def _report(changes: Sequence[Change], notes: Sequence[str], colors: Colors) -> str:
     lines = []
     columns = max(60, min(120, shutil.get_terminal_size().columns))
@@ -133,7 +108,7 @@ def _report(changes: Sequence[Change], notes: Sequence[str], colors: Colors) -> 
 
 
 def _key_and_value(change: Change) -> str:
-    before, after = _shown(change.before), _shown(change.value)
+    before, after = as_text(change.before), as_text(change.value)
     match change.what:
         case "add":
             return f"{change.name}: {after}"
@@ -145,27 +120,11 @@ def _key_and_value(change: Change) -> str:
             return f"{change.key}: {before} -> {change.name}: {after}"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    return str(value)
-
-
-def _difference(before: str, after: str, source: Path, target: Path, colors: Colors) -> str:
-    codes = {"-": "red", "+": "green", "@": "dim"}
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), str(source), str(target), n=1, lineterm=""
-    )
-    return "".join(f"{colors(codes[line[0]], line) if line[0] in codes else line}\n" for line in lines)
-
-
 def _refuse_to_replace(source: Path, output_file: Path | None, target: Path, overwrite: bool) -> None:
-    ours = default_path(snapshot())
-    theirs = ours.parent.parent / "accelerate"
-    if target.resolve().parent == theirs.resolve():
+    if is_accelerates(target):
         raise ConfigError(
-            f"nothing is written: {target} belongs to Accelerate and is not changed; pass --output_file {ours}, which "
-            "accel launch reads first"
+            f"nothing is written: {target} belongs to Accelerate and is not changed; pass --output_file "
+            f"{default_path(snapshot())}, which accel launch reads first"
         )
     if overwrite:
         return

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.dialect import App, Command
+from accel_cli.config_files import FileOption
+from accel_cli.dialect import App, Command, repeated
 from accel_state.config.merge import resolve
 from accel_state.config.sections.tpu import TpuSection
 from accel_state.environment import snapshot
@@ -29,15 +30,7 @@ class TpuCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat ``--command`` before each word that follows it."""
-        words: list[str] = []
-        several = False
-        for word in args:
-            flag = word.startswith("-")
-            if several and not flag and words[-1] != "--command":
-                words.append("--command")
-            words.append(word)
-            several = word == "--command" or (several and not flag)
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, repeated(args, "--command", lambda word: not word.startswith("-")))
 
 
 app = App()
@@ -45,10 +38,7 @@ app = App()
 
 @app.command(cls=TpuCommand)
 def tpu_config(
-    config_file: Annotated[
-        str | None,
-        typer.Option("--config_file", help="Configuration file; by default the one that accel launch reads."),
-    ] = None,
+    config_file: FileOption = None,
     tpu_name: Annotated[str | None, typer.Option("--tpu_name", help="Name of the TPU.")] = None,
     tpu_zone: Annotated[
         str | None, typer.Option("--tpu_zone", help="Zone of the TPU; by default gcloud's own.")

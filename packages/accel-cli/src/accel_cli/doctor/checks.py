@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_cli.doctor.machine import GATHERED, Machine
+from accel_cli.machine import GATHERED, PACKAGES, Machine
 
 __all__ = ["CHECKS", "Finding", "examine", "examine_here"]
 
 _GB = 10**9
 _FIRST_DAY = 1760486400
 """2025-10-15, when torch 2.9 appeared: no right clock shows less where it is installed."""
-_MODULES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Finding:
 
 def _versions(machine: Machine) -> Iterator[Finding]:
     series = {
-        name: version.rsplit(".", 1)[0] for name, version in machine.versions.items() if name in _MODULES
+        name: version.rsplit(".", 1)[0] for name, version in machine.versions.items() if name in PACKAGES
     }
-    text = ", ".join(f"{name} {machine.versions[name]}" for name in _MODULES if name in machine.versions)
+    text = ", ".join(f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions)
     if len(set(series.values())) > 1:
         advice = "their release series must be the same; pip install --upgrade accel-cli updates all"
         yield Finding("packages", "problem", text, advice)
@@ -52,14 +51,14 @@ def _versions(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "torch",
             "ok",
-            f"{torch}, built for {'CUDA ' + machine.torch_cuda if machine.torch_cuda else 'the CPU'}",
+            f"{torch}, built for {machine.torch_build}",
         )
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
-    there, usable = machine.accelerator_files, machine.accelerators
+    there, usable = machine.accelerator_files, machine.usable
     hidden = machine.environ.get("CUDA_VISIBLE_DEVICES")
-    if there and not usable and not machine.torch_cuda:
+    if there and not usable and machine.torch_build == "the CPU":
         yield Finding(
             "accelerators", "problem", f"{there} NVIDIA devices, but torch is built for the CPU",
             "install a build of torch for CUDA: https://pytorch.org/get-started",
@@ -72,7 +71,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
         )
         yield Finding(
             "accelerators", "problem", f"{there} NVIDIA devices, and torch can use none ({reason})",
-            f"the driver must support CUDA {machine.torch_cuda}; nvidia-smi shows the newest that it supports",
+            f"the driver must support {machine.torch_build}; nvidia-smi shows the newest that it supports",
         )  # fmt: skip
     elif usable and usable < there:
         yield Finding("accelerators", "ok", f"{usable} of {there}, by CUDA_VISIBLE_DEVICES={hidden}")

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_cli.doctor.names import NOT_IN_BACKEND
+__all__ = ["COLLECTIVES", "NOT_IN_BACKEND", "check_collective"]
 
-__all__ = ["COLLECTIVES", "check_collective"]
-
+NOT_IN_BACKEND = "the backend has none"
+"""The problem of a collective that the backend lacks; it is no failure."""
 _CHECKED = 12
 _TIMED = 2**18
 """Elements per rank of a timed collective: 1 MiB of float32."""

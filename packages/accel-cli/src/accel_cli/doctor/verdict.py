@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_cli.doctor.checks import Finding
+from accel_cli.doctor.collectives import NOT_IN_BACKEND
 from accel_cli.doctor.links import ALL_PAIRS, Link, slow_links
-from accel_cli.doctor.names import NOT_IN_BACKEND
 
 __all__ = ["judge"]
 

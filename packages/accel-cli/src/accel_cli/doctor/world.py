@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,11 +21,12 @@ from accel_cli.doctor.verdict import judge
 from accel_state.clusters.base import is_loopback
 from accel_state.communication.signed_store import loopback_store
 from accel_state.config.launch import LaunchConfig
-from accel_state.errors import ConfigError, LaunchError
+from accel_state.errors import LaunchError
 from accel_state.launching.plan import World, plan_rank
+from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.processes import CommandProcess, start_command
 
-__all__ = ["Place", "examine_world"]
+__all__ = ["RankPlace", "examine_world"]
 
 _POLL = 0.05
 _GRACE = 4.0
@@ -35,7 +35,7 @@ _CLOCK_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where this doctor's ranks are.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
 
 def examine_world(
     config: LaunchConfig,
-    place: Place,
+    place: RankPlace,
     environ: Mapping[str, str],
     timeout: float,
     tell: Callable[[str], None] = lambda text: None,
@@ -72,7 +72,7 @@ def examine_world(
         Findings, and everything that was measured, for JSON. Only the doctor of machine 0 has measurements.
 
     Raises:
-        ConfigError: the port is in use.
+        PortError: the port is in use.
         LaunchError: a rank could not be started.
     """
     store, port = _host(place, timeout) if place.first == 0 else (None, place.port)
@@ -90,35 +90,25 @@ def examine_world(
         for process in started:
             if process.poll() is None:
                 process.kill()
-        _reap(started)
+        _let_end(started)
 
 
-def _host(place: Place, timeout: float) -> tuple[Any, int]:
+def _host(place: RankPlace, timeout: float) -> tuple[Any, int]:
     import torch.distributed as dist
 
-    if place.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", place.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"port {place.port} cannot be used on this machine ({error.strerror}); pass another "
-                    "--main_process_port, the same on all machines"
-                ) from error
     wait = timedelta(seconds=timeout)
-    if place.world.machines == 1 and is_loopback(place.address):
-        own = loopback_store(place.address, place.port, None, wait)
-        if own is not None:
-            return own, own.port  # type: ignore[attr-defined]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.address, place.port, None, True, wait, wait_for_workers=False
-    )
-    return store, store.port
+    with reserve_port(place.port) as port:
+        own = None
+        if place.world.machines == 1 and is_loopback(place.address):
+            own = loopback_store(place.address, port, None, wait)
+        store = own or dist.TCPStore(  # type: ignore[attr-defined]
+            place.address, port, None, True, wait, wait_for_workers=False
+        )
+        return store, port
 
 
 def _start(
-    config: LaunchConfig, place: Place, port: int, local: int, environ: Mapping[str, str], timeout: float
+    config: LaunchConfig, place: RankPlace, port: int, local: int, environ: Mapping[str, str], timeout: float
 ) -> CommandProcess:
     rank = place.first + local
     job = RankJob(
@@ -137,7 +127,7 @@ def _start(
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
 
 
-def _follow(started: list[CommandProcess], place: Place) -> list[Finding]:
+def _follow(started: list[CommandProcess], place: RankPlace) -> list[Finding]:
     """Findings of a doctor on another machine, whose ranks report to machine 0."""
     while any(process.poll() is None for process in started):
         time.sleep(_POLL)
@@ -159,19 +149,13 @@ def _follow(started: list[CommandProcess], place: Place) -> list[Finding]:
     return [Finding("world", "ok", text)]
 
 
-def _reap(started: list[CommandProcess]) -> None:
-    until = time.monotonic() + 5
-    while any(process.poll() is None for process in started) and time.monotonic() < until:
-        time.sleep(_POLL)
-
-
 class _Coordinator:
     """Waits for the ranks, and collects their reports."""
 
     def __init__(
         self,
         store: Any,
-        place: Place,
+        place: RankPlace,
         started: list[CommandProcess],
         timeout: float,
         tell: Callable[[str], None],
@@ -200,7 +184,7 @@ class _Coordinator:
             findings.insert(0, self._lost(rank, arrived))
         self.store.set("verdict", "")
         if not silent:
-            _let_end(list(self.local.values()))
+            _let_end(self.local.values())
         measured = {
             "ranks": arrived,
             "clock_offsets": clocks or {},
@@ -303,7 +287,8 @@ class _Coordinator:
         return ""
 
 
-def _let_end(started: list[CommandProcess]) -> None:
+def _let_end(started: Collection[CommandProcess]) -> None:
+    """Wait until the ranks have ended, for a few seconds."""
     until = time.monotonic() + 5
     while any(process.poll() is None for process in started) and time.monotonic() < until:
         time.sleep(_POLL)

@@ -12,7 +12,6 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from accel_cli.migration.loop_facts import call_name, names_in
 from accel_cli.migration.result import Remark
 
 __all__ = ["accelerator_attributes", "missing_attributes"]
@@ -89,15 +88,17 @@ class _Finder(cst.CSTVisitor):
 def _makes_one(value: cst.BaseExpression | None) -> bool:
     if isinstance(value, cst.IfExp):  # Accelerator(log_with=…) if tracked else Accelerator()
         return _makes_one(value.body) or _makes_one(value.orelse)
-    return call_name(value).rsplit(".", 1)[-1] == "Accelerator"
+    return isinstance(value, cst.Call) and _is_the_class(value.func)
 
 
-def _is_the_class(annotation: cst.BaseExpression) -> bool:
-    return (get_full_name_for_node(annotation) or "").rsplit(".", 1)[-1] == "Accelerator"
+def _is_the_class(name: cst.BaseExpression) -> bool:
+    return (get_full_name_for_node(name) or "").rsplit(".", 1)[-1] == "Accelerator"
 
 
 def _bound(target: cst.BaseExpression) -> Iterator[str]:
-    if isinstance(target, cst.Attribute):
-        yield from filter(None, [get_full_name_for_node(target)])
+    """The names in the target of an assignment: ``a``, ``a.b``, and those in a tuple or a list."""
+    if isinstance(target, cst.Tuple | cst.List):
+        for element in target.elements:
+            yield from _bound(element.value)
     else:
-        yield from names_in(target)
+        yield from filter(None, [get_full_name_for_node(target)])

@@ -16,7 +16,7 @@ import libcst as cst
 
 from accel_cli.migration.attributes import missing_attributes
 from accel_cli.migration.imports import rewrite_imports
-from accel_cli.migration.loops import rewrite_loops
+from accel_cli.migration.plain_loops import notes_on_loops
 from accel_cli.migration.result import Migration, Remark
 from accel_state.errors import ConfigError
 from accel_state.whole_files import read_whole
@@ -163,7 +163,7 @@ def migrate_source(text: str) -> Migration:
     """The proposal for a Python source.
 
     Args:
-        text: the source; imports of ``accelerate`` and plain PyTorch training loops are rewritten.
+        text: the source; imports of ``accelerate`` are rewritten, and plain PyTorch training loops get notes.
     """
     if _is_too_deep(text):
         return Migration(text, text, (Remark(1, _TOO_DEEP),))
@@ -174,7 +174,7 @@ def migrate_source(text: str) -> Migration:
     changed, refusals, notes = rewrite_imports(module)
     if changed.code != module.code or refusals:
         return _result(text, changed, [*refusals, *missing_attributes(module)], notes)
-    return _result(text, *rewrite_loops(module))
+    return Migration(text, text, (), tuple(notes_on_loops(module)))
 
 
 def _is_too_deep(text: str) -> bool:

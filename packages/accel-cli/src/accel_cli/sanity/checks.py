@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_state.messages import shown
 from accel_train import (
     Accelerator,
     broadcast,
@@ -238,27 +239,22 @@ def _train(
 
 def _equal(what: str, found: Any, wanted: Any) -> None:
     if found != wanted:
-        raise AssertionError(f"{what}: {_cut(found)}; expected {_cut(wanted)}")
+        raise AssertionError(f"{what}: {shown(found)}; expected {shown(wanted)}")
 
 
 def _close(what: str, found: Tensor, wanted: Tensor) -> None:
     if found.shape != wanted.shape or not torch.allclose(found.double(), wanted.double()):
-        raise AssertionError(f"{what}: {_cut(found.tolist())}; expected {_cut(wanted.tolist())}")
+        raise AssertionError(f"{what}: {shown(found.tolist())}; expected {shown(wanted.tolist())}")
 
 
 def _near(what: str, found: list[float], wanted: list[float], tolerance: float) -> None:
     if len(found) != len(wanted):
         raise AssertionError(
-            f"{what}: {len(found)} values, {_cut(found)}; one process has {len(wanted)}, {_cut(wanted)}"
+            f"{what}: {len(found)} values, {shown(found)}; one process has {len(wanted)}, {shown(wanted)}"
         )
     scale = max(max(map(abs, wanted)), 1e-3)
     # One by one: the largest of several differences can hide one that is not a number.
     if not all(abs(a - b) <= tolerance * scale for a, b in zip(found, wanted, strict=True)):
         raise AssertionError(
-            f"{what}: {_cut(found)}; one process has {_cut(wanted)}, and {tolerance:g} of the largest is allowed"
+            f"{what}: {shown(found)}; one process has {shown(wanted)}, and {tolerance:g} of the largest is allowed"
         )
-
-
-def _cut(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_cli.wizard.machine import Machine
+from accel_cli.machine import Machine
 
 __all__ = [
     "Answers",

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_cli.machine import describe_accelerators
 from accel_cli.wizard.answers import Answers, equals, known, more_than, negated
-from accel_cli.wizard.machine import describe_accelerators
 from accel_cli.wizard.question import Choice, Question
 from accel_state.config.default_config import DISTRIBUTED_TYPES
 from accel_state.config.launch import LaunchConfig
@@ -66,7 +66,7 @@ def _device_before(answers: Answers) -> str | None:
 def _strategies(answers: Answers) -> Sequence[Choice]:
     cpu = answers.get("devices") == CPU
     replicas = "MULTI_CPU" if cpu else accelerator_type(answers)
-    engines = answers.situation.machine.engines
+    engines = answers.situation.machine.versions
     absent = "" if "DeepSpeed" in engines else "; not installed here"
     found = [
         Choice("NO", "one process"),

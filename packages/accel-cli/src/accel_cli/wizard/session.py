@@ -9,11 +9,10 @@ from pathlib import Path
 
 import typer
 
-from accel_cli.colors import Colors, colors_for
+from accel_cli.machine import describe, detect
 from accel_cli.render import folded
 from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import BACK, Asker, Interview
-from accel_cli.wizard.machine import describe, detect
 from accel_cli.wizard.outcome import (
     configuration,
     existing_values,
@@ -26,6 +25,7 @@ from accel_cli.wizard.question import Asked, Choice
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import default_path, find_default, save
 from accel_state.errors import ConfigError
+from accel_state.host.colors import Colors, colors_for
 
 __all__ = ["ask_and_write", "asker_for"]
 

@@ -12,10 +12,10 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bin
 from prompt_toolkit.output import ColorDepth
 from questionary.prompts.common import InquirerControl
 
-from accel_cli.colors import colors_for
 from accel_cli.wizard.interview import BACK
 from accel_cli.wizard.question import Asked
 from accel_state.errors import AccelError
+from accel_state.host.colors import colors_for
 
 __all__ = ["ask_in_terminal"]
 

@@ -18,6 +18,7 @@ __all__ = [
     "read_first",
     "read_int",
     "read_port",
+    "read_task",
     "stable_port",
 ]
 
@@ -95,6 +96,30 @@ def read_int(
             f"it must be between 0 and {below[1] - 1}"
         )
     return number
+
+
+def read_task(
+    environ: Mapping[str, str], size: tuple[str, int], rank: str, local_rank: str, advice: str
+) -> tuple[int, int]:
+    """The ranks of a task in its world and on its node.
+
+    Args:
+        environ: the variables.
+        size: name and value of the number of tasks.
+        rank: the variable of the rank.
+        local_rank: the variable of the rank on the node.
+        advice: the end of the message if one of them is not set.
+
+    Raises:
+        ConfigError: one of them is not set, or out of range.
+    """
+    found = read_int(environ, rank, below=size), read_int(environ, local_rank)
+    if found[0] is None or found[1] is None:
+        missing = rank if found[0] is None else local_rank
+        raise ConfigError(
+            f"environment variable {size[0]} is {size[1]}, but {missing} is not set; start the script with {advice}"
+        )
+    return found[0], found[1]
 
 
 def read_first(environ: Mapping[str, str], names: Sequence[str], *, minimum: int = 0) -> int | None:

@@ -1,4 +1,4 @@
-"""Flux: scripts started by ``flux run`` or ``flux submit``."""
+"""Flux: scripts and launchers started by ``flux run`` or ``flux submit``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
+from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
     Cluster,
     Topology,
     node_placement,
     read_int,
     read_port,
+    read_task,
     stable_port,
 )
 from accel_state.clusters.slurm import first_host
-from accel_state.errors import ConfigError
 
-__all__ = ["Flux"]
+__all__ = ["Flux", "FluxJobs"]
 
 _PATIENCE = 20.0
 
@@ -32,15 +33,9 @@ class Flux(Cluster):
         world_size = read_int(environ, "FLUX_JOB_SIZE", minimum=1)
         if world_size is None or world_size == 1 or "FLUX_TASK_RANK" not in environ:
             return None
-        rank = read_int(environ, "FLUX_TASK_RANK", below=("FLUX_JOB_SIZE", world_size))
-        local_rank = read_int(environ, "FLUX_TASK_LOCAL_ID")
+        size, advice = ("FLUX_JOB_SIZE", world_size), "flux run, or unset the variables of Flux"
+        rank, local_rank = read_task(environ, size, "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", advice)
         num_nodes = read_int(environ, "FLUX_JOB_NNODES", minimum=1) or 1
-        if rank is None or local_rank is None:
-            missing = "FLUX_TASK_RANK" if rank is None else "FLUX_TASK_LOCAL_ID"
-            raise ConfigError(
-                f"environment variable FLUX_JOB_SIZE is {world_size}, but {missing} is not set; start the script with "
-                "flux run, or unset the variables of Flux"
-            )
         local_world_size = max(-(-world_size // num_nodes), local_rank + 1)
         node_rank, _ = node_placement(rank, world_size, local_world_size)
         return Topology(
@@ -55,6 +50,24 @@ class Flux(Cluster):
             master_port=read_port(environ) or stable_port(environ.get("FLUX_JOB_ID", "")),
             launcher=self.name,
         )
+
+
+class FluxJobs(TaskScheduler):
+    """A task of a Flux job."""
+
+    key = "flux"
+    name = "Flux"
+    hint = "start it with flux run or flux submit, with several tasks"
+    cluster = Flux()
+
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """See the base class."""
+        return {
+            "size": f"FLUX_JOB_SIZE={topology.world_size}",
+            "nodes": f"FLUX_JOB_NNODES={topology.num_nodes}",
+            "node": f"FLUX_TASK_RANK={topology.rank}",
+            "address": "flux hostlist",
+        }
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:

@@ -1,22 +1,28 @@
-"""LSF: scripts started by ``jsrun``, the launcher of its job step manager."""
+"""LSF: ``jsrun``, the launcher of its job step manager, and ``blaunch`` with one launcher for each host.
+
+Variables: IBM Spectrum LSF, "Environment variables set for job execution"; jsrun sets ``JSM_NAMESPACE_*``.
+"""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from accel_state.clusters.allocation import Allocation, Described, TaskScheduler
 from accel_state.clusters.base import (
     Cluster,
     Topology,
     node_placement,
     read_int,
     read_port,
+    read_task,
     stable_port,
 )
 from accel_state.errors import ConfigError
 from accel_state.whole_files import read_whole
 
-__all__ = ["JobStepManager", "hosts_of"]
+__all__ = ["JobStepManager", "LSFJobs", "hosts_of"]
 
 _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE")
 
@@ -31,14 +37,11 @@ class JobStepManager(Cluster):
         world_size = read_int(environ, "JSM_NAMESPACE_SIZE", minimum=1)
         if world_size is None or world_size == 1:
             return None
-        rank = read_int(environ, "JSM_NAMESPACE_RANK", below=("JSM_NAMESPACE_SIZE", world_size))
-        local_rank = read_int(environ, "JSM_NAMESPACE_LOCAL_RANK")
-        if rank is None or local_rank is None:
-            missing = "JSM_NAMESPACE_RANK" if rank is None else "JSM_NAMESPACE_LOCAL_RANK"
-            raise ConfigError(
-                f"environment variable JSM_NAMESPACE_SIZE is {world_size}, but {missing} is not set; start the script "
-                "with jsrun, or unset the variables of its job step manager"
-            )
+        size, advice = (
+            ("JSM_NAMESPACE_SIZE", world_size),
+            "jsrun, or unset the variables of its job step manager",
+        )
+        rank, local_rank = read_task(environ, size, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK", advice)
         _, hosts = hosts_of(environ)
         # The batch script of a job with jsrun runs on a launch host, which comes first in the list and has no ranks.
         compute = hosts[1:] if len(hosts) > 1 else hosts
@@ -87,3 +90,44 @@ def hosts_of(environ: Mapping[str, str]) -> tuple[str, list[str]]:
             )
         return "LSB_MCPU_HOSTS", list(dict.fromkeys(words[::2]))
     return "LSB_HOSTS", list(dict.fromkeys(environ.get("LSB_HOSTS", "").split()))
+
+
+class LSFJobs(TaskScheduler):
+    """A task of jsrun, or a launcher on each host of a job with several hosts."""
+
+    key = "lsf"
+    name = "LSF"
+    hint = 'start it in a job with several hosts (bsub), on each host: jsrun, or blaunch -z "$(hosts)"'
+    cluster = JobStepManager()
+
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """See the base class."""
+        size = f"JSM_NAMESPACE_SIZE={topology.world_size}"
+        node = f"JSM_NAMESPACE_RANK={topology.rank}"
+        return {"size": size, "nodes": size, "node": node, "address": "LSF's list of hosts"}
+
+    def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
+        """See the base class. Without jsrun, this host is found by its name in LSF's list."""
+        of_tasks = super().allocation(environ)
+        # LSF_PM_TASKID numbers the tasks that blaunch starts. Without it this is the batch script, or a shell.
+        if of_tasks is not None or not environ.get("LSB_JOBID") or not environ.get("LSF_PM_TASKID"):
+            return of_tasks
+        variable, hosts = hosts_of(environ)
+        return None if len(hosts) < 2 else _by_host(environ, variable, hosts)
+
+
+def _by_host(environ: Mapping[str, str], variable: str, hosts: list[str]) -> Allocation:
+    name = socket.gethostname()
+    index = next((i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]), None)
+    if index is None:
+        raise ConfigError(
+            f"this host, {name}, is not among those of the LSF job, {', '.join(hosts)} (from {variable}), so its "
+            "machine rank is unknown; pass --num_machines, --machine_rank and --main_process_ip with --cluster none"
+        )
+    options = {
+        "num_machines": Described(len(hosts), variable),
+        "machine_rank": Described(index, variable),
+        "main_process_ip": Described(hosts[0], variable, firm=False),
+        "main_process_port": Described(stable_port(environ["LSB_JOBID"]), "LSB_JOBID", firm=False),
+    }
+    return Allocation("LSF", "machine", index, len(hosts), options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
     Cluster,
     Topology,
@@ -16,7 +17,7 @@ from accel_state.clusters.base import (
 from accel_state.clusters.sagemaker import sagemaker_hosts
 from accel_state.errors import ConfigError
 
-__all__ = ["MPI"]
+__all__ = ["MPI", "MPIProcesses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,19 @@ class MPI(Cluster):
             master_port=read_port(environ) or _port(environ),
             launcher=self.name,
         )
+
+
+class MPIProcesses(TaskScheduler):
+    """A process that mpirun has started. The address of rank 0 on another machine is MASTER_ADDR: mpirun sets none."""
+
+    key = "mpi"
+    name = "MPI"
+    hint = "start it with mpirun, with several processes"
+    cluster = MPI()
+
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """See the base class."""
+        return dict.fromkeys(("size", "nodes", "node"), f"the {topology.world_size} processes of mpirun")
 
 
 def _port(environ: Mapping[str, str]) -> int:

@@ -1,10 +1,14 @@
-"""Slurm: scripts started by ``srun``."""
+"""Slurm: scripts and launchers started by ``srun``, with one task per machine or one per rank.
+
+Variables: the manual page of srun, "Output environment variables".
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
+from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
     Cluster,
     Topology,
@@ -12,11 +16,12 @@ from accel_state.clusters.base import (
     read_first,
     read_int,
     read_port,
+    read_task,
     stable_port,
 )
 from accel_state.errors import ConfigError
 
-__all__ = ["Slurm", "first_host", "tasks_per_node"]
+__all__ = ["Slurm", "SlurmSteps", "first_host", "tasks_per_node"]
 
 
 class Slurm(Cluster):
@@ -40,14 +45,8 @@ class Slurm(Cluster):
         world_size = None if size_name is None else read_int(environ, size_name, minimum=1)
         if size_name is None or world_size is None or world_size == 1:
             return None
-        rank = read_int(environ, "SLURM_PROCID", below=(size_name, world_size))
-        local_rank = read_int(environ, "SLURM_LOCALID")
-        if rank is None or local_rank is None:
-            missing = "SLURM_PROCID" if rank is None else "SLURM_LOCALID"
-            raise ConfigError(
-                f"environment variable {size_name} is {world_size}, but {missing} is not set; "
-                "start the script with srun, or unset the variables of Slurm"
-            )
+        size, advice = (size_name, world_size), "srun, or unset the variables of Slurm"
+        rank, local_rank = read_task(environ, size, "SLURM_PROCID", "SLURM_LOCALID", advice)
         num_nodes = read_first(
             environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1
         )
@@ -66,6 +65,29 @@ class Slurm(Cluster):
             master_port=read_port(environ) or _port(environ),
             launcher=self.name,
         )
+
+
+class SlurmSteps(TaskScheduler):
+    """A task of a job step."""
+
+    key = "slurm"
+    name = "Slurm"
+    hint = "start it with srun, with several tasks"
+    cluster = Slurm()
+
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """See the base class."""
+        names = {
+            "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+            "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+            "node": ("SLURM_NODEID",),
+            "address": ("MASTER_ADDR", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        }
+        found = {}
+        for what, candidates in names.items():
+            name = next((name for name in candidates if environ.get(name)), candidates[0])
+            found[what] = f"{name}={environ.get(name, '')}"
+        return found
 
 
 def first_host(nodelist: str) -> str:

@@ -4,8 +4,10 @@
 those of the real rank. Every other rank has the values of this rank: a sum is this rank's value times the number of
 ranks, and a mean is this rank's value. So losses and gradients stay finite.
 
-torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It does not write the results of
-reductions, so a loop that reads a norm or a loss could find NaN in uninitialised memory.
+torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``, which gives other answers (2.13): a
+sum over ranks stays this rank's value, so a mean of gradients is a part of them; what comes from one other rank
+(``recv``, ``scatter``, ``broadcast_object_list``) is uninitialised memory; and it records no calls, which a report
+lists.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["BACKEND", "Call", "MirroredGroup", "Record", "register"]
+__all__ = ["BACKEND", "EnteredCollective", "MirroredGroup", "Record", "register"]
 
 BACKEND = "mirrored"
 """Name of the backend in torch."""
 
 
-class Call(NamedTuple):
+class EnteredCollective(NamedTuple):
     """One collective that this rank entered.
 
     Attributes:
@@ -40,7 +42,7 @@ class Call(NamedTuple):
     peer: int | None = None
 
 
-Record = Callable[[Sequence[int], Call], None]
+Record = Callable[[Sequence[int], EnteredCollective], None]
 """Called with the global ranks of the group, and the call."""
 
 
@@ -112,7 +114,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given[:4])
         more = f" and {len(given) - 4} more" if len(given) > 4 else ""
         size = sum(t.numel() * t.element_size() for t in given)
-        self._record(self._ranks, Call(operation, shapes + more, size, peer))
+        self._record(self._ranks, EnteredCollective(operation, shapes + more, size, peer))
 
     # What all ranks get
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accel_state.clusters.allocations import Allocation, Described, find_allocation
 from accel_state.clusters.base import read_first, read_int
+from accel_state.clusters.schedulers import Allocation, Described, find_allocation
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.schema import build, flatten, schema_of

@@ -6,7 +6,7 @@ from string import Template
 
 import pytest
 
-from accel_state.launching.ranks.forks import ForkedRanks, exit_code_of, world_variables
+from accel_state.launching.ranks.forks import ForkedRanks, exit_code_of
 
 
 def ranks(**more):
@@ -15,7 +15,7 @@ def ranks(**more):
 
 def test_variables_of_a_rank():
     made = ranks(first_rank=4, node_rank=2, master_addr="node0", max_restarts=3, variables={"A": "1"})
-    assert world_variables(made, 1, attempt=2, port=29512) == {
+    assert made.world_variables(1, attempt=2, port=29512) == {
         "RANK": "5",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "6",
@@ -34,14 +34,14 @@ def test_variables_of_a_rank():
 
 
 def test_variables_of_the_launch_go_before_those_of_the_world():
-    assert world_variables(ranks(variables={"MASTER_ADDR": "other"}), 0, 0, 1)["MASTER_ADDR"] == "other"
+    assert ranks(variables={"MASTER_ADDR": "other"}).world_variables(0, 0, 1)["MASTER_ADDR"] == "other"
 
 
 @pytest.mark.parametrize(
     ("prefix", "told"), [("", ""), ("out: ", ""), ("${rank}|", "1"), ("[${local_rank}] ", "1")]
 )
 def test_ranks_know_whether_their_lines_name_them(prefix, told):
-    assert world_variables(ranks(prefix=Template(prefix)), 0, 0, 1)["ACCEL_RANK_PREFIXED"] == told
+    assert ranks(prefix=Template(prefix)).world_variables(0, 0, 1)["ACCEL_RANK_PREFIXED"] == told
 
 
 @pytest.mark.parametrize(

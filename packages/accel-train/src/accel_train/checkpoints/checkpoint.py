@@ -18,7 +18,7 @@ from accel_state.messages import warn
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.chosen_parts import ALL, choose
-from accel_train.checkpoints.collecting import collect
+from accel_train.checkpoints.collecting import collect, replicated_optimizers
 from accel_train.checkpoints.frozen_weights import leave_out_frozen
 from accel_train.checkpoints.parts import named_models, parts_of
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, fit, read
@@ -289,9 +289,14 @@ def _save_state(
     )
     named = named_models(prepared)
     known = parts_of(prepared, named)
-    trees = collect(prepared, known, named, ranks)
     if isinstance(ranks, MainProcess):
+        try:
+            trees = collect(prepared, known, named, ranks)
+        except Exception as error:  # the others hear of it where they wait
+            _refuse_alone(prepared, error)
         _check_complete(prepared, known, trees)
+    else:
+        trees = collect(prepared, known, named, ranks)
     states = prepared.plan.strategy.states
     weights = [
         states.model_state(model, name) for model, name in zip(prepared.prepared_models, named, strict=True)
@@ -311,7 +316,9 @@ def _save_state(
         "models": weights,
         "shared": trees.shared,
         "per_rank": trees.own,
-        "replicated": _replicated(prepared),
+        "replicated": replicated_optimizers(
+            states, prepared.inner_optimizers, prepared.prepared_models, trees.shared
+        ),
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
         "before_write": run_hooks,
@@ -350,12 +357,17 @@ def _saving_ranks(prepared: Prepared, asynchronous: bool, when_busy: WhenBusy) -
                 "all processes. Call it on all of them, or leave asynchronous out."
             ),
         )
-    problem = prepared.plan.strategy.states.needs_all_ranks(
-        prepared.prepared_models, prepared.inner_optimizers
-    )
-    if problem is not None:
-        text = f"save_state() was called on the main process only, {problem}"
-        _refuse_alone(prepared, accel_ckpt.CheckpointSaveError(text))
+    strategy = prepared.plan.strategy
+    for model in prepared.prepared_models:
+        if strategy.states.is_divided(model):
+            _refuse_alone(
+                prepared,
+                accel_ckpt.CheckpointSaveError(
+                    f"save_state() was called on the main process only, but the strategy {strategy.name!r} divides the "
+                    f"model {type(strategy.plain(model)).__name__} among processes, and each saves its part. Call "
+                    "save_state() on all processes: move it out of `if accelerator.is_main_process:`."
+                ),
+            )
     prepared.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
@@ -442,13 +454,6 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
             "Accelerator(project_dir=…)."
         )
     return accel_ckpt.location(project.project_dir) / "checkpoints"
-
-
-def _replicated(prepared: Prepared) -> list[str]:
-    """The optimizers of which every rank holds the same."""
-    states = prepared.plan.strategy.states
-    numbers = states.replicated_optimizers(prepared.inner_optimizers, prepared.prepared_models)
-    return [f"optimizer_{number}" for number in numbers]
 
 
 def load_state(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,15 +12,18 @@ from torch import nn
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess
 from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.parts import is_divided
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
+from accel_ckpt.training.optimizers import steps_only
 from accel_ckpt.training.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_train.checkpoints import rank_differences
 from accel_train.checkpoints.chosen_parts import part_of
 from accel_train.checkpoints.replica_state import replicated_buffers
 from accel_train.setup.prepared import Prepared
-from accel_train.state_part import StatePart, Trees
+from accel_train.state_part import StatePart, Trees, leaves
+from accel_train.strategies.state_adapter import StateAdapter
 
-__all__ = ["collect"]
+__all__ = ["collect", "replicated_optimizers"]
 
 
 def collect(
@@ -71,6 +75,28 @@ def collect(
     if own := rank_differences.own_trees(mine.compared, theirs):
         trees.own["differing"] = own
     return trees
+
+
+def replicated_optimizers(
+    states: StateAdapter,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    trees: Mapping[str, Any],
+) -> list[str]:
+    """The trees of optimizers that every rank holds alike: they step only replicas, and have no parts of a state.
+
+    Args:
+        states: knows which models are replicas.
+        optimizers: the prepared optimizers, without wrappers.
+        models: the prepared models.
+        trees: the states of optimizers by name.
+    """
+    alike = [model for model in models if states.keeps_replicas(model)]
+    return [
+        f"optimizer_{number}"
+        for number, optimizer in enumerate(optimizers)
+        if steps_only(optimizer, alike) and not any(map(is_divided, leaves(trees[f"optimizer_{number}"])))
+    ]
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ class ReplicaStates(StatePart):
 
     def dump(self, trees: Trees) -> None:
         """A tree of this rank."""
-        trees.own["replicas"] = [self._states.window_state(model) for model in self._prepared]
+        trees.own["replicas"] = [self._states.rank_state(model) for model in self._prepared]
 
     def needs_all_ranks(self, trees: Trees) -> str | None:
         """Every rank has tensors of its own."""
         if any(map(_is_tensor, leaves(trees.own["replicas"]))):
-            what = self._states.window_tensors
+            what = self._states.rank_tensors
             return f"and every process has {what} of its own. Call save_state() on all processes."
         return None
 
@@ -62,7 +62,7 @@ class ReplicaStates(StatePart):
                 )
             return None
         for model, state in zip(self._prepared, states, strict=False):
-            misfit = self._states.window_state_misfit(model, state)
+            misfit = self._states.rank_state_misfit(model, state)
             if misfit is not None:
                 raise accel_ckpt.StateMismatchError(
                     f"{saved.directory} does not fit {type(self._states.strategy.plain(model)).__name__} here: {misfit}"
@@ -74,7 +74,7 @@ class ReplicaStates(StatePart):
         states = [] if taken is None else taken["replicas"]
         with taken_up("what a rank has of its own", saved.directory):
             for number, model in enumerate(self._prepared):
-                self._states.load_window_state(model, states[number] if number < len(states) else {})
+                self._states.load_rank_state(model, states[number] if number < len(states) else {})
             if taken is None:
                 return
             buffers = replicated_buffers(self._named) if self._several else {}

@@ -28,7 +28,7 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.state_part import SavedTrees, StatePart, Trees
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import any_divided, local_part
-from accel_train.strategies.state_adapter import HeldBack, OwnGradient
+from accel_train.strategies.window_gradients import OwnGradient, UnreducedGradient
 
 __all__ = [
     "FORM",
@@ -198,9 +198,11 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
     counting = any(window.backwards for window in [*windows, accumulator.manual])
     parameters, states = trained.parameters(), strategy.states
     waiting = _gradients(trained, parameters, counting)
-    held = states.held_back(parameters)
+    held = states.gradients.unreduced(parameters)
     kept = {name: value for name, each in held.items() if (value := each.value) is not None}
-    if (counting or waiting or kept or states.gradients_wait) and not strategy.capabilities.saves_windows:
+    if (
+        counting or waiting or kept or states.gradients.wait_in_engine
+    ) and not strategy.capabilities.saves_windows:
         raise AccumulationError(
             f"The state cannot be saved here: gradients wait for a step, and the strategy {strategy.name!r} cannot "
             "save them. Save after optimizer.step(), outside of an unfinished accumulation window."
@@ -229,7 +231,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
             if all(window is not other for other in windows) and trained.knows(window.models)
         ],
         "gradients": gradients,
-        "engine_waits": states.gradients_wait,
+        "engine_waits": states.gradients.wait_in_engine,
         "held_back": {
             name: {"values": _pack(value.values), "placements": list(value.placements)}
             for name, value in kept.items()
@@ -238,7 +240,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
 
 
 def _owns_gradients(
-    strategy: Strategy, parameters: Mapping[str, Tensor], held: Mapping[str, HeldBack]
+    strategy: Strategy, parameters: Mapping[str, Tensor], held: Mapping[str, UnreducedGradient]
 ) -> bool:
     """Whether each rank has whole gradients, as plain PyTorch has, which any number of ranks can take over.
 
@@ -247,7 +249,7 @@ def _owns_gradients(
         parameters: those that can have a gradient; of divided ones each rank keeps a part, if it is not held back.
         held: of the parameters, those whose gradients are held back.
     """
-    hidden = strategy.capabilities.hides_gradients and not (held or strategy.states.keeps_own_gradients)
+    hidden = strategy.capabilities.hides_gradients and not (held or strategy.states.gradients.are_plain)
     if strategy.loss.repeats or hidden:
         return False
     if any(each.mesh_dimensions for each in held.values()):
@@ -388,7 +390,7 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], st
     """Restore the windows and gradients of a tree that `dump` made for this number of ranks. Collective."""
     accumulator.forget()
     parameters, states = trained.parameters(), strategy.states
-    held = states.held_back(parameters)
+    held = states.gradients.unreduced(parameters)
     gradients = dict(tree["gradients"])
     kept = {
         name: _own_gradient(saved["values"], saved["placements"]) for name, saved in _held_back(tree).items()
@@ -397,7 +399,7 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any], st
         kept |= {name: _own_gradient(gradients.pop(name)) for name in [*gradients] if name in held}
     for name, parameter in parameters.items():
         parameter.grad = _unpack(gradients[name], parameter) if name in gradients else None
-    states.hold_back(parameters, kept)
+    states.gradients.set_unreduced(parameters, kept)
     zeros = {
         id(parameters[name])
         for name, packed in tree["gradients"].items()
@@ -427,7 +429,7 @@ def _drop(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> Non
     parameters = trained.parameters()
     for parameter in parameters.values():
         parameter.grad = None
-    strategy.states.hold_back(parameters, {})
+    strategy.states.gradients.set_unreduced(parameters, {})
 
 
 def _own_gradient(packed: Any, placements: Sequence[str] = ()) -> OwnGradient | None:
@@ -474,7 +476,7 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     check_form(_held_back(tree), {OTHERS: _HELD_BACK}, f"{where}['held_back']")
     check_form(tree.get("engine_waits", False), bool, f"{where}['engine_waits']")
     saved, parameters = tree.get("engine"), trained.parameters()
-    held = strategy.states.held_back(parameters)
+    held = strategy.states.gradients.unreduced(parameters)
     if holds_gradients(tree) and not _fits(trained, tree, strategy, same_ranks=same_ranks):
         same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
         raise accel_ckpt.StateMismatchError(
@@ -513,10 +515,10 @@ def _fits(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     if engine is not None:
         return bool(engine == strategy.name and same_ranks and tree["averaged_over"] == strategy.loss.size)
     parameters = trained.parameters()
-    return _owns_gradients(strategy, parameters, strategy.states.held_back(parameters))
+    return _owns_gradients(strategy, parameters, strategy.states.gradients.unreduced(parameters))
 
 
-def _check_placements(name: str, placements: Sequence[str], held: HeldBack) -> None:
+def _check_placements(name: str, placements: Sequence[str], held: UnreducedGradient) -> None:
     divided = [int(word) for word in placements if word.isdecimal()]
     if len(placements) != held.mesh_dimensions or any(dim >= len(held.shape) for dim in divided):
         raise accel_ckpt.StateMismatchError(

@@ -64,47 +64,57 @@ _PARTS: dict[str, dict[str, Form]] = {
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A loaded state that waits for the next iterator of its epoch."""
+    """A position inside an epoch, as states hold it: the fields are their keys.
+
+    Attributes:
+        epoch: its number.
+        ranks: how many ranks read different samples.
+        index: the index of the rank that saved it; None: the same as here.
+        batches_yielded: batches of this rank since the epoch began.
+        position: in the data; see `accel_train.data.position`.
+        draw: the random draws for the order.
+        options: options of the loader on which the position depends: ``num_workers``, ``batch_size``, ``drop_last`` and
+            the ``lengths`` of its data.
+        rng_at_start: the generators when the epoch began.
+        ahead: see `Iteration.read_ahead`.
+        source: the position of a dataset that keeps its own.
+        workers: the generators of worker processes: their ``count``, whose ``turn`` it is, and the ``states``.
+        reading: the random states for reading, where several ranks read the same samples.
+    """
 
     epoch: int
-    draw: Record
-    rng_at_start: dict[str, Any] | None
-    position: dict[str, Any]
-    batches: int
     ranks: int
-    """How many ranks read different samples."""
-    index: int | None
-    """The index of the rank that saved the state; None: the same as here."""
-    options: dict[str, Any]
-    """Options of the loader on which the position depends: ``num_workers``, ``batch_size`` and ``drop_last``."""
-    ahead: dict[str, Any]
-    """See `Iteration.read_ahead`."""
-    source: dict[str, Any] | None
-    """The position of a dataset that keeps its own."""
-    workers: dict[str, Any] | None
-    """The generators of worker processes: their ``count``, whose ``turn`` it is, and the ``states``."""
-    reading: dict[str, Any] | None
-    """The random states for reading, where several ranks read the same samples."""
+    index: int | None = None
+    batches_yielded: int = 0
+    position: dict[str, Any] = field(default_factory=dict)
+    draw: Record = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    rng_at_start: dict[str, Any] | None = None
+    ahead: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] | None = None
+    workers: dict[str, Any] | None = None
+    reading: dict[str, Any] | None = None
 
     def is_of(self, ranks: Ranks) -> bool:
         """Whether the state was saved by a rank that read what this one reads; otherwise only the position holds."""
         return self.ranks == ranks.size and self.index in (None, ranks.index)
 
-    def tree(self) -> dict[str, Any]:
-        """The state again, as `Epoch.dump` made it."""
-        return {
-            "ranks": self.ranks,
-            "index": self.index,
-            "options": self.options,
-            "batches_yielded": self.batches,
-            "position": self.position,
-            "draw": self.draw,
-            "rng_at_start": self.rng_at_start,
-            "ahead": self.ahead,
-            "source": self.source,
-            "workers": self.workers,
-            "reading": self.reading,
-        }
+    def tree(self, *, finished: bool) -> dict[str, Any]:
+        """The state, as plain data and tensors.
+
+        Args:
+            finished: the epoch is over. The number of batches has another name then: the next epoch begins with its
+                first batch. The position is kept for a script that returns to it and skips all its batches.
+        """
+        state = {name: getattr(self, name) for name in self.__slots__}
+        state |= {"version": _VERSION, "finished": finished}
+        if finished:
+            state |= {
+                "epoch": self.epoch + 1,
+                "batches_yielded": 0,
+                "batches_of_finished": self.batches_yielded,
+            }
+        return state
 
 
 @dataclass(slots=True)
@@ -196,24 +206,11 @@ class Epoch:
             return taken
         return self.restored
 
-    def between(self, ranks: Ranks) -> dict[str, Any]:
+    def between(self, ranks: Ranks, options: dict[str, Any] | None = None) -> dict[str, Any]:
         """The state between two epochs, as plain data."""
-        return {
-            "version": _VERSION,
-            "epoch": self.iteration,
-            "finished": True,
-            "ranks": ranks.size,
-            "index": ranks.index,
-            "options": {},
-            "batches_yielded": 0,
-            "position": {},
-            "draw": {},
-            "rng_at_start": None,
-            "ahead": {},
-            "source": None,
-            "workers": None,
-            "reading": None,
-        }
+        return Restored(self.iteration - 1, ranks.size, ranks.index, options=options or {}).tree(
+            finished=True
+        )
 
     def dump(self, ranks: Ranks, options: dict[str, Any], finished: bool) -> dict[str, Any]:
         """The state as plain data and tensors.
@@ -224,39 +221,32 @@ class Epoch:
             finished: whether the last returned batch was the last of its epoch.
         """
         waiting, running = self.unread(), self.running
-        state = self.between(ranks) | {"options": options}
         before = self.iteration - (0 if self.chosen else 1)  # a loaded epoch that was over
         if waiting is not None and waiting.epoch in (self.iteration, before):
-            return state | _counted(waiting.tree(), waiting.epoch < self.iteration)
+            return waiting.tree(finished=waiting.epoch < self.iteration)
         if running is None or running.ended or self.chosen or running.epoch != self.iteration:
-            return state
-        # An epoch whose last batch was returned is over, whether or not the loop has asked for more. Its position is
-        # kept nevertheless, for a script that returns to it and skips all its batches.
+            return self.between(ranks, options)
+        # An epoch whose last batch was returned is over, whether or not the loop has asked for more.
         batches, position = running.place()
-        parts = {
-            "epoch": self.iteration + (1 if finished else 0),
-            "batches_yielded": batches,
-            "position": position,
-            "draw": running.draw(finished),
-            "rng_at_start": running.rng_at_start,
-            "ahead": running.read_ahead(),
-            "source": None if finished else running.position_of_source(),
-            "workers": running.states_of_workers(),
-            "reading": None if running.states is None else running.states.tree(),
-        }
-        return state | _counted(parts, finished)
+        return Restored(
+            epoch=self.iteration,
+            ranks=ranks.size,
+            index=ranks.index,
+            batches_yielded=batches,
+            position=position,
+            draw=running.draw(finished),
+            options=options,
+            rng_at_start=running.rng_at_start,
+            ahead=running.read_ahead(),
+            source=None if finished else running.position_of_source(),
+            workers=running.states_of_workers(),
+            reading=None if running.states is None else running.states.tree(),
+        ).tree(finished=finished)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state that `dump` made, and `read` has checked."""
         self.iteration, self.chosen = int(state["epoch"]), False
         self.running, self.restored = None, read(state)
-
-
-def _counted(parts: dict[str, Any], finished: bool) -> dict[str, Any]:
-    """Of an epoch that is over, the number of batches has another name: the next one begins with its first batch."""
-    if not finished:
-        return parts | {"finished": False}
-    return parts | {"finished": True, "batches_yielded": 0, "batches_of_finished": parts["batches_yielded"]}
 
 
 def read(state: dict[str, Any]) -> Restored | None:
@@ -283,23 +273,9 @@ def read(state: dict[str, Any]) -> Restored | None:
     for group, forms in _PARTS.items():
         for key, value in (state.get(group) or {}).items():
             check_form(value, forms.get(key, object), f"the state of a data loader: {group}[{key!r}]")
-    batches = int(state["batches_yielded"])
-    if state["finished"]:
-        batches = int(state.get("batches_of_finished") or batches)
-        if not batches:
-            return None
-    index = state.get("index")
-    return Restored(
-        epoch=int(state["epoch"]) - (1 if state["finished"] else 0),
-        draw=dict(state["draw"]),
-        rng_at_start=state.get("rng_at_start"),
-        position=dict(state["position"]),
-        batches=batches,
-        ranks=int(state["ranks"]),
-        index=None if index is None else int(index),
-        options=dict(state.get("options") or {}),
-        ahead=dict(state.get("ahead") or {}),
-        source=state.get("source"),
-        workers=state.get("workers"),
-        reading=state.get("reading"),
-    )
+    finished = state["finished"]
+    batches = int((finished and state.get("batches_of_finished")) or state["batches_yielded"])
+    if finished and not batches:
+        return None
+    known = {key: state[key] for key in Restored.__slots__ if state.get(key) is not None}
+    return Restored(**known | {"epoch": int(state["epoch"]) - finished, "batches_yielded": batches})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
 from accel_train.data.sampling.index_streams import ArithmeticStream
 from accel_train.data.stateful import is_position, read_with_positions
+from accel_train.data.torch_iterator import torch_iterator
 from accel_train.data.workers import (
     RecordRngState,
     RestoreWorkerRng,
@@ -101,12 +102,12 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
 
 def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) -> None:
     """Say that batches before the saved position are read again, where the script does not skip any."""
-    if restored.batches and not skipped and loader.ranks.index == 0:
+    if restored.batches_yielded and not skipped and loader.ranks.index == 0:
         warn(
-            f"The loaded state was saved after {restored.batches} batches of this epoch, but this loop begins with the "
-            "first batch, so these batches are trained on again. To continue after them, pass the Accelerator "
+            f"The loaded state was saved after {restored.batches_yielded} batches of this epoch, but this loop begins "
+            "with the first batch, so these batches are trained on again. To continue after them, pass the Accelerator "
             "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
-            f"accelerator.skip_first_batches(loader, {restored.batches}). The loop may also skip them itself.",
+            f"accelerator.skip_first_batches(loader, {restored.batches_yielded}). The loop may also skip them itself.",
         )
 
 
@@ -165,7 +166,7 @@ def _open_indexes(
     if reading is not None and isinstance(stream, ArithmeticStream):
         stream.begin()  # the order's seed comes from where it comes from on one process
     there = resume is not None or (
-        restored is not None and restored.batches == plan.skip + loader.skip_batches
+        restored is not None and restored.batches_yielded == plan.skip + loader.skip_batches
     )
     iteration.stream = indexes.stream = stream
     try:
@@ -175,7 +176,7 @@ def _open_indexes(
             )
     finally:
         indexes.stream = None
-    if restored is not None and restored.batches:
+    if restored is not None and restored.batches_yielded:
         with reading or _AS_IT_IS:
             stream.prime()
         if there and stream.passed is not None:
@@ -188,7 +189,7 @@ def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restore
     """Open an iterable dataset; whether the iteration begins at the saved position."""
     resume = restored if loader.use_stateful_dataloader else None
     batches = loader.skip_batches
-    if resume is not None and resume.batches:
+    if resume is not None and resume.batches_yielded:
         batches = max(batches_of_stream(loader, resume), batches)
     state = source_to_load(loader, resume)
     iteration.notes_rng = loader.num_workers == 0
@@ -196,23 +197,23 @@ def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restore
     with iteration.reading or _AS_IT_IS:
         source = make_source(loader, iteration, state)
         iteration.skipped = batches if state is not None else skip_batches(source, batches)
-        if resume is not None or (restored is not None and restored.batches == batches):
+        if resume is not None or (restored is not None and restored.batches_yielded == batches):
             refuse_short(restored, batches, iteration.skipped)
-        if restored is not None and restored.batches:
+        if restored is not None and restored.batches_yielded:
             if not iteration.skipped:
                 # A stream may draw its order no earlier than it is read, so one item is read now and kept.
                 source = itertools.chain(list(itertools.islice(source, 1)), source)
             elif (
                 "rng" in restored.ahead
                 and restored.is_of(loader.ranks)
-                and iteration.skipped == restored.batches
+                and iteration.skipped == restored.batches_yielded
             ):
                 with iteration.randomness.as_of(restored.ahead["rng"]):
                     source = itertools.chain(
                         list(itertools.islice(source, min(restored.ahead["batches"], 1))), source
                     )
     iteration.source = source if loader.num_workers or loader.asks_dataset else iteration.watch(source)
-    return restored is not None and iteration.skipped == restored.batches
+    return restored is not None and iteration.skipped == restored.batches_yielded
 
 
 def source_to_load(loader: PreparedLoader, resume: Restored | None) -> dict[str, Any] | None:
@@ -239,42 +240,59 @@ def open_with_workers(
         saved = None
     turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])
     iteration.workers = WorkerStates(count, 2 * iteration.per_batch + 2, turn, states)
-    collate, initialise = loader.collate_fn, loader.worker_init_fn
-    loader.collate_fn = RecordRngState(collate)
+    replaced: dict[str, Any] = {"collate_fn": RecordRngState(loader.collate_fn)}
     if saved is not None:
-        loader.worker_init_fn = RestoreWorkerRng(turn, count, states, initialise)
-    try:
-        return StripRngState(make_source(loader, iteration, state), iteration.workers)
-    finally:
-        loader.collate_fn, loader.worker_init_fn = collate, initialise
+        replaced["worker_init_fn"] = RestoreWorkerRng(turn, count, states, loader.worker_init_fn)
+    return StripRngState(make_source(loader, iteration, state, replaced), iteration.workers)
 
 
-def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None) -> Iterator[Any]:
+def make_source(
+    loader: PreparedLoader,
+    iteration: Iteration,
+    state: dict[str, Any] | None,
+    replaced: Mapping[str, Any] | None = None,
+) -> Iterator[Any]:
     """Torch's iterator over a loader's dataset.
 
     Args:
         loader: the loader.
         iteration: what the iterator is for.
         state: the position of a dataset that keeps its own, where to begin.
+        replaced: functions in the place of the loader's own.
     """
-    generator, collate = loader.generator, loader.collate_fn
-    # Torch's iterator takes function and generator over when it is created; users keep seeing their own.
+    replaced = dict(replaced or {})
+    seedless, loader.seedless = loader.seedless, False
     if loader.tagged:
         assert isinstance(loader.dataset, IterableDatasetShard)
-        loader.collate_fn = TaggingCollate(loader.dataset, collate)
+        replaced["collate_fn"] = TaggingCollate(loader.dataset, loader.collate_fn)
     if iteration.reading is not None:
-        loader.generator = iteration.reading.worker_generator
+        replaced["generator"] = iteration.reading.worker_generator
     elif loader.ranks.size > 1 and _draws_for_itself(loader):
-        states = begin_own_reading(torch.Generator() if loader.seedless else generator, loader.ranks)
-        loader.generator = states.worker_generator
+        states = begin_own_reading(torch.Generator() if seedless else loader.generator, loader.ranks)
+        replaced["generator"] = states.worker_generator
         if not loader.num_workers and may_draw(loader.dataset, loader.collate_fn):
             iteration.states = states
-    elif loader.seedless:
-        loader.generator = torch.Generator()
-    try:
-        return _torch_iterator(loader, iteration, state)
-    finally:
-        loader.collate_fn, loader.generator, loader.seedless = collate, generator, False
+    elif seedless:
+        replaced["generator"] = torch.Generator()
+    if loader.num_workers and loader.persistent_workers and hasattr(loader.dataset, "set_epoch"):
+        # Workers stay over several epochs, with a dataset that hears of each; a new worker gets it as it is.
+        if loader.worker_epoch is None:
+            loader.worker_epoch = torch.tensor(iteration.epoch).share_memory_()  # type: ignore[no-untyped-call]
+        replaced["dataset"] = dataset_with_epoch(loader.dataset, loader.worker_epoch)
+        replaced["worker_init_fn"] = ShowDataset(replaced.get("worker_init_fn", loader.worker_init_fn))
+    iterator: Iterator[Any]
+    drawn = iteration.states if iteration.reading is None else None  # else they are set around all of it
+    if loader.asks_dataset:
+        iterator, positions = read_with_positions(loader, state, loader.workers_turned, drawn, replaced)
+        iteration.source_state = positions.now
+        loader.workers_turned = state is not None and bool(state["turn"])
+    else:
+        iterator = torch_iterator(loader, replaced) if replaced else DataLoader.__iter__(loader)
+        if drawn is not None:
+            read_with(drawn, iterator)
+    if loader.persistent_workers:
+        loader.ending = end_workers_with(loader, loader._iterator, loader.ending)
+    return iterator
 
 
 def _draws_for_itself(loader: PreparedLoader) -> bool:
@@ -286,41 +304,6 @@ def _draws_for_itself(loader: PreparedLoader) -> bool:
     alike = any(kind == RNGType.TORCH for kind in loader.rng_types or ())
     stays = loader.persistent_workers and loader.keeps_workers
     return loader.reads_own_part and loader.indexes is not None and not alike and not stays
-
-
-def _torch_iterator(
-    loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None
-) -> Iterator[Any]:
-    follows = loader.num_workers and loader.persistent_workers and hasattr(loader.dataset, "set_epoch")
-    with _epoch_in_workers(loader, iteration.epoch) if follows else _AS_IT_IS:
-        iterator: Any
-        states = iteration.states if iteration.reading is None else None  # else they are set around all of it
-        if loader.asks_dataset:
-            iterator, positions = read_with_positions(loader, state, loader.workers_turned, states)
-            iteration.source_state = positions.now
-            loader.workers_turned = state is not None and bool(state["turn"])
-        else:
-            iterator = DataLoader.__iter__(loader)
-            if states is not None:
-                read_with(states, iterator)
-    if loader.persistent_workers:
-        loader.ending = end_workers_with(loader, loader._iterator, loader.ending)
-    result: Iterator[Any] = iterator
-    return result
-
-
-@contextlib.contextmanager
-def _epoch_in_workers(loader: PreparedLoader, epoch: int) -> Iterator[None]:
-    """Give workers that stay over several epochs a dataset that hears of each; a new worker gets it as it is."""
-    dataset, initialise = loader.dataset, loader.worker_init_fn
-    if loader.worker_epoch is None:
-        loader.worker_epoch = torch.tensor(epoch).share_memory_()  # type: ignore[no-untyped-call]
-    loader.__dict__["dataset"] = dataset_with_epoch(dataset, loader.worker_epoch)
-    loader.worker_init_fn = ShowDataset(initialise)
-    try:
-        yield
-    finally:
-        loader.__dict__["dataset"], loader.worker_init_fn = dataset, initialise
 
 
 def skip_batches(source: Iterator[Any], batches: int, first: list[Any] | None = None) -> int:

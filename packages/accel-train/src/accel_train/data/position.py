@@ -53,7 +53,7 @@ def check_fits(loader: _Loader, restored: Restored) -> None:
         NotAvailableError: the position means nothing for this number of ranks or workers, or this batch size.
     """
     position = restored.position
-    if not position or not restored.batches:
+    if not position or not restored.batches_yielded:
         return
     unit = loader.position_unit
     if unit not in position:
@@ -82,9 +82,9 @@ def check_lengths(loader: _Loader, restored: Restored) -> None:
     ):
         if before != now and None not in (before, now):
             raise DataError(
-                f"This loader was left after {restored.batches} batches of an epoch whose {what} had the length "
-                f"{before}, and has {now} now: samples would be lost or repeated. Continue with the same data, or "
-                "begin an epoch: load the state without use_stateful_dataloader, or one that was saved between epochs."
+                f"This loader was left after {restored.batches_yielded} batches of an epoch whose {what} had the "
+                f"length {before}, and has {now} now: samples would be lost or repeated. Continue with the same data, "
+                "or begin an epoch: load the state without use_stateful_dataloader, or one saved between epochs."
             )
     samples = restored.position.get("samples", 0)
     length = next((length for length in reversed(whole) if length is not None), samples)
@@ -107,15 +107,15 @@ def check_workers(loader: _Loader, restored: Restored) -> None:
         return
     if max(before, 1) != max(now, 1):
         raise NotAvailableError(
-            f"This stream was left after {restored.batches} batches that {before} worker(s) had read "
+            f"This stream was left after {restored.batches_yielded} batches that {before} worker(s) had read "
             f"(num_workers={before}), each its own part; {now} worker(s) (num_workers={now}) would read other parts, "
             f"so samples would be lost or repeated. {_ADVICE}"
         )
     dropped = restored.options.get("drop_last")
     if now > 1 and dropped is not None and dropped != loader.drop_last:
         raise NotAvailableError(
-            f"This stream was left after {restored.batches} batches of {now} workers with drop_last={dropped}; with "
-            f"drop_last={loader.drop_last} the workers' last batches come in another order. {_ADVICE}"
+            f"This stream was left after {restored.batches_yielded} batches of {now} workers with drop_last={dropped}; "
+            f"with drop_last={loader.drop_last} the workers' last batches come in another order. {_ADVICE}"
         )
 
 
@@ -123,8 +123,8 @@ def _check_batch_size(loader: _Loader, restored: Restored) -> None:
     before, now = restored.options.get("batch_size"), loader.sampler_batch_size
     if "batch_size" in restored.options and before != now:
         raise NotAvailableError(
-            f"This loader was left after {restored.batches} batches with batch size {before}; the batch size is {now} "
-            f"now, and the same number of batches holds other samples. {_ADVICE}"
+            f"This loader was left after {restored.batches_yielded} batches with batch size {before}; the batch size "
+            f"is {now} now, and the same number of batches holds other samples. {_ADVICE}"
         )
 
 
@@ -169,7 +169,7 @@ def refuse_short(restored: Restored | None, wanted: int, passed: int, each: int 
     Raises:
         DataError: there were fewer.
     """
-    if restored is not None and restored.batches and passed <= wanted - each:
+    if restored is not None and restored.batches_yielded and passed <= wanted - each:
         raise DataError(
             f"This loader was left after {wanted} batches of an epoch, which ends after {passed} now, before the saved "
             "position. Continue with the same data, or load a state that was saved between epochs."

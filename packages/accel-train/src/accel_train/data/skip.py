@@ -91,15 +91,15 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
     """Compare what shall be skipped with a state that was loaded and waits for its epoch."""
     restored = loader.epoch_state.restored
-    if restored is None or not restored.batches or not num_batches:
+    if restored is None or not restored.batches_yielded or not num_batches:
         return
     if loader.use_stateful_dataloader:
         raise DataError(
-            f"The loader continues after its saved {restored.batches} batches by itself, because it "
+            f"The loader continues after its saved {restored.batches_yielded} batches by itself, because it "
             f"was prepared with use_stateful_dataloader=True; skip_first_batches({num_batches}) would "
             "skip twice. Iterate the loader itself."
         )
-    if num_batches != restored.batches:
+    if num_batches != restored.batches_yielded:
         return
     check_lengths(loader, restored)
     check_workers(loader, restored)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.reading_states import ReadingStates, read_with
 from accel_train.data.rng_replay import Randomness, generators_of
+from accel_train.data.torch_iterator import torch_iterator
 from accel_train.data.workers import RecordRngState, RestoreWorkerRng
 
 __all__ = ["Positions", "StatefulShard", "is_position", "is_stateful", "read_with_positions"]
@@ -154,7 +155,8 @@ def read_with_positions(
     loader: DataLoader[Any],
     state: Mapping[str, Any] | None,
     turned: bool,
-    draws: ReadingStates | None = None,
+    draws: ReadingStates | None,
+    replaced: Mapping[str, Any],
 ) -> tuple[Iterator[Any], Positions]:
     """Torch's iterator over a dataset that keeps its own position, and what tells that position.
 
@@ -163,33 +165,28 @@ def read_with_positions(
         state: where to begin; None: at the beginning.
         turned: workers that run since an earlier epoch have taken the places of others.
         draws: random states with which the dataset is read in this process.
+        replaced: attributes in the place of the loader's own; see `torch_iterator`.
     """
     count, dataset = loader.num_workers, cast(Any, loader.dataset)
     if not count:
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state["states"][0]["dataset"]))
         positions = Positions(dataset, 0, state)
-        plain = DataLoader.__iter__(loader)
+        plain = torch_iterator(loader, replaced)
         if draws is not None:
             read_with(draws, plain)
         return _Source(plain, positions, False), positions
     if (state is not None or turned) and loader._iterator is not None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
         loader._iterator = None  # new workers begin where these cannot go
-    collate, initialise = loader.collate_fn, loader.worker_init_fn
-    loader.collate_fn = _RecordPosition(collate)
+    replaced = {**replaced, "collate_fn": _RecordPosition(replaced.get("collate_fn", loader.collate_fn))}
     if state is not None:
         states = dict(state["states"])
         rngs = {worker: saved["rng"] for worker, saved in states.items() if saved["rng"] is not None}
-        loader.worker_init_fn = RestoreWorkerRng(
-            state["turn"], count, rngs, _LoadPosition(states, initialise)
-        )
-    try:
-        iterator: Iterator[Any] = DataLoader.__iter__(loader)
-    finally:
-        loader.collate_fn, loader.worker_init_fn = collate, initialise
+        initialise = _LoadPosition(states, replaced.get("worker_init_fn", loader.worker_init_fn))
+        replaced["worker_init_fn"] = RestoreWorkerRng(state["turn"], count, rngs, initialise)
     positions = Positions(None, count, state)
-    return _Source(iterator, positions, True), positions
+    return _Source(torch_iterator(loader, replaced), positions, True), positions
 
 
 class StatefulShard(IterableDatasetShard):

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_ckpt.parts import is_sharded
 from accel_state.messages import warn
 from accel_state.operations.collectives import gather, reduce
 from accel_train.data.active_loaders import ActiveLoaders
@@ -33,7 +34,7 @@ from accel_train.loop.observers import StepObserver
 from accel_train.loop.trained_places import TrainedPlaces
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Strategy, TrainsLocally
+from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import local_part
 
 __all__ = ["Accumulator", "Window"]
@@ -111,6 +112,22 @@ class Window:
     owner: weakref.ref[Any] | None = None
     cut: CutBatch = field(default_factory=CutBatch)
 
+    def keep(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Copy the gradients that optimizers hold, which are of earlier windows."""
+        for optimizer in optimizers:
+            if not getattr(optimizer, "has_zeros", False):
+                held = (p for p in parameters_of(optimizer) if p.grad is not None)
+                self.kept += [(p, local_part(p.grad.detach()).clone()) for p in held]  # type: ignore[union-attr]
+
+    def give_back(self, corrected: Iterable[Tensor], correction: float | Tensor) -> None:
+        """Undo a correction of these parameters' gradients for what was there before the window."""
+        known = set(map(id, corrected)) if self.kept else set()
+        for parameter, before in self.kept:
+            if parameter.grad is not None and id(parameter) in known:
+                factor = correction.to(before.device) if isinstance(correction, Tensor) else correction
+                local_part(parameter.grad.detach()).add_((before * (1 - factor)).to(before.dtype))
+        self.kept.clear()
+
     def reset(self) -> None:
         """Close: the next micro-batch opens a new window."""
         self.micro_batches = self.backwards = self.backwards_here = 0
@@ -160,7 +177,7 @@ class Accumulator:
         self._scaled = strategy.precision.scaler is not None  # only a scaler asks which gradients wait
         # Models of which ranks train copies, without the others; empty but inside LocalSGD.
         self._alone: Sequence[nn.Module] = (
-            strategy.trained_alone if isinstance(strategy, TrainsLocally) else ()
+            strategy.local.trained_alone if strategy.capabilities.separate_steps else ()
         )
         self._ledger = ledger
         self._all_models = all_models
@@ -429,107 +446,56 @@ class Accumulator:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
-        observers = self.observers
-        for observer in observers:
+        strategy, window, inside = self._strategy, self._current or self.manual, self._current is not None
+        for observer in self.observers:
             observer.before_backward(loss, num_items, kwargs)
-        if self._first is not None:
-            self._look_at(loss, divided=num_items is None and self._averages(kwargs))
-        self._backward(loss, num_items, kwargs)
-        if self._first is not None:
-            self._first.after_backward()
-        for observer in observers:
-            observer.after_backward()
-
-    def _look_at(self, loss: Tensor, divided: bool) -> None:
-        """One of the first backward passes begins."""
-        last = not self._held_back if self._current is None else self._current.synchronising
+        averages = not kwargs or strategy.averages(kwargs)  # else the script has scaled the loss itself
+        if not inside:  # no_sync() says which backward is the last of a window
+            window.synchronising = not self._held_back
+            if not window.backwards:
+                window.planned = self.num_steps
+        # The first backward passes show how the script is written, and whether ranks have samples of their own.
         first = self._first
-        if first is None or first.over:
-            self._first = None
-            return
-        first.before_backward()
-        if self._current is None and divided:
-            first.saw_backward_outside()
-        if last and not self._rehearsed and self.steps_together:
-            first.saw_loss(loss)
-
-    def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
-        window = self._current
-        if window is None:
-            manual = self._latest = self.manual
-            if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
-                self._strategy.backward(self._all_models, loss, pending=False, kwargs=kwargs)
-            else:
-                self._backward_outside(manual, loss, num_items, kwargs)
-            return
+        if first is not None and first.over:
+            first = self._first = None
+        if first is not None:
+            first.before_backward()
+            if not inside and num_items is None and averages:
+                first.saw_backward_outside()
+            if window.synchronising and not self._rehearsed and self.steps_together:
+                first.saw_loss(loss)
+        # An optimizer that steps only in some windows has gradients of earlier ones. They are complete: the correction
+        # of this window is not theirs. An engine steps after each window.
+        goes_on = self.num_steps > 1 if inside else not window.synchronising
+        if goes_on and not window.backwards and not strategy.capabilities.prepares_together:
+            window.keep(self._all_optimizers)
         correction: float | Tensor | None = None
-        if not window.backwards and self.num_steps > 1:
-            self._note_kept(window)
         if num_items is not None or window.weighted:
-            loss, correction = self._weigh(window, loss, num_items, kwargs)
-        elif (window.planned > 1 or (self.num_steps > 1 and window.synchronising)) and self._averages(kwargs):
+            loss, correction = self._weigh(window, loss, num_items, kwargs, averages)
+        elif averages and not inside:
+            loss = loss / self.num_steps if self.num_steps > 1 else loss
+        elif averages and (window.planned > 1 or (self.num_steps > 1 and window.synchronising)):
             loss, correction = self._average(window, loss)
-        pending = self._scaled and any(other.backwards for other in self._windows.values())
+        others = self._windows.values() if inside else (window,)
+        pending = self._scaled and any(other.backwards for other in others)
         window.backwards += 1
-        window.backwards_here += 1
+        window.backwards_here += inside
         self._latest = window
-        self._strategy.backward(window.models or self._all_models, loss, pending=pending, kwargs=kwargs)
-        if self._first is not None:
-            self._first.saw_backward(window.models)
-        if correction is not None:
-            self._strategy.scale_gradients(self._trained_in(window), correction)
-            self._give_back_kept(window, correction)
-
-    def _note_kept(self, window: Window) -> None:
-        """Copy gradients of earlier windows, which are complete: the correction of this one is not theirs.
-
-        An optimizer that steps only in some windows has such ones.
-        """
-        if self._strategy.capabilities.prepares_together:
-            return  # an engine steps after each window
-        for optimizer in self._all_optimizers:
-            if not getattr(optimizer, "has_zeros", False):
-                held = (p for p in parameters_of(optimizer) if p.grad is not None)
-                window.kept += [(p, local_part(p.grad.detach()).clone()) for p in held]  # type: ignore[union-attr]
-
-    def _give_back_kept(self, window: Window, correction: float | Tensor) -> None:
-        """Undo a correction for what was there before the window."""
-        if not window.kept:
-            return
-        corrected = {id(parameter) for parameter in self._trained_in(window)}
-        for parameter, before in window.kept:
-            if parameter.grad is not None and id(parameter) in corrected:
-                factor = correction.to(before.device) if isinstance(correction, Tensor) else correction
-                local_part(parameter.grad.detach()).add_((before * (1 - factor)).to(before.dtype))
-        window.kept.clear()
-
-    def _backward_outside(
-        self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
-    ) -> None:
-        """A backward without `accumulate()`: the user decides with `no_sync()` when gradients are reduced."""
-        window.synchronising = self._held_back == 0
-        if not window.backwards:
-            window.planned = self.num_steps
-            if not window.synchronising:
-                self._note_kept(window)
-        correction: float | Tensor | None = None
-        if num_items is not None or window.weighted:
-            loss, correction = self._weigh(window, loss, num_items, kwargs)
-        elif self.num_steps > 1 and self._averages(kwargs):
-            loss = loss / self.num_steps
-        pending = window.backwards > 0
-        window.backwards += 1
         try:
-            self._strategy.backward(self._all_models, loss, pending=pending, kwargs=kwargs)
+            strategy.backward(window.models or self._all_models, loss, pending=pending, kwargs=kwargs)
+            if first is not None and inside:
+                first.saw_backward(window.models)
             if correction is not None:
-                self._strategy.scale_gradients(self._trained_in(window), correction)
-                self._give_back_kept(window, correction)
+                parameters = list(self._trained_in(window))
+                strategy.scale_gradients(parameters, correction)
+                window.give_back(parameters, correction)
         finally:
-            if window.synchronising:
+            if not inside and window.synchronising:
                 window.reset()
-
-    def _averages(self, kwargs: dict[str, Any]) -> bool:
-        return not kwargs or self._strategy.averages(kwargs)
+        if first is not None:
+            first.after_backward()
+        for observer in self.observers:
+            observer.after_backward()
 
     @property
     def steps_together(self) -> bool:
@@ -615,8 +581,17 @@ class Accumulator:
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of parameters that every rank would train with its own samples, before their first step."""
-        found = self._strategy.not_averaged(optimizer, self._all_models)
-        if found and self._strategy.loss.rank == 0:
+        strategy = self._strategy
+        if strategy.loss.size == 1 or strategy.capabilities.prepares_together:
+            return
+        averaged = {id(p) for model in self._all_models for p in strategy.plain(model).parameters()}
+        found = [
+            (number, parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
+        ]
+        if found and strategy.loss.rank == 0:
             number, parameter = found[0]
             count = "a parameter" if len(found) == 1 else f"{len(found)} parameters"
             warn(
@@ -654,11 +629,16 @@ class Accumulator:
         return self._corrected(window, loss)
 
     def _weigh(
-        self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
+        self,
+        window: Window,
+        loss: Tensor,
+        num_items: int | Tensor | None,
+        kwargs: dict[str, Any],
+        averages: bool,
     ) -> tuple[Tensor, float | Tensor | None]:
         """Second contract: the sum of losses over the sum of items, as on one big batch; returns as `_average`."""
         items = _checked(num_items)
-        if not self._averages(kwargs):
+        if not averages:
             words = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise AccumulationError(
                 f"backward(num_items=…) divides the loss by its items, but backward({words}) asks to leave it "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from accel_ckpt.parts import fsdp_modules
-from accel_state.messages import warn
+from accel_ckpt.parts import is_sharded
 from accel_train.errors import LossError, OptionError, PrepareError
 from accel_train.losses.cross_entropy import DEFAULT_CHUNK_SIZE
-from accel_train.losses.lazy_logits import LazyLogits, Product
+from accel_train.losses.pending_logits import PendingLogits
 from accel_train.setup.unwrap import plain_module
 from accel_train.strategies.wrappers import is_compiled_module
 
@@ -28,11 +26,11 @@ __all__ = ["ChunkedLoss", "use_chunked_loss"]
 def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> ChunkedLoss:
     """Let a language model of transformers compute its loss without the logits of all tokens.
 
-    When the model is called with `labels`, its head (`get_output_embeddings()`) computes nothing. It returns logits
-    that remember the hidden states, and what the model does with them before the loss: scales, soft caps, casts, views,
-    the shift. `F.cross_entropy` then computes chunks, with the same loss and gradients. Whatever else uses the logits,
-    such as `outputs.logits.argmax(-1)`, computes all of them at that moment; the first time, a warning names the
-    operation. Without `labels`, as in `generate`, nothing changes.
+    When the model is called with `labels`, and gradients are recorded, its head (`get_output_embeddings()`) computes
+    nothing. It returns a `PendingLogits`, which notes what the model does with logits before the loss: scales, soft
+    caps, casts, views, the shift. `F.cross_entropy` then computes chunks, with the same loss and gradients. Other uses
+    of these logits are refused, in the model and in `outputs.logits`. Without `labels`, as in `generate`, and under
+    `torch.no_grad()`, nothing changes.
 
         use_chunked_loss(model)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -51,7 +49,8 @@ def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> 
         PrepareError: the model has no head, or takes no labels.
         OptionError: it has a chunked loss already, it is compiled as a whole, or `chunk_size` is not a positive number.
         LossError: now or in a later forward: DeepSpeed's ZeRO stage 3 divides the model. In a later forward: the head
-            is another one than now, or computes no `F.linear`; the model was compiled as a whole.
+            is another one than now, or computes no `F.linear`; the model does something else with its logits; it was
+            compiled as a whole.
     """
     if isinstance(chunk_size, bool) or not isinstance(cast(object, chunk_size), int) or chunk_size < 1:
         raise OptionError(
@@ -67,7 +66,7 @@ def use_chunked_loss(model: nn.Module, chunk_size: int = DEFAULT_CHUNK_SIZE) -> 
             "returned before."
         )
     _refuse_zero_3(head)
-    return ChunkedLoss(plain, owner, head, chunk_size)
+    return ChunkedLoss(owner, head, chunk_size)
 
 
 def _head_of(model: nn.Module) -> tuple[Any, nn.Module]:
@@ -103,15 +102,12 @@ class ChunkedLoss:
         chunk_size: rows of logits that are alive at a time.
     """
 
-    def __init__(self, model: nn.Module, owner: nn.Module, head: nn.Module, chunk_size: int) -> None:
+    def __init__(self, owner: nn.Module, head: nn.Module, chunk_size: int) -> None:
         self.chunk_size = chunk_size
-        self._model = model
         self._owner: Any = owner
         self._head = head
         self._labels = list(inspect.signature(owner.forward).parameters).index("labels")
         self._active = False
-        self._warned = False
-        self._calls = 0  # of the owner
         # Bound methods, and no functions of their own: a deep copy of the model then has a copy of this, too.
         self._hooks = [
             owner.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -142,8 +138,7 @@ class ChunkedLoss:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", args[self._labels] if len(args) > self._labels else None)
-        self._active = labels is not None
-        self._calls += 1
+        self._active = labels is not None and torch.is_grad_enabled()
         if not self._active:
             return
         if _compiles():
@@ -160,48 +155,12 @@ class ChunkedLoss:
 
     @property
     def active(self) -> bool:
-        """Whether a forward with labels runs."""
+        """Whether a forward runs whose loss is computed in chunks."""
         return self._active
 
-    def call(self) -> _Call:
-        """The owner's call that runs."""
-        return _Call(self, self._calls)
-
-    def check(self, number: int) -> None:
-        """Refuse logits of a call after which FSDP2 may have gathered other values of the weight, unseen."""
-        if number != self._calls and next(fsdp_modules(self._model), None) is not None:
-            raise LossError(
-                f"The logits of call {number} of {type(self._owner).__name__} were not computed before call "
-                f"{self._calls}, for which FSDP2 gathered the weight of the head again. Use them before the model is "
-                "called again, or call remove() of what use_chunked_loss returned for steps that need logits."
-            )
-
-    def report(self, operation: str) -> None:
-        """Warn once that all logits were computed."""
-        if not self._warned:
-            self._warned = True
-            warn(
-                f"use_chunked_loss: {operation!r} used the logits of {type(self._owner).__name__}, so all of them were "
-                "computed, and took the memory that the chunked loss saves. The loss alone needs none. (Said once.)",
-            )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a model with a chunked loss, by its number."""
-
-    loss: ChunkedLoss
-    number: int
-
-    @property
-    def chunk_size(self) -> int:
-        return self.loss.chunk_size
-
-    def check(self) -> None:
-        self.loss.check(self.number)
-
-    def report(self, operation: str) -> None:
-        self.loss.report(operation)
+    def pending(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> PendingLogits:
+        """In place of `F.linear` with these arguments."""
+        return PendingLogits.of(input, weight, bias, self.chunk_size, lambda: self._active)
 
 
 class _HeadForward:
@@ -220,9 +179,13 @@ class _HeadForward:
         if reshard is not None:
             # A unit of FSDP2 by itself: its weight is needed until backward, which begins with it.
             reshard(False, recurse=False)
+        weight = getattr(self.head, "weight", None)
+        if type(self.head).forward is nn.Linear.forward and is_sharded(weight):
+            # What divides the vocabulary wraps `forward`, and would make a DTensor of the product.
+            return self.loss.pending(args[0], weight, self.head.bias)  # type: ignore[arg-type]
         with _PutOff(self.loss, self.head) as mode:
             result = self.forward(*args, **kwargs)
-        if not mode.found and torch.is_grad_enabled():
+        if not mode.found:
             raise LossError(
                 f"The head {type(self.head).__name__} does not multiply by its weight with F.linear, as one in fp8 "
                 "or quantized does, so its loss cannot be computed in chunks. Leave the head in its own dtype, or do "
@@ -261,14 +224,8 @@ class _PutOff(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.linear:
-            hidden, weight, bias = _linear_arguments(*args, **kwargs)
-            if id(weight) in self.weights:
+            pending = self.loss.pending(*args, **kwargs)
+            if id(pending.weight) in self.weights:
                 self.found = True
-                return LazyLogits.of(Product.of(hidden, weight, bias, self.loss.call()))
+                return pending
         return func(*args, **kwargs)
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias

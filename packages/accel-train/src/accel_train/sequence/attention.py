@@ -21,7 +21,7 @@ from accel_train.sequence.exchange import (
     heads_to_sequence,
     sequence_to_heads,
 )
-from accel_train.sequence.layout import WHOLE, Layout
+from accel_train.sequence.layout import WHOLE, SequenceLayout
 from accel_train.sequence.ring import ring_attention
 
 __all__ = ["DividedAttention"]
@@ -46,7 +46,7 @@ class DividedAttention:
     sp_group: Any = None
     cp_group: Any = None
     rotation: str = "allgather"
-    layout: Layout = WHOLE
+    layout: SequenceLayout = WHOLE
 
     def __call__(
         self,

@@ -21,9 +21,9 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, source_nodes, takes
+from accel_train.sequence.batches import IGNORED, ModelFacts, SequencePart, cut_batch, source_nodes, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
-from accel_train.sequence.layout import Layout
+from accel_train.sequence.layout import SequenceLayout
 from accel_train.sequence.trial import try_turned
 
 __all__ = ["SequenceParallel"]
@@ -53,8 +53,8 @@ class SequenceParallel:
             part = mesh.submesh(name)
             index = index * mesh.degrees[name] + (0 if part is None else part.get_local_rank())
         named = " and ".join(f"{name}_size {size}" for name, size in (("cp", cp), ("sp", sp)) if size > 1)
-        layout = Layout(cp, balanced and cp > 1)
-        self._place = Place(index, cp * sp, named, length, layout)
+        layout = SequenceLayout(cp, balanced and cp > 1)
+        self._place = SequencePart(index, cp * sp, named, length, layout)
         self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation, layout)
         self._facts: ModelFacts | None = None
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()

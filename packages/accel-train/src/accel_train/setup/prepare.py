@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,7 @@ class _Objects:
         # Attention that is divided among ranks keeps documents apart.
         if (
             (self._new or self._loaders)
+            and "transformers" in sys.modules
             and self._prepared.plan.sequence is None
             and self._strategy.loss.rank == 0
         ):
@@ -243,7 +245,7 @@ class _Objects:
     def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
         mark_prepared(prepared)
         plain = self._strategy.plain(prepared)
-        refuse_pickles(plain.parameters())
+        refuse_pickles(plain)
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
         own = model if inside_compiled(model) is plain else plain
         self._prepared.add_model(own, prepared, before=_known_as(self._prepared, plain))

@@ -16,14 +16,14 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_state.world.rehearsal import Rehearsal
-from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.offload.host_copies import HostCopies, HostMemory, Offloaded
 from accel_train.offload.tensors import Kinded, of_kind, tensors_in, tensors_of_model
+from accel_train.precision.base import Precision
 from accel_train.ranks import Ranks
+from accel_train.strategies.equal_states import AveragesWeights
 from accel_train.strategies.gathered_units import GatheredUnits
 from accel_train.strategies.gradients import (
     any_divided,
@@ -33,21 +33,19 @@ from accel_train.strategies.gradients import (
     multiply,
     total_norm,
 )
+from accel_train.strategies.local_training import LocalTraining
 from accel_train.strategies.state_adapter import StateAdapter
-from accel_train.strategies.wrappers import innermost, inside_compiled
+from accel_train.strategies.uneven_inputs import UnevenInputs
+from accel_train.strategies.wrappers import inside_compiled
 
 __all__ = [
     "Capabilities",
-    "DTypes",
     "DefersSync",
     "DividesSteps",
-    "JoinsUneven",
     "ModelSteps",
     "Parts",
-    "PrecisionVerbs",
     "Strategy",
     "StrategyOptions",
-    "TrainsLocally",
 ]
 
 
@@ -64,7 +62,7 @@ class Capabilities:
         window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if
             gradients can still be scaled when it ends.
         hides_gradients: gradients of an unfinished window are not in `parameter.grad`, so that they can neither be
-            rescaled nor saved unless `StateAdapter.held_back` or `window_state` gives them, or it keeps own gradients.
+            rescaled nor saved unless `StateAdapter.gradients` or `rank_state` gives them.
         saves_windows: a state can be saved while a window is unfinished.
         max_models: how many models it can train at a time, or None for any number.
         prepares_together: a model and its optimizer must be passed to the same `prepare()` call; a model passed alone
@@ -76,6 +74,8 @@ class Capabilities:
         skips_steps: an update can be skipped by not calling `step` and dropping the gradients.
         dimensions: mesh dimensions that can have several ranks, when a script or a launcher sets degrees of
             parallelism.
+        separate_steps: ranks can take different numbers of steps, in `join_uneven_inputs()` and in LocalSGD: the
+            strategy has `uneven` and `local`.
         in_stages: with `pp_size`, strategy "pp" trains the stages of a pipeline as this one would the model.
     """
 
@@ -94,100 +94,12 @@ class Capabilities:
     communication_hooks: bool = False
     skips_steps: bool = True
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
+    separate_steps: bool = False
     in_stages: bool = False
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
         """Names of the supported precisions on a type of device; None: all."""
         return self.precisions_on.get(device_type, self.precisions)
-
-
-class DTypes(Protocol):
-    """The dtypes of a precision; None: unchanged. See `accel_train.precision.base.DTypePolicy`."""
-
-    @property
-    def param(self) -> torch.dtype | None:
-        """The dtype that parameters are stored in."""
-        ...
-
-    @property
-    def compute(self) -> torch.dtype | None:
-        """The dtype that forward and backward compute in."""
-        ...
-
-    @property
-    def reduce(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in."""
-        ...
-
-
-class PrecisionVerbs(Protocol):
-    """The methods of a precision that strategies call; see `accel_train.precision.base.Precision`."""
-
-    @property
-    def name(self) -> str:
-        """As in `Accelerator(mixed_precision=…)`."""
-        ...
-
-    @property
-    def dtypes(self) -> DTypes:
-        """The dtypes, for strategies that cast by themselves."""
-        ...
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler; None when gradients are not scaled."""
-        ...
-
-    def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Use another gradient scaler, if the precision has one."""
-        ...
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor that losses are multiplied by."""
-        ...
-
-    def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
-        """Called before parameters of a module, except `whole`, are divided among ranks and gathered for each use."""
-        ...
-
-    def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Called after a model, which the script calls as `prepared`, is divided."""
-        ...
-
-    def values_changed(self, model: nn.Module) -> None:
-        """Called after the values of a divided model changed by other means than an optimizer's step."""
-        ...
-
-    def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
-        """Run backward, on the scaled loss if losses are scaled."""
-        ...
-
-    def settle_scale(self, has_pending_grads: bool) -> None:
-        """Called before gradients of scaled losses are computed by other means than `backward`."""
-        ...
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undo the loss scale in an optimizer's gradients, once per step."""
-        ...
-
-    def share_found(self, optimizer: torch.optim.Optimizer, highest: Callable[[Tensor], Tensor]) -> None:
-        """Skip the coming step if any rank has gradients that are not finite; `highest` is the collective for that."""
-        ...
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> tuple[bool, Any]:
-        """Step if gradients are finite; return whether it stepped, and the optimizer's return value."""
-        ...
-
-    def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer's gradients are dropped."""
-        ...
-
-    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
-        """Use the lowest loss scale of any rank; `lowest` is the collective that finds it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -208,13 +120,18 @@ class StrategyOptions:
 
     device: torch.device
     mesh: Mesh
-    precision: PrecisionVerbs
+    precision: Precision
     config: Any = None
     sync_each_batch: bool = False
     by_degrees: bool = False
     ddp: Any = None
     pipeline: Any = None
     rehearsal: Rehearsal | None = None
+
+    @property
+    def requested_tp_size(self) -> int:
+        """Among how many ranks a script or a launcher wants models to be divided by a plan; 1: it says nothing."""
+        return self.mesh.degrees["tp"] if self.by_degrees else 1
 
 
 class ModelSteps(Protocol):
@@ -264,61 +181,6 @@ class DefersSync(Protocol):
         ...
 
 
-@runtime_checkable
-class JoinsUneven(Protocol):
-    """A strategy under which ranks can train on different numbers of batches."""
-
-    def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
-        """Context in which ranks that ran out of data take part in the collectives of the others."""
-        ...
-
-    def end_join(self, owners: Sequence[Any]) -> None:
-        """Make the states of optimizers, schedulers and averages equal on all ranks after it; a collective."""
-        ...
-
-
-@runtime_checkable
-class TrainsLocally(Protocol):
-    """A strategy whose ranks can train copies of a model without communication, and average them now and then."""
-
-    @property
-    def trained_alone(self) -> Sequence[nn.Module]:
-        """The prepared models of which this rank trains its own copy now; always the same list object."""
-        ...
-
-    def check_local(self, model: nn.Module) -> None:
-        """Refuse a model of which ranks cannot train their own copies; changes nothing."""
-        ...
-
-    def begin_local(self, model: nn.Module) -> None:
-        """From now on, backward passes of a prepared model reduce no gradients; each rank steps with its own."""
-        ...
-
-    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
-        """Replace the copies of all ranks by their mean; returns whether `finished` is true on all of them."""
-        ...
-
-    def end_local(self, model: nn.Module) -> None:
-        """From now on, backward passes reduce gradients again."""
-        ...
-
-
-class AveragesWeights(Protocol):
-    """Averages of the weights of a prepared model, which follow the copies that ranks train of it.
-
-    Attributes:
-        plain: the model without wrappers.
-        decay: the weight of the average in each update.
-    """
-
-    plain: nn.Module
-    decay: float | None
-
-    def shared(self) -> AbstractContextManager[list[Tensor]]:
-        """Context in which the caller makes its tensors equal on all ranks, the number of updates among them."""
-        ...
-
-
 class DividesSteps(ABC):
     """An optimizer whose ranks can divide the computation of a step among them."""
 
@@ -337,6 +199,9 @@ class Strategy:
         states: saves and loads the states of what was prepared.
         gathered: units of FSDP that a forward may have left whole.
         weight_averages: averages of the weights of prepared models.
+        uneven: runs ranks that have different numbers of batches, and
+        local: has the copies of models that ranks train without communication; both only where
+            `capabilities.separate_steps`.
     """
 
     name: ClassVar[str] = "single"
@@ -345,6 +210,8 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None
     #: The class of `states`.
     adapter: ClassVar[type[StateAdapter]] = StateAdapter
+    uneven: UnevenInputs
+    local: LocalTraining
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
@@ -389,23 +256,6 @@ class Strategy:
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Return the module that the script calls and trains: `model` itself, or a wrapper."""
         return steps.compile(steps.place(steps.convert(model)))
-
-    def check_plan(self, model: nn.Module) -> None:
-        """Check that requested tensor parallelism divides parameters of the model.
-
-        Raises:
-            PrepareError: no parameter is divided among the ranks of "tp".
-        """
-        degree = self.options.mesh.degrees["tp"]
-        if not self.options.by_degrees or degree == 1:
-            return
-        if not any(map(is_sharded, model.parameters())):
-            raise PrepareError(
-                f"tp_size is {degree}, and no parameter of {type(model).__name__} is divided: every rank of a group "
-                "would compute the same. Divide it before prepare(), with parallelize_module(model, "
-                'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
-                f"distributed_config=DistributedConfig(tp_size={degree}))."
-            )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside this strategy's wrapper; `model` itself if it is not wrapped."""
@@ -462,25 +312,6 @@ class Strategy:
             kwargs: arguments of `Tensor.backward`.
         """
         self.precision.backward(loss, pending, kwargs)
-
-    def not_averaged(
-        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
-    ) -> list[tuple[int, Tensor]]:
-        """Find parameters whose gradients are not averaged over ranks, and the numbers of their groups.
-
-        Args:
-            optimizer: the optimizer, about to step for the first time.
-            models: all prepared models; gradients of other parameters come from this rank's samples alone.
-        """
-        if self.loss.size == 1 or self.capabilities.prepares_together:
-            return []
-        averaged = {id(parameter) for model in models for parameter in self.plain(model).parameters()}
-        return [
-            (number, parameter)
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
-        ]
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
         """Check that all ranks are about to take the same step; a collective if ranks hold replicas.
@@ -624,7 +455,9 @@ class Strategy:
 
     def plain(self, model: nn.Module) -> nn.Module:
         """The user's own module inside wrappers of this strategy and of `torch.compile`."""
-        return innermost(model, inside_compiled, self.unwrap)
+        while (inner := self.unwrap(inside_compiled(model))) is not model:
+            model = inner
+        return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator

@@ -15,6 +15,7 @@ from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.window_gradients import WindowGradients
 
 __all__ = ["EngineStates", "EngineStrategy", "check_groups"]
 
@@ -49,22 +50,29 @@ class _Made(Protocol):
 MadeT = TypeVar("MadeT", bound=_Made)
 
 
+class EngineWindowGradients(WindowGradients):
+    """The gradients of an open window that engines have."""
+
+    strategy: EngineStrategy[Any]
+
+    @property
+    def wait_in_engine(self) -> bool:
+        """Whether an engine holds gradients that wait for a step."""
+        return any(item.gradients is not None and item.gradients.waiting for item in self.strategy.made)
+
+
 class EngineStates(StateAdapter):
     """State adapter that asks the engines for the script's parameter groups, and for gradients that wait."""
 
     strategy: EngineStrategy[Any]
+    window_gradients: ClassVar[type[WindowGradients]] = EngineWindowGradients
 
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
         """The parameters of each group of the script; engines leave empty groups behind."""
         item = self.strategy.of_optimizer(optimizer)
         return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
 
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step."""
-        return any(item.gradients is not None and item.gradients.waiting for item in self.strategy.made)
-
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Drop gradients that wait in an engine: the loaded state takes the place of the open window."""
         item = self.strategy.of_model(model)
         if item is not None and item.gradients is not None and item.gradients.waiting:

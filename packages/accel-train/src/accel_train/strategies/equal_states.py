@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from accel_state.operations.collectives import broadcast, broadcast_object_list
 from accel_state.trees import flatten, unflatten
 from accel_train.ranks import Ranks
 
-__all__ = ["GroupOptions", "take_states"]
+__all__ = ["AveragesWeights", "ShareScale", "take_states"]
+
+ShareScale = Callable[[Callable[[Tensor], Tensor]], None]
+"""A precision's `share_scale`: takes over the loss scale that a collective returns."""
 
 
 class _Stateful(Protocol):
@@ -21,27 +26,20 @@ class _Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class GroupOptions:
-    """The options of an optimizer's groups, such as rates that a scheduler has set, without states of parameters.
+class AveragesWeights(Protocol):
+    """Averages of the weights of a prepared model, which follow the copies that ranks train of it.
 
-    Args:
-        optimizer: has the groups.
+    Attributes:
+        plain: the model without wrappers.
+        decay: the weight of the average in each update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._groups = optimizer.param_groups
+    plain: nn.Module
+    decay: float | None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The options by group."""
-        return {
-            str(number): {key: value for key, value in group.items() if key != "params"}
-            for number, group in enumerate(self._groups)
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Set what `state_dict` returned."""
-        for number, group in enumerate(self._groups):
-            group.update(state_dict[str(number)])
+    def shared(self) -> AbstractContextManager[list[Tensor]]:
+        """Context in which the caller makes its tensors equal on all ranks, the number of updates among them."""
+        ...
 
 
 def take_states(owners: Sequence[_Stateful], source: int, ranks: Ranks, device: torch.device) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from accel_ckpt.parts import fsdp_groups, fsdp_modules
 
@@ -32,8 +31,7 @@ class GatheredUnits:
     def add(self, model: nn.Module, prepared: nn.Module) -> None:
         """Take up the units of a model, and free them after each forward that no backward seems to follow.
 
-        That is a forward without gradients, or in evaluation mode. If outputs are computed from weights when a script
-        uses them (`needs_weights`), units stay until a step or a backward.
+        That is a forward without gradients, or in evaluation mode.
 
         Args:
             model: without wrappers.
@@ -47,9 +45,7 @@ class GatheredUnits:
         self._groups += added
 
         def free(module: nn.Module, inputs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or (torch.is_grad_enabled() and module.training):
-                return
-            if not any(getattr(type(leaf), "needs_weights", False) for leaf in tree_leaves(output)):
+            if not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and module.training):
                 _free(added)
 
         for each in {id(each): each for each in (model, prepared)}.values():

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
-from accel_ckpt.parts import is_sharded
+from accel_ckpt.parts import sharded_parameters
 from accel_train.errors import DividedTensorError
 
 __all__ = ["refuse_pickles", "refuse_pickles_of_stages"]
 
 
-def refuse_pickles(tensors: Iterable[Tensor]) -> None:
+def refuse_pickles(model: nn.Module) -> None:
     """Refuse to pickle divided tensors of these meshes, because a file would hold only this rank's parts.
 
     `torch.load` would silently return a tensor with the whole shape and one rank's values. Everything that is computed
@@ -23,9 +22,9 @@ def refuse_pickles(tensors: Iterable[Tensor]) -> None:
     itself refuses. A deep copy keeps the mesh, and so does a clone.
 
     Args:
-        tensors: parameters of a prepared model; whole ones are not affected.
+        model: a prepared model; its whole parameters are not affected.
     """
-    for mesh in {id(t.device_mesh): t.device_mesh for t in tensors if is_sharded(t)}.values():  # type: ignore[attr-defined]
+    for mesh in {id(p.device_mesh): p.device_mesh for p in sharded_parameters(model).values()}.values():
         _refuse(mesh)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_state.messages import warn
+from accel_train.plugins.ddp import DistributedDataParallelKwargs
 
-__all__ = ["PowerSGD"]
+__all__ = ["PowerSGDHooks"]
 
 _COUNTS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")
 _SAME_OPTIONS = "Use the same DistributedDataParallelKwargs as the script that saved it"
 
 
-class PowerSGD:
+class _PowerSGD:
     """The communication hook of one model.
 
     The hook's state belongs to buckets, by number. DDP forms other buckets after its first backward, in the order in
@@ -152,6 +154,56 @@ class PowerSGD:
         return True
 
 
+class PowerSGDHooks:
+    """The hooks of all models, and what a training state has of them."""
+
+    def __init__(self) -> None:
+        self._hooks: WeakKeyDictionary[DistributedDataParallel, _PowerSGD] = WeakKeyDictionary()
+
+    def register(self, wrapped: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:
+        """Register the communication hook that the script has chosen, if any, and follow the state of PowerSGD's."""
+        found = handler.communication_hook()
+        if found is None or not hasattr(found[0], "error_dict"):
+            handler.register_comm_hook(wrapped)
+            return
+        state, hook = found
+        options = {
+            "comm_hook": str(handler.comm_hook),
+            "comm_wrapper": str(handler.comm_wrapper),
+            "bucket_cap_mb": handler.bucket_cap_mb,
+            **handler.comm_state_option,
+        }
+        self._hooks[wrapped] = _PowerSGD(wrapped, state, hook, options)
+
+    def tensors(self, wrapped: DistributedDataParallel) -> list[Tensor]:
+        """What the hook of a model keeps between steps."""
+        hook = self._hooks.get(wrapped)
+        return [] if hook is None else hook.tensors()
+
+    def state_dict(self, wrapped: DistributedDataParallel) -> dict[str, Any]:
+        """An entry for the state of a model; empty if it does not use PowerSGD."""
+        hook = self._hooks.get(wrapped)
+        return {} if hook is None else {"power_sgd": hook.state_dict()}
+
+    def misfit(self, wrapped: DistributedDataParallel, saved: Mapping[str, Any]) -> str | None:
+        """Why a run cannot continue from a state; None: it can, which may begin or stop using PowerSGD."""
+        hook = self._hooks.get(wrapped)
+        return hook.misfit(saved["power_sgd"]) if hook is not None and "power_sgd" in saved else None
+
+    def load_state_dict(self, wrapped: DistributedDataParallel, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        hook = self._hooks.get(wrapped)
+        if "power_sgd" not in saved:
+            return
+        if hook is None:
+            warn(
+                "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
+                "have corrected are dropped.",
+            )
+        else:
+            hook.load_state_dict(saved["power_sgd"], wrapped)
+
+
 class _InOrder(dist.ProcessGroup):
     """A process group whose reductions are complete when they return.
 
@@ -175,7 +227,7 @@ class _InOrder(dist.ProcessGroup):
         return work
 
 
-def _communicate(hook: PowerSGD, bucket: Any) -> torch.futures.Future[Tensor]:
+def _communicate(hook: _PowerSGD, bucket: Any) -> torch.futures.Future[Tensor]:
     return hook.communicate(bucket)
 
 

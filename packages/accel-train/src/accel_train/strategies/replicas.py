@@ -22,7 +22,7 @@ from accel_ckpt.parts import is_sharded
 from accel_state.messages import warn
 from accel_state.operations.collectives import reduce
 from accel_train.errors import AccumulationError, PrepareError
-from accel_train.optimizer_parameters import parameter_ids
+from accel_train.optimizer_parameters import parameter_ids, parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import average
 from accel_train.strategies.transparent_ddp import TransparentDDP
@@ -56,6 +56,7 @@ class _Watched:
     looked_at: list[nn.Parameter] = field(default_factory=list)  # by which it is seen whether a backward came
     marks: list[tuple[Tensor, int] | None] = field(default_factory=list)  # of their gradients before it
     was_armed: bool = False
+    unchecked: bool = False  # whether every parameter gets a gradient is not known before its first backward
 
     def __post_init__(self) -> None:
         self._hooked = get_gradient_edge(
@@ -126,20 +127,23 @@ class Replicas:
         self._ranks = ranks
         self._watched: list[_Watched] = []
         self._to_compare = 0  # backward passes
+        self._unchecked = False  # whether any model is
 
     def add(self, wrapped: TransparentDDP) -> None:
         """Add a model that was wrapped, perhaps again."""
-        named = list(_reduced(wrapped))
+        named = _reduced(wrapped)
+        unchecked = not wrapped.find_unused_parameters and not wrapped.static_graph
+        self._unchecked |= unchecked
         self._watched = [item for item in self._watched if item.wrapped.module is not wrapped.module]
-        self._watched.append(
-            _Watched(wrapped, [name for name, _ in named], [p for _, p in named], named[0][1].dtype)
-        )
+        names, parameters = list(named), list(named.values())
+        self._watched.append(_Watched(wrapped, names, parameters, parameters[0].dtype, unchecked=unchecked))
         self._to_compare = _FIRST_BACKWARDS * len(self._watched)
 
     def clear(self) -> None:
         """Forget all models."""
         self._watched.clear()
         self._to_compare = 0
+        self._unchecked = False
 
     def have_all(self, parameters: Iterable[Tensor]) -> bool:
         """Whether these models have all trained ones of some parameters."""
@@ -150,7 +154,7 @@ class Replicas:
         """Whether a wrapper averages other parameters than those that are trained now."""
         known = next((item for item in self._watched if item.wrapped is wrapped), None)
         return known is not None and {id(p) for p in known.parameters} != {
-            id(p) for _, p in _reduced(wrapped)
+            id(p) for p in _reduced(wrapped).values()
         }
 
     # Around backward
@@ -250,6 +254,57 @@ class Replicas:
             if error is not None:
                 _unfinished(item, error)
 
+    def check_used(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name parameters without a gradient, which DDP waits for: its next forward would fail without names.
+
+        Raises:
+            PrepareError: some parameters of the optimizer's models took no part in the first backward.
+        """
+        if not self._unchecked:
+            return
+        for item in self._watched:
+            if not (item.unchecked and item.is_stepped_by(optimizer)):
+                continue
+            named = [(n, p) for n, p in item.wrapped.module.named_parameters() if p.requires_grad]
+            unused = [name for name, parameter in named if parameter.grad is None]
+            if len(unused) == len(named):
+                continue  # it had no backward yet
+            item.unchecked = False
+            self._unchecked = any(other.unchecked for other in self._watched)
+            if unused:
+                raise PrepareError(
+                    f"{len(unused)} of {len(named)} parameters of {item.owner} took no part in the loss, and ddp waits "
+                    f"for the gradient of every parameter: {', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}. "
+                    "If that is intended, pass "
+                    "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or "
+                    "freeze them with requires_grad_(False) before prepare()."
+                )
+
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Check that all ranks are about to take the same step; a collective.
+
+        Args:
+            optimizer: the optimizer that is about to step.
+            models: the prepared modules, without wrappers.
+
+        Raises:
+            AccumulationError: learning rates or gradients differ.
+            PrepareError: gradients of parameters that ddp does not know differ, or a reduction is not finished.
+        """
+        self.check_used(optimizer)
+        self.check_finished()
+        trained = {id(p) for model in models for p in model.parameters()}
+        parameters = [p for p in parameters_of(optimizer) if id(p) in trained]
+        if not parameters:
+            return  # of a module that is not prepared, perhaps on one rank alone
+        for found in differing_rates(optimizer, self._ranks):
+            raise AccumulationError(
+                f"The learning rate of group {found.place} of {type(optimizer).__name__} is {found.lowest:g} on one "
+                f"rank and {found.highest:g} on another, so their copies of the model would drift apart. Give every "
+                "rank the same: a prepared scheduler does, if it is stepped on all of them."
+            )
+        self.check_equal(parameters, models)
+
     def check_equal(self, parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
         """Check before a step that ranks have the same gradients; a collective.
 
@@ -290,13 +345,13 @@ class Replicas:
         )
 
 
-def _reduced(wrapped: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
-    """The parameters that a wrapper made now would average."""
-    return (
-        (name, parameter)
+def _reduced(wrapped: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that a wrapper made now would average, by name."""
+    return {
+        name: parameter
         for name, parameter in wrapped.module.named_parameters()
         if parameter.requires_grad and name not in wrapped.parameters_to_ignore
-    )
+    }
 
 
 def _cause(wrapped: DistributedDataParallel) -> str:

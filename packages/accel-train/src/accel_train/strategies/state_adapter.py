@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,15 +20,13 @@ from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_
 from accel_ckpt.modules.versions import versions_of, with_versions
 from accel_ckpt.parts import Part, is_divided, is_leaf, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
-from accel_ckpt.training.optimizers import steps_only
 from accel_train.errors import PrepareError
 from accel_train.state_part import StatePart
 from accel_train.strategies.whole import whole_parameters
+from accel_train.strategies.window_gradients import WindowGradients
 
 __all__ = [
     "Adapted",
-    "HeldBack",
-    "OwnGradient",
     "SavedModel",
     "StateAdapter",
     "full_state_dict",
@@ -55,39 +52,6 @@ class SavedModel(Protocol):
 
     def fill(self, targets: Mapping[str, Any]) -> None:
         """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with this rank's part of the saved values."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OwnGradient:
-    """A gradient that this rank has computed from its own samples, before ranks reduce it.
-
-    Attributes:
-        values: of the whole gradient, or of what a division by the script leaves on this rank.
-        placements: over each dimension of the mesh of that division, the tensor's dimension that is divided, as a
-            number; "whole"; or "sum" or "avg", if ranks have summands.
-    """
-
-    values: Tensor
-    placements: Sequence[str] = ()
-
-
-class HeldBack(Protocol):
-    """The place, outside of `parameter.grad`, where an engine keeps a parameter's gradient until ranks reduce it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of this rank's values."""
-        ...
-
-    @property
-    def mesh_dimensions(self) -> int:
-        """How many dimensions of a mesh the script has divided the parameter over; 0: none."""
-        ...
-
-    @property
-    def value(self) -> OwnGradient | None:
-        """The gradient; None: there is none."""
         ...
 
 
@@ -130,21 +94,25 @@ class StateAdapter:
 
     Attributes:
         strategy: whose models and optimizers these are.
+        gradients: where those of an open accumulation window are.
     """
 
-    #: What tensors in `window_state` are, as messages call them.
-    window_tensors: ClassVar[str] = "tensors of an engine"
+    #: The class of `gradients`.
+    window_gradients: ClassVar[type[WindowGradients]] = WindowGradients
+    #: What tensors in `rank_state` are, as messages call them.
+    rank_tensors: ClassVar[str] = "tensors of an engine"
 
     def __init__(self, strategy: Adapted) -> None:
         self.strategy = strategy
+        self.gradients = self.window_gradients(strategy)
 
     # Models
 
     def keeps_replicas(self, model: nn.Module) -> bool:
         """Whether all ranks hold the same values of all parameters of a prepared model.
 
-        Ranks then share the writing, are compared for drift, and the main process may save alone. The same is assumed
-        for the states of optimizers that step such models, unless `replicated_optimizers` is overridden.
+        Ranks then share the writing, are compared for drift, and the main process may save alone. The same holds for
+        the states of optimizers that step only such models, unless `optimizer_state` has parts.
         """
         return False
 
@@ -238,21 +206,6 @@ class StateAdapter:
 
     # Optimizers; all take the script's optimizer, without wrapper, as `Strategy.prepare` returned it
 
-    def replicated_optimizers(
-        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]
-    ) -> list[int]:
-        """Indices of the optimizers that have the same states on all ranks.
-
-        Here, optimizers that step only models for which `keeps_replicas` is true. A strategy that divides the states of
-        replicas among ranks, as ZeRO does in stage 1, returns none.
-
-        Args:
-            optimizers: the prepared optimizers, without wrappers.
-            models: the prepared models.
-        """
-        alike = [model for model in models if self.keeps_replicas(model)]
-        return [place for place, optimizer in enumerate(optimizers) if steps_only(optimizer, alike)]
-
     def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
         """The parameters of each group as the script made it; an engine may have emptied or changed the groups."""
         return [list(group["params"]) for group in optimizer.param_groups]
@@ -294,62 +247,20 @@ class StateAdapter:
         """
         return []
 
-    def needs_all_ranks(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> str | None:
-        """Why the main process cannot save alone; None: it can. Called before anything is collected.
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
+        """What only this rank has of a model, to continue between two micro-batches: plain data and tensors.
 
-        The text continues "save_state() was called on the main process only, ", and says what to do.
-        """
-        divided = next((model for model in models if self.is_divided(model)), None)
-        if divided is None:
-            return None
-        return (
-            f"but the strategy {self.strategy.name!r} divides the model {type(self.strategy.plain(divided)).__name__} "
-            "among processes, and each saves its part. Call save_state() on all processes: move it out of `if "
-            "accelerator.is_main_process:`."
-        )
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
-        return False
-
-    @property
-    def keeps_own_gradients(self) -> bool:
-        """Whether an engine that hides gradients has them all in `parameter.grad` in the form of plain PyTorch.
-
-        That is: whole, and from this rank's samples alone, so that any number of ranks can continue with them.
-        """
-        return False
-
-    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
-        """Where an open window's gradients of these parameters are, if not in `parameter.grad`; by the same names.
-
-        Unlike those in `window_state` they are plain PyTorch's, so any number of ranks can continue with them.
+        Raises:
+            AccelError: a state cannot be saved now.
         """
         return {}
 
-    def hold_back(
-        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
-    ) -> None:
-        """Replace all gradients for which `held_back` has a place. Collective.
-
-        Args:
-            parameters: as for `held_back`.
-            gradients: by name; None: zeros. Parameters without an entry have no gradient.
-        """
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """The state with which this rank's model continues between two micro-batches: plain data and tensors."""
-        return {}
-
-    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
-        """Why a `window_state` of another run cannot be loaded; None: it can."""
+    def rank_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """Why a `rank_state` of another run cannot be loaded; None: it can."""
         return None
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `window_state` returned; empty if a state has none for this rank: begin from the start."""
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `rank_state` returned; empty if a state has none for this rank: begin from the start."""
 
 
 def full_state_dict(states: StateAdapter, model: nn.Module) -> dict[str, Any]:

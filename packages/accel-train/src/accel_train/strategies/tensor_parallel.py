@@ -20,7 +20,7 @@ from accel_train.strategies.fsdp2.start import share_values
 from accel_train.strategies.gradients import average, divide_like_parameter
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
-from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
+from accel_train.strategies.wrappers import check_division, check_is_divided, reduced_by_fsdp
 
 __all__ = ["TensorParallelStrategy", "complete_gradients"]
 
@@ -81,7 +81,7 @@ class TensorParallelStrategy(Strategy):
         model = steps.convert(model)
         plain = self.plain(model)
         check_division(plain, self.batch)
-        self.check_plan(plain)
+        check_is_divided(plain, self.options.requested_tp_size)
         model = steps.place(model)
         self._share_start(plain)
         self._known = [(known, ids) for known, ids in self._known if known is not plain]

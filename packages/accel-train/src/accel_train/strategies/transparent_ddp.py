@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.strategies.buckets import Buckets
+from accel_train.strategies.wrappers import inside_compiled
 
-__all__ = ["TransparentDDP", "set_takes_buffers"]
+__all__ = ["TransparentDDP", "ddp_of", "set_takes_buffers"]
 
 
 class TransparentDDP(DistributedDataParallel):
@@ -27,10 +29,9 @@ class TransparentDDP(DistributedDataParallel):
     buckets: Buckets
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        buckets = Buckets()
-        with buckets.formed():
-            super().__init__(*args, **kwargs)
-        self.__dict__.update(armed=False, averages=True, is_built=True, buckets=buckets)
+        self.__dict__["buckets"] = Buckets()
+        super().__init__(*args, **kwargs)
+        self.__dict__.update(armed=False, averages=True, is_built=True)
         self.__class__ = _WritesThrough  # not before, because DDP sets dozens of attributes of its own
 
     @property
@@ -43,6 +44,11 @@ class TransparentDDP(DistributedDataParallel):
         self.__dict__["takes_buffers"] = takes
         if takes:
             self.__dict__["armed"] = True
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        """Called once, when DDP is built: it forms its first buckets."""
+        with self.buckets.formed():
+            super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # as what it calls
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -82,6 +88,12 @@ class _WritesThrough(TransparentDDP):
 
 for _class in (TransparentDDP, _WritesThrough):
     _class.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper of a prepared model, compiled or not; None if it has none."""
+    inner = inside_compiled(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def set_takes_buffers(wrapped: DistributedDataParallel, takes: bool) -> None:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_ckpt.parts import fsdp_modules, is_sharded
+from accel_ckpt.parts import fsdp_modules, sharded_parameters
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 
 __all__ = [
     "check_division",
+    "check_is_divided",
     "innermost",
     "inside_compiled",
     "is_compiled_module",
@@ -79,7 +80,7 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
     units = [*fsdp_modules(model)]
     for unit in units:
         unit.reshard()  # a forward may have left whole weights in place of a rank's parts
-    divided = {name: parameter for name, parameter in model.named_parameters() if is_sharded(parameter)}
+    divided = sharded_parameters(model)
     if not divided:
         return units
     engine = reduced_by_fsdp(model)
@@ -117,14 +118,24 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
     return units
 
 
+def check_is_divided(model: nn.Module, tp_size: int) -> None:
+    """Check that requested tensor parallelism divides parameters of a model.
+
+    Raises:
+        PrepareError: no parameter is divided.
+    """
+    if tp_size > 1 and not sharded_parameters(model):
+        raise PrepareError(
+            f"tp_size is {tp_size}, and no parameter of {type(model).__name__} is divided: every rank of a group would "
+            "compute the same. Divide it before prepare(), with parallelize_module(model, "
+            'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
+            f"distributed_config=DistributedConfig(tp_size={tp_size}))."
+        )
+
+
 def reduced_by_fsdp(model: nn.Module) -> set[int]:
     """The parameters that `fully_shard` divides and whose gradients it reduces, by `id`."""
-    return {
-        id(parameter)
-        for unit in fsdp_modules(model)
-        for parameter in unit.parameters()
-        if is_sharded(parameter)
-    }
+    return {id(p) for unit in fsdp_modules(model) for p in sharded_parameters(unit).values()}
 
 
 def _names_of_mesh(parameter: Any) -> tuple[str, ...]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.host.available import is_dvclive_available
-from accel_train.tracking.base import GeneralTracker, on_main_process
-from accel_train.tracking.engines import check_arguments, install_line, say_left_out
-from accel_train.tracking.images import read_images
-from accel_train.tracking.values import flat, plain, storable
+from accel_train.tracking.engines import EngineTracker, Images, say_left_out
+from accel_train.tracking.values import flat
 
 __all__ = ["DVCLiveTracker"]
 
 
-class DVCLiveTracker(GeneralTracker):
-    """Logs to a `dvclive.Live`.
+class DVCLiveTracker(EngineTracker):
+    """Logs to a `dvclive.Live`: numbers and strings as metrics; each `log` goes to the next step.
+
+    Nested names are joined by a slash. Several images of one name are `name/0.png`, `name/1.png`, …; a name without
+    the suffix of an image file gets ``.png``.
 
     Args:
         run_name: unused; DVCLive names experiments by `exp_name`.
@@ -23,56 +24,30 @@ class DVCLiveTracker(GeneralTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
+    begins_with = "dvclive:Live"
+    is_installed = staticmethod(is_dvclive_available)
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
+        super().__init__(run_name, **kwargs)
         self.live: Any = live
-
-    @classmethod
-    def install_line(cls) -> str | None:
-        """The command that installs dvclive; None if it is installed."""
-        return install_line("dvclive", available=is_dvclive_available)
-
-    def check_ready(self) -> None:
-        """Refuse arguments that `dvclive.Live` does not have."""
-        from dvclive import Live
-
-        check_arguments(self.name, Live, self.init_kwargs)
-
-    @on_main_process
-    def start(self) -> None:
-        """Create the object, unless one was given."""
-        from dvclive import Live
-
-        if self.live is None:
-            self.live = Live(**self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
         """The `dvclive.Live`."""
         return self.live
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the values as parameters."""
-        self.live.log_params(storable(values))
+    def _start(self) -> None:
+        if self.live is None:
+            self.live = self._engine_function()(**self.init_kwargs)
 
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and strings as metrics, and go to the next step.
+    def _store(self, values: dict[str, Any]) -> None:
+        self.live.log_params(values)
 
-        Args:
-            values: names to values; nested names are joined by a slash. Other values are left out, with one warning.
-            step: the step; None: the one after the last.
-            kwargs: for `log_metric`.
-        """
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         if step is not None:
             self.live.step = step
         others = []
-        for name, value in flat(plain(values)).items():
+        for name, value in flat(values).items():
             if isinstance(value, int | float | str):
                 self.live.log_metric(name, value, **kwargs)
             else:
@@ -80,18 +55,10 @@ class DVCLiveTracker(GeneralTracker):
         self.live.next_step()
         say_left_out(self.name, others, "numbers and strings")
 
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write images; several images of one name as `name/0.png`, `name/1.png`, ….
-
-        Args:
-            values: names to images; see `read_images`. A name without the suffix of an image file gets ``.png``.
-            step: the step.
-            kwargs: for `log_image`.
-        """
+    def _images(self, images: Images, step: int | None, **kwargs: Any) -> None:
         if step is not None:
             self.live.step = step
-        for name, several in read_images(values).items():
+        for name, several in images.items():
             stem, dot, suffix = name.rpartition(".")
             if not dot or suffix.lower() not in ("png", "jpg", "jpeg", "gif", "svg"):
                 stem, suffix = name, "png"
@@ -99,8 +66,5 @@ class DVCLiveTracker(GeneralTracker):
                 file = f"{stem}.{suffix}" if len(several) == 1 else f"{stem}/{place}.{suffix}"
                 self.live.log_image(file, image.squeezed, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        """End the experiment."""
-        if self.live is not None:
-            self.live.end()
+    def _finish(self) -> None:
+        self.live.end()

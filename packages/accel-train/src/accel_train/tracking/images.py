@@ -86,19 +86,14 @@ def _one(name: str, item: Any) -> LoggedImage:
     caption = None
     if _is_captioned(item):
         item, caption = item
+    channels_first = isinstance(item, Tensor)
     if isinstance(item, Tensor):
-        array, channels_first = (
-            item.detach().float().cpu().numpy() if item.is_floating_point() else None,
-            True,
-        )
-        array = item.detach().cpu().numpy() if array is None else array
+        array = (item.detach().float() if item.is_floating_point() else item.detach()).cpu().numpy()
     elif isinstance(item, np.ndarray):
-        array, channels_first = item, False
-    elif hasattr(item, "getbands") and hasattr(
-        item, "convert"
-    ):  # a PIL image; PIL itself need not be imported
+        array = item
+    elif hasattr(item, "getbands") and hasattr(item, "convert"):  # a PIL image, without importing PIL
         known = item if item.mode in ("L", "RGB", "RGBA") else item.convert("RGB")
-        array, channels_first = np.asarray(known), False
+        array = np.asarray(known)
     else:
         raise ArgumentTypeError(
             f"log_images() got {type(item).__name__} for {name!r}, which is not an image. Pass a PIL image, a tensor, "

@@ -9,11 +9,10 @@ from accel_state import environment
 from accel_state.host.available import is_mlflow_available
 from accel_state.log import get_logger
 from accel_train.errors import OptionError
-from accel_train.tracking.base import GeneralTracker, on_main_process
-from accel_train.tracking.engines import install_line, say_left_out
-from accel_train.tracking.images import read_images
-from accel_train.tracking.tables import read_table
-from accel_train.tracking.values import flat, plain, split_numbers, storable
+from accel_train.tracking.base import on_main_process
+from accel_train.tracking.engines import Images, StoresTables, one_by_one, say_left_out
+from accel_train.tracking.tables import LoggedTable
+from accel_train.tracking.values import flat, split_numbers
 
 __all__ = ["MLflowTracker"]
 
@@ -23,11 +22,15 @@ _PARAMETERS_AT_ONCE = 100
 """MLflow's limit for one request."""
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(StoresTables):
     """Logs to an MLflow run, at MLflow's tracking URI.
 
     The run is MLflow's active run, so functions of `mlflow` that a script calls directly log to it too. If another run
     is active already, and this one is not nested in it, it becomes a separate run beside that one.
+
+    Nested names are joined by a slash. Configured values that are too long for MLflow are left out, with a warning. An
+    image without a step has the step 0, and several of one name are `name/0`, `name/1`, …. A table is the artifact
+    ``<table_name>.json``, or with a step ``<table_name>/<step>.json``.
 
     Args:
         experiment_name: name of the experiment; `MLFLOW_EXPERIMENT_NAME` has precedence.
@@ -43,7 +46,7 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
+    is_installed = staticmethod(is_mlflow_available)
 
     def __init__(
         self,
@@ -55,24 +58,24 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.experiment_name = environment.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
         self.run_id = environment.get("MLFLOW_RUN_ID") or run_id
         self.tags = _read_tags(environment.get("MLFLOW_TAGS") or tags)
         self.nested_run = environment.parse_flag_from_env("MLFLOW_NESTED_RUN", nested_run)
-        self.run_name = run_name
         self.description = description
         self.active_run: Any = None
 
-    @classmethod
-    def install_line(cls) -> str | None:
-        """The command that installs mlflow; None if it is installed."""
-        return install_line("mlflow", available=is_mlflow_available)
+    def check_ready(self) -> None:
+        """The constructor has checked the arguments."""
 
-    @on_main_process
-    def start(self) -> None:
-        """Find or create the experiment, and begin the run."""
+    @property
+    def tracker(self) -> Any:
+        """MLflow's run."""
+        return self.active_run
+
+    def _start(self) -> None:
         import mlflow
 
         experiment = mlflow.get_experiment_by_name(self.experiment_name) if self.experiment_name else None
@@ -101,22 +104,12 @@ class MLflowTracker(GeneralTracker):
             identifier or "0", run_name=self.run_name, tags={**(self.tags or {}), **described}
         )
 
-    @property
-    def tracker(self) -> Any:
-        """MLflow's run."""
-        return self.active_run
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the values as parameters; those that are too long for MLflow are left out, with a warning.
-
-        Nested names are joined by a slash.
-        """
+    def _store(self, values: dict[str, Any]) -> None:
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         kept = {}
-        for name, value in flat(storable(values)).items():
+        for name, value in flat(values).items():
             if len(str(value)) <= MAX_PARAM_VAL_LENGTH:
                 kept[name] = value
                 continue
@@ -132,62 +125,24 @@ class MLflowTracker(GeneralTracker):
         for begin in range(0, len(items), _PARAMETERS_AT_ONCE):
             mlflow.log_params(dict(items[begin : begin + _PARAMETERS_AT_ONCE]), run_id=self._id)
 
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers; other values are left out, with one warning.
-
-        Args:
-            values: names to values; nested names are joined by a slash.
-            step: the step.
-            kwargs: for `mlflow.log_metrics`.
-        """
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         import mlflow
 
-        numbers, others = split_numbers(plain(values))
+        numbers, others = split_numbers(values)
         mlflow.log_metrics(numbers, step=step, run_id=self._id, **kwargs)
         say_left_out(self.name, others, "numbers")
 
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; several images of one name as `name/0`, `name/1`, ….
-
-        Args:
-            values: names to images; see `read_images`.
-            step: the step; None: 0.
-            kwargs: for `MlflowClient.log_image`.
-        """
+    def _images(self, images: Images, step: int | None, **kwargs: Any) -> None:
         import mlflow
 
         client = mlflow.MlflowClient()
-        for name, several in read_images(values).items():
-            for place, image in enumerate(several):
-                key = name if len(several) == 1 else f"{name}/{place}"
-                client.log_image(self._id, image.pixels, key=key, step=step or 0, synchronous=True, **kwargs)
+        for key, image in one_by_one(images):
+            client.log_image(self._id, image.pixels, key=key, step=step or 0, synchronous=True, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as the artifact ``<table_name>.json``, or with a step as ``<table_name>/<step>.json``.
-
-        Args:
-            table_name: the name.
-            columns: names of columns.
-            data: rows.
-            dataframe: instead of both.
-            step: the step.
-            kwargs: for `mlflow.log_table`.
-        """
+    def _table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
         import mlflow
 
-        table = read_table(columns, data, dataframe)
-        file = f"{table_name}.json" if step is None else f"{table_name}/{step}.json"
+        file = f"{name}.json" if step is None else f"{name}/{step}.json"
         mlflow.log_table(table.by_column(), file, run_id=self._id, **kwargs)
 
     @on_main_process
@@ -227,11 +182,7 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_artifact(local_path, artifact_path, run_id=self._id)
 
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        if self.active_run is None:
-            return
+    def _finish(self) -> None:
         import mlflow
 
         active = mlflow.active_run()

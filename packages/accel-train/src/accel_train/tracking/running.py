@@ -168,9 +168,8 @@ class Trackers:
         self._state = "started"
         if PartialState().rehearsal is not None:
             return  # a simulated rank must leave no runs behind
-        built: list[_Running] = []
-        for item in self.chosen:
-            built += self._build(item, project_name, logging_dir, init_kwargs, on_failure)
+        here = [item for item in self.chosen if _belongs_here(item)]
+        built = [_Running(_built(item, project_name, logging_dir, init_kwargs), on_failure) for item in here]
         for running in built:
             try:
                 running.tracker.check_ready()
@@ -185,29 +184,6 @@ class Trackers:
                 self._running.append(running)
                 if config is not None:
                     running.call(running.tracker.store_init_configuration, plain(config))
-
-    def _build(
-        self,
-        item: str | GeneralTracker,
-        project_name: str,
-        logging_dir: str | Path | None,
-        init_kwargs: Mapping[str, Any] | None,
-        on_failure: OnFailure,
-    ) -> list[_Running]:
-        """The tracker, in a list, constructed if it was given by name; [] if it does not belong on this rank."""
-        kind = LOGGER_TYPE_TO_CLASS[item] if isinstance(item, str) else item
-        if kind.main_process_only and not PartialState().is_main_process:
-            return []
-        if isinstance(item, str):
-            tracker_class = LOGGER_TYPE_TO_CLASS[item]
-            kwargs = _given_for(init_kwargs, item)
-            if tracker_class.requires_logging_directory:
-                tracker = tracker_class(project_name, logging_dir, **kwargs)  # type: ignore[arg-type, call-arg]
-            else:
-                tracker = tracker_class(project_name, **kwargs)  # type: ignore[arg-type]
-        else:
-            tracker = item
-        return [_Running(tracker, on_failure)]
 
     def finish(self) -> None:
         """End all runs.
@@ -297,15 +273,9 @@ class Trackers:
         for running in self._running:
             if running.name == name:
                 return running.tracker.tracker if unwrap else running.tracker
-        if self._state == "new" and self._belong_here() and name not in self._absent:
+        if self._state == "new" and any(map(_belongs_here, self.chosen)) and name not in self._absent:
             raise OptionError(f"get_tracker({name!r}): no tracker runs yet. Call init_trackers() first.")
         return InertTracker(name)
-
-    def _belong_here(self) -> bool:
-        if PartialState().is_main_process:
-            return True
-        kinds = (LOGGER_TYPE_TO_CLASS[item] if isinstance(item, str) else item for item in self.chosen)
-        return any(not kind.main_process_only for kind in kinds)
 
     def _is_silent(self, log_kwargs: Mapping[str, Any] | None) -> bool:
         """Whether nothing is logged here; one warning if that is not what was asked for."""
@@ -313,7 +283,8 @@ class Trackers:
             self._check_options("log_kwargs", log_kwargs)
         if self._running and self._state == "started":
             return False
-        if self.chosen and self._state != "started" and not self._lost_said and self._belong_here():
+        asked = self._state != "started" and any(map(_belongs_here, self.chosen))
+        if asked and not self._lost_said:
             self._lost_said = True
             why = (
                 "init_trackers() was not called"
@@ -336,6 +307,26 @@ class Trackers:
         # Options of a tracker that is not used in this run are fine: scripts choose trackers by an argument.
         check_names(argument, options.keys() - self._known_keys)
         self._known_keys.update(options)
+
+
+def _belongs_here(item: str | GeneralTracker) -> bool:
+    """Whether a tracker runs on this rank."""
+    kind = LOGGER_TYPE_TO_CLASS[item] if isinstance(item, str) else item
+    return PartialState().is_main_process or not kind.main_process_only
+
+
+def _built(
+    item: str | GeneralTracker,
+    project_name: str,
+    logging_dir: str | Path | None,
+    init_kwargs: Mapping[str, Any] | None,
+) -> GeneralTracker:
+    """The tracker, constructed if it was given by name."""
+    if isinstance(item, GeneralTracker):
+        return item
+    kind: Callable[..., GeneralTracker] = LOGGER_TYPE_TO_CLASS[item]
+    folder = [logging_dir] if LOGGER_TYPE_TO_CLASS[item].requires_logging_directory else []
+    return kind(project_name, *folder, **_given_for(init_kwargs, item))
 
 
 def _given_for(options: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:

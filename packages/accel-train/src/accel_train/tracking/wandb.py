@@ -6,17 +6,14 @@ import inspect
 from typing import Any
 
 from accel_state.host.available import is_wandb_available
-from accel_train.tracking.base import GeneralTracker, on_main_process
-from accel_train.tracking.engines import check_arguments, install_line, not_logged_in
-from accel_train.tracking.images import read_images
-from accel_train.tracking.tables import read_table
-from accel_train.tracking.values import plain, storable
+from accel_train.tracking.engines import Images, ProjectTracker, not_logged_in
+from accel_train.tracking.tables import LoggedTable
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(GeneralTracker):
-    """Logs to a run of Weights & Biases.
+class WandBTracker(ProjectTracker):
+    """Logs to a run of Weights & Biases: values, and cells of tables, that `wandb.Run.log` and `wandb.Table` take.
 
     Args:
         run_name: the project.
@@ -24,18 +21,8 @@ class WandBTracker(GeneralTracker):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @classmethod
-    def install_line(cls) -> str | None:
-        """The command that installs wandb; None if it is there."""
-        return install_line("wandb", available=is_wandb_available)
+    begins_with = "wandb:init"
+    is_installed = staticmethod(is_wandb_available)
 
     def check_ready(self) -> None:
         """Refuse arguments that `wandb.init` does not have, and an online run without credentials.
@@ -44,7 +31,7 @@ class WandBTracker(GeneralTracker):
         """
         import wandb
 
-        check_arguments(self.name, wandb.init, self.init_kwargs)
+        super().check_ready()
         settings = self.init_kwargs.get("settings") or {}
         own = settings if isinstance(settings, dict) else settings.model_dump()
         mode = self.init_kwargs.get("mode") or own.get("mode") or wandb.setup().settings.mode
@@ -61,81 +48,20 @@ class WandBTracker(GeneralTracker):
                 'init_kwargs={"wandb": {"mode": "offline"}}.',
             )
 
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
+    def _store(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    def _engine_images(self, images: Images) -> dict[str, Any]:
         import wandb
 
-        self.run = wandb.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The `wandb.Run`."""
-        return self.run
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the values in the configuration of the run."""
-        self.run.config.update(storable(values), allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values, which may be any that `wandb.Run.log` takes.
-
-        Args:
-            values: names to values.
-            step: the step.
-            kwargs: for `wandb.Run.log`.
-        """
-        self.run.log(plain(values), step=step, **kwargs)
-
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
-
-        Args:
-            values: names to images; see `read_images`.
-            step: the step.
-            kwargs: for `wandb.Run.log`.
-        """
-        import wandb
-
-        images = {}
-        for name, several in read_images(values).items():
+        found = {}
+        for name, several in images.items():
             # The engine stores captions of all images of a name, or if the first has none, of none.
             missing = "" if any(image.caption for image in several) else None
-            images[name] = [
-                wandb.Image(image.squeezed, caption=image.caption or missing) for image in several
-            ]
-        self.run.log(images, step=step, **kwargs)
+            found[name] = [wandb.Image(image.squeezed, caption=image.caption or missing) for image in several]
+        return found
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; cells may be any value that `wandb.Table` takes.
-
-        Args:
-            table_name: the name.
-            columns: names of columns.
-            data: rows.
-            dataframe: instead of both.
-            step: the step.
-            kwargs: for `wandb.Run.log`.
-        """
+    def _engine_table(self, table: LoggedTable) -> Any:
         import wandb
 
-        table = read_table(columns, data, dataframe)
-        self.run.log({table_name: wandb.Table(columns=table.columns, data=table.rows)}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        if self.run is not None:
-            self.run.finish()
+        return wandb.Table(columns=table.columns, data=table.rows)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_train import DataLoaderConfiguration, MixedDataLoader, TokenBatchSampler, skip_first_batches
 from accel_train.data import ActiveLoaders, prepare_data_loader
-from accel_train.data.mixing.choice import choice_called
-from accel_train.data.mixing.weights import weights_of
+from accel_train.data.mixing.choice import chosen
+from accel_train.data.mixing.weights import shares_of
 from accel_train.errors import ArgumentTypeError, DataError, OptionError
 
 SIZES = {"books": 9, "code": 14, "web": 40}
@@ -106,9 +106,9 @@ def test_batches_are_those_of_the_sources_in_their_own_order(prepared):
     mixed = mixture(prepared=prepared)
     found = named(mixed)
     own = {name: iter(loader) for name, loader in plain().items()}
-    choice, weights = choice_called("random", 0, 3), weights_of(WEIGHTS, sorted(SIZES))
+    shares = shares_of(WEIGHTS, sorted(SIZES), "weights")
     for step, (name, batch) in enumerate(found):
-        assert name == sorted(SIZES)[choice.choose(step, weights.at(0))]
+        assert name == sorted(SIZES)[chosen(0, step, shares)]
         assert batch == next(own[name]).tolist()
     assert {name for name, _ in found} == set(SIZES)
 
@@ -125,14 +125,12 @@ def test_the_seed_changes_the_choice():
     assert names[0] != names[1]
 
 
-@pytest.mark.parametrize("choice", ["random", "balanced"])
 @pytest.mark.parametrize("end", ENDS)
-def test_any_number_of_ranks_draws_from_the_same_sources_in_the_same_order(choice, end):
+def test_any_number_of_ranks_draws_from_the_same_sources_in_the_same_order(end):
     # The global batches are as large, so all ranks together read what one does.
-    alone = named(mixture(choice=choice, batch=dict.fromkeys(SIZES, 2), **end), 30)
+    alone = named(mixture(batch=dict.fromkeys(SIZES, 2), **end), 30)
     together = [
-        named(mixture(ranks=2, rank=rank, choice=choice, batch=dict.fromkeys(SIZES, 1), **end), 30)
-        for rank in range(2)
+        named(mixture(ranks=2, rank=rank, batch=dict.fromkeys(SIZES, 1), **end), 30) for rank in range(2)
     ]
     for (name, batch), (name_0, batch_0), (name_1, batch_1) in zip(alone, *together, strict=True):
         assert name == name_0 == name_1
@@ -223,49 +221,46 @@ def test_an_older_iterator_does_not_go_on():
 # The end
 
 
-@pytest.mark.parametrize("choice", ["random", "balanced"])
-@pytest.mark.parametrize("end", ENDS[:3])
-def test_batches_left_and_length_are_known(end, choice):
-    mixed = mixture(choice=choice, **end)
+def test_batches_left_and_length_are_known_with_steps():
+    mixed = mixture(steps=23)
     for _ in range(2):
-        length = len(mixed)
+        assert len(mixed) == 23
         left = []
         for _ in mixed:
             left.append(mixed.batches_left)
-            assert len(mixed) == length
             assert mixed.end_of_dataloader == (mixed.batches_left == 0)
-        assert left == list(reversed(range(length)))
+        assert left == list(reversed(range(23)))
         assert mixed.batches_left == 0
 
 
-def test_never_has_no_length():
-    mixed = mixture(stop="never")
+@pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted", "never"])
+def test_without_steps_there_is_no_length(stop):
+    mixed = mixture(stop=stop)
     iterator = iter(mixed)
     next(iterator)
     assert mixed.batches_left is None
     assert not mixed.end_of_dataloader
-    with pytest.raises(TypeError, match="no length: stop='never'"):
+    with pytest.raises(TypeError, match=f"no length: its epochs end by stop='{stop}'. Give it `steps`"):
         len(mixed)
 
 
+@pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("end", ENDS[:2])
-def test_the_end_of_streams_is_found(end):
-    mixed, counted = mixture("stream", **end), mixture(**end)
+def test_the_end_is_found(kind, end):
+    mixed = mixture(kind, **end)
     ends = []
     for _ in mixed:
-        assert mixed.batches_left is None or mixed.end_of_dataloader
+        assert mixed.batches_left == (0 if mixed.end_of_dataloader else None)
         ends.append(mixed.end_of_dataloader)
-    assert ends == [False] * (len(counted) - 1) + [True]
+    assert ends == [False] * (len(named(mixture(**end))) - 1) + [True]
 
 
 def test_new_weights_change_the_end():
     mixed = mixture(stop="first_exhausted")
     iterator = iter(mixed)
     next(iterator)
-    before = mixed.batches_left
     mixed.set_weights({"books": 1, "code": 0, "web": 0})
     rest = 9 - mixed.counts["books"].batches
-    assert mixed.batches_left == rest != before
     assert len(list(iterator)) == rest
 
 
@@ -392,12 +387,11 @@ def rest_of(mixed, batches):
     return found, mixed.counts
 
 
-@pytest.mark.parametrize("choice", ["random", "balanced"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", ["map", "stream", "shuffled stream"])
 @pytest.mark.parametrize("taken", [0, 1, 7, 18, 31])
-def test_an_interrupted_run_continues_as_an_uninterrupted_one(kind, end, choice, taken):
-    whole = mixture(kind, choice=choice, **end)
+def test_an_interrupted_run_continues_as_an_uninterrupted_one(kind, end, taken):
+    whole = mixture(kind, **end)
     iterator = iter(whole)
     for _ in range(taken):
         try:
@@ -407,7 +401,7 @@ def test_an_interrupted_run_continues_as_an_uninterrupted_one(kind, end, choice,
             next(iterator)
     state = copy.deepcopy(whole.state_dict())
     expected = named_of(whole, iterator, 50)
-    resumed = mixture(kind, choice=choice, **end)
+    resumed = mixture(kind, **end)
     resumed.load_state_dict(state)
     assert resumed.counts == state_counts(state)
     assert rest_of(resumed, 50) == (expected, whole.counts)
@@ -590,7 +584,7 @@ def test_refused_combinations_of_sources():
     with pytest.raises(DataError, match="'a' and 'b' are the same loader"):
         MixedDataLoader({"a": loader, "b": loader}, {"a": 1, "b": 1})
     with pytest.raises(
-        ArgumentTypeError, match=r"'m' must be .* got MixedDataLoader.*products of the weights"
+        ArgumentTypeError, match=r"'m' must be .* got MixedDataLoader.*multiply their weights"
     ):
         MixedDataLoader({"m": mixture()}, {"m": 1})
     with pytest.raises(DataError, match="'a' was prepared without use_stateful_dataloader=True"):
@@ -629,7 +623,6 @@ def test_an_empty_stream_is_refused_when_it_is_drawn(end):
         ({"steps": 2.0}, OptionError, r"got 2\.0"),
         ({"steps": 5, "stop": "all_exhausted"}, OptionError, "steps=5 .* and stop='all_exhausted'"),
         ({"seed": 1.5}, ArgumentTypeError, r"seed must be a whole number, got 1\.5"),
-        ({"choice": "greedy"}, OptionError, "choice must be"),
         (
             {"stop": "all_exhausted", "weights": {"web": 1, "code": 0, "books": 1}},
             DataError,
@@ -665,10 +658,19 @@ def test_refused_states():
         match=r"mixture of 'web', 'wiki': it has no 'books', 'code', and this mixture has no 'wiki'.*weight 0",
     ):
         mixed.load_state_dict(other.state_dict())
-    with pytest.raises(DataError, match="choice='balanced', and this one has choice='random'"):
-        mixed.load_state_dict(mixture(choice="balanced").state_dict())
-    with pytest.raises(DataError, match="version 2, this release reads up to 1"):
-        mixed.load_state_dict(mixed.state_dict() | {"version": 2})
+    with pytest.raises(DataError, match="version 3, this release reads up to 2"):
+        mixed.load_state_dict(mixed.state_dict() | {"version": 3})
+
+
+def test_states_of_version_1():
+    saved = mixture(stop="never")
+    named(saved, 5)
+    before = saved.state_dict() | {"version": 1, "choice": "random", "behind": []}
+    resumed = mixture(stop="never")
+    resumed.load_state_dict(before)
+    assert named(resumed, 20) == named(saved, 20)
+    with pytest.raises(DataError, match=r"choice='balanced', which this release does not have.*load_state"):
+        resumed.load_state_dict(before | {"choice": "balanced", "behind": [0.5, -0.25, -0.25]})
 
 
 def test_functions_for_one_loader_refuse_a_mixture():

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.mixing.weights import shares_of, weights_of
-from accel_train.errors import ArgumentTypeError, DataError, OptionError
+from accel_train.data.mixing.weights import WeightsAt, shares_of
+from accel_train.errors import ArgumentTypeError, DataError
 
 NAMES = ("code", "web")
 
@@ -26,29 +26,18 @@ def test_shares_of_any_numbers_are_finite_and_add_up(values):
 
 
 def test_fixed_weights_are_the_same_tuple_at_each_step():
-    fixed = weights_of({"web": 1, "code": 1}, NAMES)
+    fixed = WeightsAt({"web": 1, "code": 1}, NAMES)
     assert fixed.at(0) is fixed.at(10**9)
-    assert fixed.fixed_from == 0
 
 
-def test_linear_knots():
-    knots = weights_of([(10, {"web": 1, "code": 0}), (20, {"web": 0, "code": 8})], NAMES)
-    assert [knots.at(step) for step in (0, 10, 15, 20, 99)] == [(0, 1), (0, 1), (0.5, 0.5), (1, 0), (1, 0)]
-    assert knots.at(12) == pytest.approx((0.2, 0.8))
-    assert knots.fixed_from == 20
-
-
-def test_constant_knots():
-    knots = weights_of(
-        [(0, {"web": 1, "code": 0}), (20, {"web": 0, "code": 8})], NAMES, interpolation="constant"
-    )
-    assert [knots.at(step) for step in (0, 19, 20)] == [(0, 1), (0, 1), (1, 0)]
+def test_weights_of_a_list_hold_until_the_next():
+    listed = WeightsAt([(10, {"web": 1, "code": 0}), (20, {"web": 0, "code": 8})], NAMES)
+    assert [listed.at(step) for step in (0, 10, 19, 20, 99)] == [(0, 1), (0, 1), (0, 1), (1, 0), (1, 0)]
 
 
 def test_a_function_is_called_with_the_step():
-    called = weights_of(lambda step: {"web": step, "code": 1}, NAMES)
+    called = WeightsAt(lambda step: {"web": step, "code": 1}, NAMES)
     assert called.at(3) == (0.25, 0.75)
-    assert called.fixed_from is None
 
 
 def decay(step):
@@ -56,7 +45,7 @@ def decay(step):
 
 
 def test_a_wrong_weight_of_a_function_names_step_and_source():
-    called = weights_of(decay, NAMES)
+    called = WeightsAt(decay, NAMES)
     with pytest.raises(
         DataError,
         match=r"weights at step 2 \(of decay\): the weight of 'web' must be finite and not negative",
@@ -76,11 +65,11 @@ def test_a_wrong_weight_of_a_function_names_step_and_source():
         ({"web": 0, "code": 0.0}, DataError, "are 0 for all of 'code', 'web'"),
         ({"web": "0.7", "code": 1}, ArgumentTypeError, "'web' must be a number, got '0.7'"),
         ({"web": True, "code": 1}, ArgumentTypeError, "'web' must be a number, got True"),
-        ([0.7, 0.3], ArgumentTypeError, r"A knot of the weights is a pair .*got 0\.7"),
+        ([0.7, 0.3], ArgumentTypeError, r"A list of weights has pairs .*got 0\.7"),
         ([(-1, {"web": 1, "code": 1})], ArgumentTypeError, "whole number of batches from 0"),
-        ([(0, [0.7, 0.3])], ArgumentTypeError, "knot at step 0 must be a mapping .*got list"),
+        ([(0, [0.7, 0.3])], ArgumentTypeError, "weights from step 0 on must be a mapping .*got list"),
         ([(5, {"web": 1, "code": 1}), (5, {"web": 1, "code": 1})], DataError, r"must increase, got \[5, 5\]"),
-        ([(3, {"web": math.nan, "code": 1})], DataError, "knot at step 3: the weight of 'web'"),
+        ([(3, {"web": math.nan, "code": 1})], DataError, "weights from step 3 on: the weight of 'web'"),
         ([], ArgumentTypeError, "weights must be a mapping"),
         ("web", ArgumentTypeError, "weights must be a mapping"),
         (0.7, ArgumentTypeError, "weights must be a mapping"),
@@ -88,9 +77,4 @@ def test_a_wrong_weight_of_a_function_names_step_and_source():
 )
 def test_refused(weights, kind, text):
     with pytest.raises(kind, match=text):
-        weights_of(weights, NAMES)
-
-
-def test_an_unknown_interpolation_is_refused():
-    with pytest.raises(OptionError, match=r"'linear' or 'constant'.*got 'cubic'"):
-        weights_of({"web": 1, "code": 1}, NAMES, interpolation="cubic")
+        WeightsAt(weights, NAMES)

@@ -11,19 +11,21 @@ import sys
 import threading
 import traceback
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from string import Template
 from types import TracebackType
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn, Self
 
 from accel_state.constants import RANK_PREFIXED, STORE_SECRET
 from accel_state.environment import patch_environment
-from accel_state.launching.ranks.processes import end_group
+from accel_state.errors import LaunchError
+from accel_state.launching.ranks.processes import RankProcess, end_group
 from accel_state.launching.ranks.supervisor import SupervisedProcess
 from accel_state.launching.watching.output import Console, RankOutput
 
-__all__ = ["ForkedProcess", "ForkedRanks", "exit_code_of", "world_variables"]
+__all__ = ["ForkedProcess", "ForkedRanks", "FunctionRanks", "exit_code_of"]
 
 
 class ForkedProcess:
@@ -55,8 +57,8 @@ class ForkedProcess:
 
 
 @dataclass
-class ForkedRanks:
-    """The ranks of one launch. The context holds a pipe by which ranks detect that this process has ended.
+class FunctionRanks(ABC):
+    """The ranks of one launch of a function, on this node. It is a context, which holds what ranks need to start.
 
     Attributes:
         function, args: the call that each rank makes.
@@ -81,9 +83,79 @@ class ForkedRanks:
     prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
     max_restarts: int = 0
     secret: str = field(default_factory=lambda: secrets.token_hex(32), init=False, repr=False)
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    def start_rank(self, rank: int, environ: Mapping[str, str]) -> RankProcess:
+        """Start one rank with these variables."""
+
+    def start(self, attempt: int, port: int, console: Console) -> list[SupervisedProcess]:
+        """Start all ranks of this node.
+
+        Args:
+            attempt: number of restarts so far.
+            port: port of rank 0.
+            console: destination of the output.
+
+        Raises:
+            LaunchError: a process cannot be started.
+        """
+        members: list[SupervisedProcess] = []
+        for local_rank in range(self.local_size):
+            rank = self.first_rank + local_rank
+            try:
+                process = self.start_rank(rank, self.world_variables(local_rank, attempt, port))
+            except OSError as error:
+                for member in members:
+                    member.process.kill()
+                raise LaunchError(f"rank {rank} could not be started: {error}") from error
+            names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
+            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank, hold=True)
+            members.append(SupervisedProcess(process, output, f"rank {rank}"))
+        return members
+
+    def world_variables(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+        """The environment variables that describe its world to a rank.
+
+        Args:
+            local_rank: index of the rank on this node.
+            attempt: number of restarts so far.
+            port: port of rank 0.
+        """
+        return {
+            "RANK": str(self.first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.world_size // self.local_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            # This process may itself be a rank of torchrun; these ranks use a separate store.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            RANK_PREFIXED: "1" if "rank}" in self.prefix.template else "",
+            **({STORE_SECRET: self.secret} if self.world_size == self.local_size else {}),
+            **self.variables,
+        }
+
+
+@dataclass
+class ForkedRanks(FunctionRanks):
+    """Ranks that are forks. The context holds a pipe by which they detect that this process has ended."""
+
     _parent_pipe: tuple[int, int] = field(default=(-1, -1), init=False)
 
-    def __enter__(self) -> ForkedRanks:
+    def __enter__(self) -> Self:
         self._parent_pipe = os.pipe()
         return self
 
@@ -93,30 +165,14 @@ class ForkedRanks:
         for end in self._parent_pipe:
             os.close(end)
 
-    def start(self, attempt: int, port: int, console: Console) -> list[SupervisedProcess]:
-        """Fork all ranks of this node.
-
-        Args:
-            attempt: number of restarts so far.
-            port: port of rank 0.
-            console: destination of the output.
-        """
-        members = []
-        for local_rank in range(self.local_size):
-            rank = self.first_rank + local_rank
-            process = self._fork(rank, world_variables(self, local_rank, attempt, port))
-            names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
-            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank, hold=True)
-            members.append(SupervisedProcess(process, output, f"rank {rank}"))
-        return members
-
     def call(self) -> None:
         """Call the function in a process that torch's elastic agent forked and gave its rank."""
         with patch_environment(**self.variables):
             _prepare_fork()
             self.function(*self.args)
 
-    def _fork(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
+    def start_rank(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
+        """Fork this process."""
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
         sys.stdout.flush()
@@ -154,49 +210,6 @@ class ForkedRanks:
                 atexit._run_exitfuncs()
         finally:
             os._exit(code)
-
-
-class _Ranks(Protocol):
-    """The attributes that ``world_variables`` reads."""
-
-    local_size: int
-    world_size: int
-    first_rank: int
-    node_rank: int
-    master_addr: str
-    variables: Mapping[str, str]
-    prefix: Template
-    max_restarts: int
-    secret: str
-
-
-def world_variables(ranks: _Ranks, local_rank: int, attempt: int, port: int) -> dict[str, str]:
-    """The environment variables that describe its world to a rank.
-
-    Args:
-        ranks: the ranks of one launch.
-        local_rank: index of the rank on this node.
-        attempt: number of restarts so far.
-        port: port of rank 0.
-    """
-    return {
-        "RANK": str(ranks.first_rank + local_rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(ranks.world_size),
-        "LOCAL_WORLD_SIZE": str(ranks.local_size),
-        "NODE_RANK": str(ranks.node_rank),
-        "GROUP_RANK": str(ranks.node_rank),
-        "GROUP_WORLD_SIZE": str(ranks.world_size // ranks.local_size),
-        "MASTER_ADDR": ranks.master_addr,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(ranks.max_restarts),
-        # This process may itself be a rank of torchrun; these ranks use a separate store.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        RANK_PREFIXED: "1" if "rank}" in ranks.prefix.template else "",
-        **({STORE_SECRET: ranks.secret} if ranks.world_size == ranks.local_size else {}),
-        **ranks.variables,
-    }
 
 
 def exit_code_of(function: Callable[..., Any], args: tuple[Any, ...]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import secrets
 import sys
 import tempfile
 from collections import ChainMap
@@ -17,16 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
-from string import Template
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from accel_state.environment import snapshot
 from accel_state.errors import LaunchError
-from accel_state.launching.ranks.forks import exit_code_of, world_variables
-from accel_state.launching.ranks.processes import start_command
-from accel_state.launching.ranks.supervisor import SupervisedProcess
-from accel_state.launching.watching.output import Console, RankOutput
+from accel_state.launching.ranks.forks import FunctionRanks, exit_code_of
+from accel_state.launching.ranks.processes import RankProcess, start_command
 
 __all__ = ["SpawnedRanks", "main", "packed", "pickled"]
 
@@ -96,35 +92,12 @@ def _code_of_file(maker: Callable[..., CodeType], parts: tuple[Any, ...], filena
 
 
 @dataclass
-class SpawnedRanks:
-    """The ranks of one launch. The context holds the file with the function.
+class SpawnedRanks(FunctionRanks):
+    """Ranks that are new interpreters. The context holds the file with the function."""
 
-    Attributes:
-        function, args: the call that each rank makes.
-        local_size: ranks on this node.
-        world_size: total number of ranks.
-        first_rank: global rank of this node's first rank.
-        node_rank: index of this node.
-        master_addr: address of rank 0.
-        variables: environment variables of the ranks, in addition to those that describe the world.
-        prefix: prefix of each output line.
-        max_restarts: how often the ranks are restarted.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    local_size: int
-    world_size: int
-    first_rank: int = 0
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    variables: Mapping[str, str] = field(default_factory=dict)
-    prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
-    max_restarts: int = 0
-    secret: str = field(default_factory=lambda: secrets.token_hex(32), init=False, repr=False)
     _file: Path | None = field(default=None, init=False)
 
-    def __enter__(self) -> SpawnedRanks:
+    def __enter__(self) -> Self:
         payload = pickle.dumps({"path": sys.path, "call": packed(self.function, self.args)})
         descriptor, name = tempfile.mkstemp(prefix="accel-call-")  # readable by this user only
         self._file = Path(name)
@@ -138,39 +111,16 @@ class SpawnedRanks:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def start(self, attempt: int, port: int, console: Console) -> list[SupervisedProcess]:
-        """Start all ranks of this node.
-
-        Args:
-            attempt: number of restarts so far.
-            port: port of rank 0.
-            console: destination of the output.
-
-        Raises:
-            LaunchError: a process cannot be started.
-        """
-        members: list[SupervisedProcess] = []
-        for local_rank in range(self.local_size):
-            rank = self.first_rank + local_rank
-            world = world_variables(self, local_rank, attempt, port)
-            environ = {**snapshot(), "PYTHONUNBUFFERED": "1", **world}
-            try:
-                process = start_command(
-                    rank,
-                    (sys.executable, "-c", _BOOTSTRAP, str(self._file)),
-                    environ,
-                    capture=True,
-                    reads_input=False,
-                    on_parent_death=SIGTERM if sys.platform == "win32" else SIGKILL,
-                )
-            except OSError as error:
-                for member in members:
-                    member.process.kill()
-                raise LaunchError(f"{sys.executable} could not be started: {error}") from error
-            names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
-            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank, hold=True)
-            members.append(SupervisedProcess(process, output, f"rank {rank}"))
-        return members
+    def start_rank(self, rank: int, environ: Mapping[str, str]) -> RankProcess:
+        """Start an interpreter that calls the function."""
+        return start_command(
+            rank,
+            (sys.executable, "-c", _BOOTSTRAP, str(self._file)),
+            {**snapshot(), "PYTHONUNBUFFERED": "1", **environ},
+            capture=True,
+            reads_input=False,
+            on_parent_death=SIGTERM if sys.platform == "win32" else SIGKILL,
+        )
 
 
 def main(call: bytes) -> int:

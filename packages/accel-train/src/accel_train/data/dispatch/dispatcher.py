@@ -321,7 +321,7 @@ class DataLoaderDispatcher(PreparedLoader):
         if base and restored is not None and "first" in restored.ahead:
             passed = [restored.ahead["first"]]
         reader = _Reader(self, iteration, source, passed[0] if passed else None)
-        if restored is not None and restored.batches:
+        if restored is not None and restored.batches_yielded:
             self._read_again(reader, restored)
         return reader
 

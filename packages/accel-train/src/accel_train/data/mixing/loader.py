@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -14,17 +13,9 @@ from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.combined import CombinedLoader
 from accel_train.data.iterators import TimedIterator
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.mixing.choice import ChoiceName, choice_called, until_end
-from accel_train.data.mixing.progress import Progress, SourceCount, check_mixture_state
-from accel_train.data.mixing.weights import (
-    FixedWeights,
-    Interpolation,
-    Shares,
-    Weights,
-    shares_of,
-    weights_of,
-)
-from accel_train.data.position import steps_to
+from accel_train.data.mixing.choice import chosen
+from accel_train.data.mixing.progress import MixtureProgress, SourceCount, check_mixture_state
+from accel_train.data.mixing.weights import Shares, Weights, WeightsAt, shares_of
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.data.sampling.batches import length_of
 from accel_train.data.skip import SkipDataLoader
@@ -35,9 +26,6 @@ from accel_train.ranks import Ranks
 __all__ = ["MixedDataLoader", "Stop"]
 
 Stop: TypeAlias = Literal["first_exhausted", "all_exhausted", "never"]
-
-_LOOK_AHEAD = 1_000_000
-"""How many choices are made ahead at most to find the end of an epoch: about two seconds, once an epoch."""
 
 
 class _Datasets(IterableDataset[Any]):
@@ -61,17 +49,14 @@ class MixedDataLoader(CombinedLoader):
     Args:
         loaders: the sources by name: plain loaders, or loaders prepared with ``use_stateful_dataloader=True``. They may
             differ in batch size, kind of dataset and number of workers.
-        weights: what part of the batches comes from each source; the sum may be any number. Either a mapping; or knots,
-            pairs ``(step, mapping)`` between which weights are interpolated; or a function from the number of batches
-            drawn before to a mapping, which must return the same for the same number.
+        weights: what part of the batches comes from each source; the sum may be any number. Either a mapping; or a list
+            of pairs ``(step, mapping)``, each of which holds until the next one; or a function from the number of
+            batches drawn before to a mapping, which must return the same for the same number.
         seed: of the choice.
         stop: when an epoch of the mixture ends: with the last batch of the first source that ends
             ("first_exhausted"), with the end of the last source to end ("all_exhausted"), or "never". Until then a
             source that ends begins its next epoch. By default "first_exhausted", or "never" with `steps`.
         steps: an epoch of the mixture has so many batches; its next one continues the sources where they are.
-        choice: "random" draws independently for each batch. "balanced" keeps the number of batches of each source
-            within 1 of its weight times the number of batches, but in a nearly periodic order.
-        interpolation: between knots: "linear", or "constant" up to the next knot.
 
     Attributes:
         loaders: the sources as they were given.
@@ -93,8 +78,6 @@ class MixedDataLoader(CombinedLoader):
         seed: int = 0,
         stop: Stop | None = None,
         steps: int | None = None,
-        choice: ChoiceName = "random",
-        interpolation: Interpolation = "linear",
     ) -> None:
         _check_loaders(loaders)
         _check_end(stop, steps)
@@ -102,20 +85,14 @@ class MixedDataLoader(CombinedLoader):
             raise ArgumentTypeError(f"seed must be a whole number, got {seed!r} ({type(seed).__name__}).")
         # By name, so that neither the order of `loaders` nor that of `weights` changes what is drawn.
         self._names: tuple[str, ...] = tuple(sorted(loaders))
-        self._planned = weights_of(weights, self._names, interpolation)
-        self._given: dict[str, Any] = {
-            "weights": weights, "stop": stop, "steps": steps, "choice": choice, "interpolation": interpolation
-        }  # fmt: skip
-        self._choice = choice_called(choice, seed, len(self._names))
-        self._choice_name: str = choice
+        self._planned = WeightsAt(weights, self._names)
+        self._given: dict[str, Any] = {"weights": weights, "stop": stop, "steps": steps}
         self._set: Mapping[str, float] | None = None
         self._weights = self._planned
-        self._progress = Progress(self._names)
+        self._progress = MixtureProgress(self._names)
         self._prepared: dict[str, PreparedLoader] | None = None
         self._iterators: dict[str, Any] = {}
         self._current: PreparedLoader | None = None
-        self._epoch_ends_at: int | None = None
-        self._look_again_at = 0
         self._ranks_compared = self._running = False
         self._iteration = 0  # newer iterators make older ones useless
         self.ledger = ActiveLoaders()
@@ -130,7 +107,7 @@ class MixedDataLoader(CombinedLoader):
         self.steps = steps
         if all(_is_prepared(loader) for loader in loaders.values()):
             self._take(dict(loaders))  # type: ignore[arg-type]
-        if isinstance(self._planned, FixedWeights):
+        if isinstance(weights, Mapping):
             self._check_ends(self._planned.at(0))
 
     # Preparation
@@ -232,8 +209,7 @@ class MixedDataLoader(CombinedLoader):
 
     def _put(self, weights: Mapping[str, float]) -> None:
         self._set = {name: float(weights[name]) for name in self._names}
-        self._weights = weights_of(self._set, self._names)
-        self._forget_end()
+        self._weights = WeightsAt(self._set, self._names)
 
     def _check_ends(self, shares: Shares) -> None:
         """Refuse weights with which an epoch would never end, though it shall."""
@@ -288,7 +264,7 @@ class MixedDataLoader(CombinedLoader):
             "sources": self._names,
             "weights": shares,
             "seed": self.seed,
-            "options stop, steps, choice": (self.stop, self.steps, self._choice_name),
+            "options stop, steps": (self.stop, self.steps),
             "number of batches before": self._progress.step,
         }
         self._compare(facts, problem)
@@ -302,7 +278,6 @@ class MixedDataLoader(CombinedLoader):
         self._running = True
         if progress.has_begun:
             progress.next_epoch()
-            self._forget_end()
             if self._ends_with_sources:
                 self._begin_anew(sources)
         if self._ends_with_sources:
@@ -335,13 +310,10 @@ class MixedDataLoader(CombinedLoader):
         progress = self._progress
         if progress.over:
             raise StopIteration
-        shares = self._weights.at(progress.step)
-        place = self._choice.choose(progress.step, shares)
-        name = self._names[place]
+        name = self._names[chosen(self.seed, progress.step, self._weights.at(progress.step))]
         batch = self._next_of(name)
         assert self._prepared is not None, "an iterator was made"
         source = self._current = self._prepared[name]
-        self._choice.take(place, shares)
         total = source.total_rows
         if total is None:
             total = (ignorant_find_batch_size(batch) or 1) * source.ranks.size
@@ -403,44 +375,11 @@ class MixedDataLoader(CombinedLoader):
     # Length
 
     def __len__(self) -> int:
-        if self.steps is not None:
-            return self.steps
-        progress = self._progress
-        fresh = not (self._running or progress.continues)
-        lengths = [length_of(source) for source in self.sources.values()] if fresh else self._left()
-        left = self._until_end(lengths, fresh)
-        if left is None:
+        if self.steps is None:
             raise TypeError(
-                f"This mixture has no length: stop={self.stop!r} and the lengths of its sources give none, or one "
-                f"above {_LOOK_AHEAD:,} batches. Give it `steps`."
+                f"This mixture has no length: its epochs end by stop={self.stop!r}. Give it `steps`."
             )
-        return left if fresh else progress.in_epoch + left
-
-    def _left(self) -> list[int | None]:
-        """How many batches each source has until it first ends in this epoch."""
-        progress = self._progress
-        return [
-            0
-            if name in progress.ended
-            else source.batches_left
-            if name in self._iterators
-            else _left_after_loading(source)
-            for name, source in self.sources.items()
-        ]
-
-    def _until_end(self, left: list[int | None], fresh: bool) -> int | None:
-        progress = self._progress
-        if not self._ends_with_sources:
-            return None
-        if progress.over and not fresh:
-            return 0
-        every = self.stop == "all_exhausted"
-        return until_end(
-            self._choice, self._weights, progress.step, left, all_must_end=every, limit=_LOOK_AHEAD
-        )
-
-    def _forget_end(self) -> None:
-        self._epoch_ends_at, self._look_again_at = None, 0
+        return self.steps
 
     # Answers about the last batch, as those of a prepared loader
 
@@ -484,25 +423,10 @@ class MixedDataLoader(CombinedLoader):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches follow the last one in this epoch; None when that is not known, or nothing is iterated.
-
-        Choices are made ahead once, to find where sources end. More than a million of them are not; nor is an end known
-        of sources without a length, or of "all_exhausted" with weights by a function.
-        """
-        progress = self._progress
-        if progress.over:
+        """How many batches follow the last one in this epoch; None without `steps`, or when nothing is iterated."""
+        if self._progress.over:
             return 0
-        if not self._running:
-            return None
-        if self.steps is not None:
-            return self.steps - progress.in_epoch
-        if self._epoch_ends_at is None and progress.step >= self._look_again_at:
-            left = self._until_end(self._left(), fresh=False)
-            if left is None:
-                self._look_again_at = progress.step + _LOOK_AHEAD // 2
-            else:
-                self._epoch_ends_at = progress.step + left
-        return None if self._epoch_ends_at is None else self._epoch_ends_at - progress.step
+        return self.steps - self._progress.in_epoch if self.steps is not None and self._running else None
 
     @property
     def may_be_uneven(self) -> bool:
@@ -574,7 +498,7 @@ class MixedDataLoader(CombinedLoader):
     # State
 
     @property
-    def epoch_state(self) -> Progress:
+    def epoch_state(self) -> MixtureProgress:
         """How far the mixture is; it has one as long as it lives."""
         return self._progress
 
@@ -586,8 +510,6 @@ class MixedDataLoader(CombinedLoader):
         """
         return self._progress.dump() | {
             "seed": self.seed,
-            "choice": self._choice_name,
-            "behind": self._choice.dump(),
             "weights": None if self._set is None else dict(self._set),
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
         }
@@ -596,12 +518,12 @@ class MixedDataLoader(CombinedLoader):
         """Whether this mixture can continue where `state_dict` was saved; changes nothing.
 
         Raises:
-            DataError: it is not the state of a mixture, or of one of other sources or another choice; or the state of a
-                source is of another kind of loader.
+            DataError: it is not the state of a mixture, or of one of other sources; or the state of a source is of
+                another kind of loader.
             NotAvailableError: the position of a source means nothing for this number of ranks or workers, or this batch
                 size.
         """
-        check_mixture_state(state_dict, self._names, self._choice_name)
+        check_mixture_state(state_dict, self._names)
         for name, source in self.sources.items():
             source.check_state_dict(state_dict["sources"][name])
 
@@ -619,13 +541,10 @@ class MixedDataLoader(CombinedLoader):
         self._iteration += 1
         self._running, self._current, self._ranks_compared = False, None, False
         self.seed = int(state_dict["seed"])
-        self._choice = choice_called(self._choice_name, self.seed, len(self._names))
-        self._choice.load(state_dict["behind"])
         self._progress.load(state_dict)
         self._set, self._weights = None, self._planned
         if state_dict["weights"] is not None:
             self._put(state_dict["weights"])
-        self._forget_end()
         for name, source in self.sources.items():
             source.load_state_dict(state_dict["sources"][name])
 
@@ -692,21 +611,12 @@ def _leave_loaded_epoch(source: PreparedLoader) -> None:
     restored = state.waiting()
     if restored is None:
         return
-    if restored.batches:
+    if restored.batches_yielded:
         source.iteration += 1
         return
     state.restored = None
     if state.running is not None:
         state.running.restored = None
-
-
-def _left_after_loading(source: PreparedLoader) -> int | None:
-    """Batches of an epoch that was not begun here; of a loaded one, those after its position."""
-    length, waiting = length_of(source), source.epoch_state.waiting()
-    if length is None or waiting is None or not waiting.batches:
-        return length
-    steps = steps_to(source, waiting.position)
-    return None if steps is None else max(math.ceil(length - steps), 0)
 
 
 def _check_loaders(loaders: Any) -> None:
@@ -725,7 +635,7 @@ def _check_loaders(loaders: Any) -> None:
         if not isinstance(loader, DataLoader) or isinstance(loader, CombinedLoader):
             raise ArgumentTypeError(
                 f"Source {name!r} must be a torch.utils.data.DataLoader, got {type(loader).__name__}. Wrap a dataset "
-                "in a DataLoader; of a mixture, give the sources with the products of the weights."
+                "in a DataLoader. A mixture cannot be a source: give its sources here, and multiply their weights."
             )
         if id(loader) in seen:
             raise DataError(

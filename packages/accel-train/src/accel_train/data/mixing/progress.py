@@ -9,12 +9,12 @@ from typing import Any
 from accel_train.data.mixing.weights import quoted
 from accel_train.errors import DataError
 
-__all__ = ["Progress", "SourceCount", "check_mixture_state"]
+__all__ = ["MixtureProgress", "SourceCount", "check_mixture_state"]
 
-_VERSION = 1
+#: Version 1 also had `choice`, "random" or "balanced", and `behind`, which was empty for "random".
+_VERSION = 2
 _NEEDED = {
-    "version", "epoch", "step", "in_epoch", "finished", "source", "ended", "seed", "choice", "behind",
-    "weights", "counts", "sources",
+    "version", "epoch", "step", "in_epoch", "finished", "source", "ended", "seed", "weights", "counts", "sources"
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class SourceCount:
 
 
 @dataclass(slots=True)
-class Progress:
+class MixtureProgress:
     """How far a mixture is.
 
     Args:
@@ -107,11 +107,11 @@ class Progress:
             self.batches[name], self.samples[name] = int(batches), int(samples)
 
 
-def check_mixture_state(state: Mapping[str, Any], names: Iterable[str], choice: str) -> None:
+def check_mixture_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
     """Whether a state is one of a mixture of these sources.
 
     Raises:
-        DataError: it is none, of a newer version, of other sources, or of the other choice.
+        DataError: it is none, of a newer version, of other sources, or of choices that this release does not make.
     """
     missing = _NEEDED - set(state)
     if missing:
@@ -134,8 +134,9 @@ def check_mixture_state(state: Mapping[str, Any], names: Iterable[str], choice: 
             "same names: the weight 0 leaves one out. To begin with other sources, restore the rest alone: "
             "load_state(folder, only=['models', 'optimizers', 'schedulers', 'random'])."
         )
-    if state["choice"] != choice:
+    if state.get("choice", "random") != "random":
         raise DataError(
-            f"The state is of a mixture with choice={state['choice']!r}, and this one has choice={choice!r}. Use the "
-            "same, or begin without this state."
+            f"The state is of a mixture with choice={state['choice']!r}, which this release does not have: sources are "
+            "drawn at random. Finish that run with the release that saved it, or restore the rest alone: "
+            "load_state(folder, only=['models', 'optimizers', 'schedulers', 'random'])."
         )

@@ -20,9 +20,9 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
-from accel_train.strategies.deepspeed.changes import Watch
+from accel_train.strategies.deepspeed.changes import NewParameterGuard
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
-from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.gradients import DeepSpeedGradients
 from accel_train.strategies.deepspeed.loss_scale import LossScales, scale_of
 from accel_train.strategies.deepspeed.offload import EngineOffload, check_engine
 from accel_train.strategies.deepspeed.placeholders import (
@@ -32,10 +32,11 @@ from accel_train.strategies.deepspeed.placeholders import (
 )
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
-from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
+from accel_train.strategies.deepspeed.state import DeepSpeedState, gathered_layers, share_of
 from accel_train.strategies.deepspeed.window import EngineWindow
-from accel_train.strategies.engines import EngineStates, EngineStrategy
-from accel_train.strategies.state_adapter import OwnGradient, SavedModel, StateAdapter, leaf_misfits
+from accel_train.strategies.engines import EngineStates, EngineStrategy, EngineWindowGradients
+from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
+from accel_train.strategies.window_gradients import OwnGradient, WindowGradients
 
 __all__ = ["DeepSpeedStates", "DeepSpeedStrategy"]
 
@@ -48,18 +49,43 @@ class _Trained:
     model: nn.Module
     given: torch.optim.Optimizer  # what the script prepared
     optimizer: torch.optim.Optimizer  # what the engine steps
-    gradients: EngineGradients
+    gradients: DeepSpeedGradients
     window: EngineWindow
-    state: EngineState
+    state: DeepSpeedState
     plugin: DeepSpeedPlugin
     groups: list[list[Tensor]]  # parameters, as the script grouped them
-    watch: Watch
+    watch: NewParameterGuard
+
+
+class DeepSpeedWindowGradients(EngineWindowGradients):
+    """The gradients of an open window, which DeepSpeed has in `parameter.grad` up to stage 1."""
+
+    strategy: DeepSpeedStrategy
+
+    @property
+    def are_plain(self) -> bool:
+        """Up to stage 1 gradients are in `parameter.grad` until the step, unless the engine adds them up elsewhere.
+
+        In fp16 they are as other strategies have them if one loss scale, which the state restores, is in all of them.
+        """
+        scales = [scale for item in self.strategy.made if (scale := scale_of(item.engine)) is not None]
+        alike = all(scale.is_dynamic for scale in scales) and len({scale.value for scale in scales}) < 2
+        return alike and all(item.window.in_parameters for item in self.strategy.made)
+
+    def set_unreduced(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Tell engines that find gradients in `parameter.grad` that these were restored."""
+        for item in self.strategy.made:
+            if item.window.in_parameters:
+                item.window.take_up()
 
 
 class DeepSpeedStates(EngineStates):
     """Saves and loads the states of DeepSpeed's engines: parts of flat partitions, and float32 copies of weights."""
 
     strategy: DeepSpeedStrategy
+    window_gradients: ClassVar[type[WindowGradients]] = DeepSpeedWindowGradients
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """This rank's share of the weights, in float32 if the optimizer updates float32 copies.
@@ -191,25 +217,7 @@ class DeepSpeedStates(EngineStates):
         """The loss scales of fp16."""
         return [LossScales([item.engine for item in self.strategy.made])]
 
-    @property
-    def keeps_own_gradients(self) -> bool:
-        """Up to stage 1 gradients are in `parameter.grad` until the step, unless the engine adds them up elsewhere.
-
-        In fp16 they are as other strategies have them if one loss scale, which the state restores, is in all of them.
-        """
-        scales = [scale for item in self.strategy.made if (scale := scale_of(item.engine)) is not None]
-        alike = all(scale.is_dynamic for scale in scales) and len({scale.value for scale in scales}) < 2
-        return alike and all(item.window.in_parameters for item in self.strategy.made)
-
-    def hold_back(
-        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
-    ) -> None:
-        """Tell engines that find gradients in `parameter.grad` that these were restored."""
-        for item in self.strategy.made:
-            if item.window.in_parameters:
-                item.window.take_up()
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """The gradients that wait elsewhere than in `parameter.grad`.
 
         Raises:
@@ -218,14 +226,14 @@ class DeepSpeedStates(EngineStates):
         item = self.strategy.of_model(model)
         return {} if item is None else item.window.state()
 
-    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    def rank_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
         """The same ZeRO stage must keep the same parameters' gradients."""
         item = self.strategy.of_model(model)
         return None if item is None else item.window.misfit(state)
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Take the gradients of an open window up again; those that wait are dropped."""
-        super().load_window_state(model, state)
+        super().load_rank_state(model, state)
         item = self.strategy.of_model(model)
         if item is not None:
             item.window.load(state)
@@ -354,7 +362,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         )
         cast_inputs(plain, self.precision.dtypes.compute)
         steps.compile_in_place(plain)
-        gradients = EngineGradients(engine, plain)
+        gradients = DeepSpeedGradients(engine, plain)
         made = _Trained(
             engine,
             plain,
@@ -362,10 +370,10 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             engine.basic_optimizer,
             gradients,
             EngineWindow(engine, plain, gradients),
-            EngineState(engine, plain, groups),
+            DeepSpeedState(engine, plain, groups),
             self.plugin,
             groups,
-            Watch(engine, plain, engine.basic_optimizer),
+            NewParameterGuard(engine, plain, engine.basic_optimizer),
         )
         self.made.append(made)
         self.plugin.tell_of_divided_models()
@@ -393,7 +401,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             engine = make_engine(self.options.device, model=plain, config=config)
             self.evaluated.append(engine)
             self.plugin.tell_of_divided_models()
-            Watch(engine, plain)
+            NewParameterGuard(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
             prepared: nn.Module = engine

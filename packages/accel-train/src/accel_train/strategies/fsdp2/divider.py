@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from accel_state.log import get_logger
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.plugins import FullyShardedDataParallelPlugin
-from accel_train.strategies.base import PrecisionVerbs
+from accel_train.precision.base import Precision
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.start import lay_out, widen
@@ -107,7 +107,7 @@ class Divider:
     def __init__(
         self,
         plugin: FullyShardedDataParallelPlugin,
-        precision: PrecisionVerbs,
+        precision: Precision,
         mesh: DeviceMesh | None,
         units: Units,
         fill: Callable[[nn.Module], None] | None = None,
@@ -175,7 +175,7 @@ class Divider:
             self._widened = 0
 
 
-def check_plugin(plugin: FullyShardedDataParallelPlugin, precision: PrecisionVerbs) -> None:
+def check_plugin(plugin: FullyShardedDataParallelPlugin, precision: Precision) -> None:
     """Check that a policy of the script goes with the precision; say how options of version 1 are understood.
 
     Raises:
@@ -201,7 +201,7 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin, precision: PrecisionVer
 
 
 def mixed_precision_policy(
-    plugin: FullyShardedDataParallelPlugin, precision: PrecisionVerbs
+    plugin: FullyShardedDataParallelPlugin, precision: Precision
 ) -> MixedPrecisionPolicy:
     """The dtypes in which FSDP gathers parameters and reduces gradients: the plugin's, else those of the precision."""
     if plugin.mixed_precision_policy is not None:

@@ -29,19 +29,20 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
-from accel_train.strategies.fsdp2.changes import Watch
+from accel_train.strategies.fsdp2.changes import ParameterWatch
 from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
 from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
 from accel_train.strategies.fsdp2.experts import StackedExperts, check_experts, divide
-from accel_train.strategies.fsdp2.held_back import held_back_in, hold_back
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import Start, place_whole, read_parts
+from accel_train.strategies.fsdp2.unreduced_gradients import FSDPGradients
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import link_parts, step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
-from accel_train.strategies.state_adapter import HeldBack, OwnGradient, SavedModel, StateAdapter
-from accel_train.strategies.wrappers import is_sharded_by_script
+from accel_train.strategies.state_adapter import SavedModel, StateAdapter
+from accel_train.strategies.window_gradients import WindowGradients
+from accel_train.strategies.wrappers import check_is_divided, is_sharded_by_script
 
 __all__ = ["FSDP2States", "FSDP2Strategy"]
 
@@ -50,21 +51,12 @@ class FSDP2States(StateAdapter):
     """Saves and loads parameters and optimizer states as `DTensor`s, and whole gradients of open windows."""
 
     strategy: FSDP2Strategy
+    window_gradients: ClassVar[type[WindowGradients]] = FSDPGradients
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights for which `misfits` found nothing; drop values that the precision derived from old ones."""
         super().load_model_state(model, weights, strict)
         self.strategy.precision.values_changed(self.strategy.plain(model))
-
-    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
-        """The whole gradients that FSDP keeps until it reduces them."""
-        return held_back_in(self.strategy.divided, parameters)
-
-    def hold_back(
-        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
-    ) -> None:
-        """Let FSDP keep other gradients; those of parameters that have no name here are dropped."""
-        hold_back(self.strategy.divided, parameters, gradients)
 
 
 class FSDP2Strategy(Strategy):
@@ -83,7 +75,7 @@ class FSDP2Strategy(Strategy):
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
-        self._watches: list[Watch] = []  # one for each divided model
+        self._watches: list[ParameterWatch] = []  # one for each divided model
         self._blocks: list[SameBlocks] = []  # likewise
         self._tokens: list[Tokens] = []  # one for each layer with divided experts
         self._whole: list[
@@ -146,13 +138,13 @@ class FSDP2Strategy(Strategy):
         model = steps.convert(model)
         plain = self.plain(model)
         by_script = is_sharded_by_script(plain, self.batch)
-        self.check_plan(plain)
+        check_is_divided(plain, self.options.requested_tp_size)
         if by_script:
             model, lists = steps.place(model), []  # what the script has left whole
         else:
             lists = self._divide(plain)
         prepared = steps.compile(model)
-        watch = Watch(plain, self._find_whole, lists)
+        watch = ParameterWatch(plain, self._find_whole, lists)
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
         share_in_evaluation(plain, prepared, saved_buffers)
@@ -316,7 +308,7 @@ class FSDP2Strategy(Strategy):
         return super().step(optimizer, closure)
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """False: offloaded parameters are on another device than buffers, and `Watch` finds added parameters."""
+        """False: offloaded parameters and buffers are on two devices, and `ParameterWatch` finds added parameters."""
         return False
 
     def expert_tokens(self) -> dict[str, Tensor]:

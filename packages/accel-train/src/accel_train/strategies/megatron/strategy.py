@@ -18,7 +18,7 @@ from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strateg
 from accel_train.strategies.engines import EngineStates, EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
 from accel_train.strategies.megatron.engine import MegatronEngine
-from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
+from accel_train.strategies.megatron.gradients import MegatronGradients, make_optimizer, regrouped
 from accel_train.strategies.megatron.options import divide_other, gradient_options, optimizer_options
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler, make_scheduler
 from accel_train.strategies.megatron.plugin import MegatronLMPlugin
@@ -28,7 +28,7 @@ from accel_train.strategies.megatron.runtime import (
     restore_random_states,
     start,
 )
-from accel_train.strategies.megatron.state import EngineState
+from accel_train.strategies.megatron.state import MegatronState
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
 
 __all__ = ["MegatronStates", "MegatronStrategy"]
@@ -40,9 +40,9 @@ class _Trained:
 
     engine: MegatronEngine
     model: nn.Module
-    state: EngineState
+    state: MegatronState
     optimizer: torch.optim.Optimizer | None = None
-    gradients: EngineGradients | None = None
+    gradients: MegatronGradients | None = None
     groups: list[list[Tensor]] | None = None
 
 
@@ -104,13 +104,13 @@ class MegatronStates(EngineStates):
         elif not self.strategy.plugin.no_load_optim:
             item.state.load_optimizer_state(optimizer, tree)
 
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """The states of the generators for dropout of tensors that this rank divides."""
         return {} if self.strategy.of_model(model) is None else {"random_states": random_states()}
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `window_state` returned; gradients that wait are dropped."""
-        super().load_window_state(model, state)
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `rank_state` returned; gradients that wait are dropped."""
+        super().load_rank_state(model, state)
         if self.strategy.of_model(model) is not None:
             restore_random_states(state.get("random_states", {}))
 
@@ -254,8 +254,8 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         chunk = self._wrapped(built)
         own = make_optimizer(optimizer, groups, options, chunk)
         engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=True)
-        gradients = EngineGradients(chunk, own, self.plugin, engine.losses)
-        state = EngineState(built, self._groups, chunk, own)
+        gradients = MegatronGradients(chunk, own, self.plugin, engine.losses)
+        state = MegatronState(built, self._groups, chunk, own)
         state.use_groups(groups)
         engine.before_backward, engine.scale = gradients.before_backward, gradients.scale
         empty_out(model)
@@ -266,7 +266,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
 
         assert self._groups is not None, "started"
         chunk = built.module if compute is None else Float16Module(built.config, built.module)
-        state = EngineState(built, self._groups, chunk, None)
+        state = MegatronState(built, self._groups, chunk, None)
         engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=False)
         empty_out(model)
         return _Trained(engine, model, state)
@@ -339,7 +339,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         assert item.optimizer is not None, "trained"
         return known | parameter_ids(item.optimizer)
 
-    def _clipped(self, parameters: Sequence[Tensor]) -> EngineGradients | None:
+    def _clipped(self, parameters: Sequence[Tensor]) -> MegatronGradients | None:
         """The engine of parameters, of which all must be given."""
         wanted = {id(parameter) for parameter in parameters}
         for item in self.made:

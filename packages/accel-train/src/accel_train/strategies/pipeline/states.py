@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,16 @@ from accel_ckpt import NamedModel, Part
 from accel_ckpt.parts import is_leaf, parts_of, shape_of
 from accel_state.operations.collectives import gather_object
 from accel_train.strategies.engines import check_groups
-from accel_train.strategies.fsdp2.held_back import held_back_in, hold_back
+from accel_train.strategies.fsdp2.unreduced_gradients import FSDPGradients
 from accel_train.strategies.pipeline.model import PipelineModel
-from accel_train.strategies.state_adapter import HeldBack, OwnGradient, StateAdapter
+from accel_train.strategies.state_adapter import StateAdapter
+from accel_train.strategies.window_gradients import OwnGradient, WindowGradients
 
-__all__ = ["PipelineStates", "Whole"]
+__all__ = ["PipelineStates", "UndividedModel"]
 
 
 @dataclass
-class Whole:
+class UndividedModel:
     """What a model was before it was divided into stages.
 
     Attributes:
@@ -35,7 +36,7 @@ class Whole:
     parameters: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Whole:
+    def of(cls, module: nn.Module) -> UndividedModel:
         """Describe a model before it is divided."""
         named = NamedModel(module)
         tensors = {name: tensor for name, tensor in named.state_dict().items() if isinstance(tensor, Tensor)}
@@ -47,15 +48,38 @@ class Whole:
         )
 
 
+class StageGradients(FSDPGradients):
+    """The whole gradients of this rank's stages that FSDP keeps until it reduces them."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The stages of this rank that FSDP divides."""
+        sharded: list[nn.Module] = self.strategy.sharded
+        return sharded
+
+    @property
+    def group(self) -> Any:
+        """The ranks of these stages."""
+        return self.strategy.loss.group
+
+    def set_unreduced(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Let FSDP keep other gradients; without FSDP nothing is exchanged."""
+        if self.strategy.shards:
+            super().set_unreduced(parameters, gradients)
+
+
 class PipelineStates(StateAdapter):
     """Each rank gives the tensors of its stages; those of other stages are listed as held elsewhere."""
 
     strategy: Any
+    window_gradients: ClassVar[type[WindowGradients]] = StageGradients
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """This rank's tensors, and the forms of all others, in the order of the whole model."""
         own = super().model_state(model, named)
-        whole: Whole | None = self.strategy.whole_of(model)
+        whole: UndividedModel | None = self.strategy.whole_of(model)
         if whole is None:
             return own
         held = {name: _held(leaf) for name, leaf in own.items()}
@@ -72,7 +96,7 @@ class PipelineStates(StateAdapter):
 
     def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
         """The parameters of other stages."""
-        whole: Whole | None = self.strategy.whole_of(model)
+        whole: UndividedModel | None = self.strategy.whole_of(model)
         if whole is None:
             return super().parameters_elsewhere(model)
         own = NamedModel(whole.module).parameters()
@@ -114,24 +138,13 @@ class PipelineStates(StateAdapter):
         """Load the states of this rank's parameters."""
         super().load_optimizer_state(optimizer, self._own(self._names(optimizer, models), tree), models)
 
-    def held_back(self, parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
-        """The whole gradients of this rank's stages that FSDP keeps until it reduces them."""
-        return held_back_in(self.strategy.sharded, parameters)
-
-    def hold_back(
-        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
-    ) -> None:
-        """Let FSDP keep other gradients, on all ranks of this rank's stages."""
-        if self.strategy.shards:
-            hold_back(self.strategy.sharded, parameters, gradients, self.strategy.loss.group)
-
-    def window_state(self, model: nn.Module) -> dict[str, Any]:
+    def rank_state(self, model: nn.Module) -> dict[str, Any]:
         """How far a window has come, and how long batches are, of which the last one may be shorter."""
         if not isinstance(model, PipelineModel):
             return {}
         return {"accumulated": model.accumulated, "most_rows": model.most_rows}
 
-    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+    def load_rank_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Continue there."""
         if isinstance(model, PipelineModel):
             model.forget_calls()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_state.clusters.allocations import SCHEDULERS, find_allocation
+from accel_state.clusters.schedulers import SCHEDULERS, find_allocation
 from accel_state.errors import ConfigError
 
 SLURM = {

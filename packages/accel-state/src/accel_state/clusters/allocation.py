@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-__all__ = ["Allocation", "Described", "Scheduler"]
+from accel_state.clusters.base import Cluster, Topology
+
+__all__ = ["Allocation", "Described", "Scheduler", "TaskScheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,36 @@ class Scheduler(ABC):
         Raises:
             ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
         """
+
+
+class TaskScheduler(Scheduler):
+    """A scheduler whose tasks have the topology that their own processes read from its variables.
+
+    Several tasks on one machine are ranks; a single one is that machine's launcher.
+    """
+
+    #: Reads the topology.
+    cluster: ClassVar[Cluster]
+
+    @abstractmethod
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """The variables of ``size``, ``nodes``, ``node`` and, if it is known, ``address``, with their texts."""
+
+    def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
+        """See the base class."""
+        topology = self.cluster.detect(environ)
+        if topology is None:
+            return None
+        sources = self.sources(environ, topology)
+        if topology.world_size > topology.num_nodes:
+            size = {"num_processes": Described(topology.world_size, sources["size"])}
+            return Allocation(self.name, "rank", topology.rank, topology.world_size, size, joins=True)
+        options = {
+            "num_machines": Described(topology.num_nodes, sources["nodes"]),
+            "machine_rank": Described(topology.node_rank, sources["node"]),
+            "main_process_port": Described(topology.master_port, "the job's number", firm=False),
+        }
+        if topology.master_addr is not None:
+            source = sources.get("address", "MASTER_ADDR")
+            options["main_process_ip"] = Described(topology.master_addr, source, firm=False)
+        return Allocation(self.name, "machine", topology.node_rank, topology.num_nodes, options, joins=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accel_state.clusters.allocations.base import Allocation, Described, Scheduler
-from accel_state.clusters.allocations.containers import Containers
-from accel_state.clusters.allocations.flux import FluxJobs
-from accel_state.clusters.allocations.lsf import LSFJobs
-from accel_state.clusters.allocations.mpi import MPIProcesses
-from accel_state.clusters.allocations.skypilot import SkyPilot
-from accel_state.clusters.allocations.slurm import SlurmSteps
-from accel_state.clusters.allocations.torchrun_variables import TorchrunVariables
+from accel_state.clusters.allocation import Allocation, Described, Scheduler
+from accel_state.clusters.containers import Containers
+from accel_state.clusters.flux import FluxJobs
+from accel_state.clusters.lsf import LSFJobs
+from accel_state.clusters.mpi import MPIProcesses
+from accel_state.clusters.skypilot import SkyPilot
+from accel_state.clusters.slurm import SlurmSteps
+from accel_state.clusters.torchrun_variables import TorchrunVariables
 from accel_state.errors import ConfigError
 
 __all__ = ["SCHEDULERS", "Allocation", "Described", "Scheduler", "find_allocation"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accel_state.clusters.allocations.base import Allocation, Described, Scheduler
+from accel_state.clusters.allocation import Allocation, Described, Scheduler
 from accel_state.clusters.base import read_int
 from accel_state.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from accel_state.clusters.allocations.base import Allocation, Described, Scheduler
+from accel_state.clusters.allocation import Allocation, Described, Scheduler
 from accel_state.clusters.base import read_int, stable_port
 from accel_state.errors import ConfigError
 

@@ -13,15 +13,15 @@ from accel_ckpt.parts import fsdp_groups, fsdp_modules, reshard
 from accel_state.operations.collectives import gather_object
 from accel_train.errors import AccumulationError
 from accel_train.strategies.gradients import local_part
-from accel_train.strategies.state_adapter import HeldBack, OwnGradient
+from accel_train.strategies.window_gradients import OwnGradient, UnreducedGradient, WindowGradients
 
-__all__ = ["HeldBackGradient", "held_back_in", "hold_back"]
+__all__ = ["FSDPGradient", "FSDPGradients"]
 
 _NONE, _ZEROS, _VALUES = range(3)
 
 
-class HeldBackGradient:
-    """What FSDP holds back of the gradient of one parameter.
+class FSDPGradient:
+    """What FSDP has not reduced of the gradient of one parameter.
 
     Args:
         managed: FSDP's object for the parameter.
@@ -61,7 +61,7 @@ class HeldBackGradient:
         return OwnGradient(local_part(found.detach()), [*map(_word, getattr(found, "placements", ()))])
 
     def replace(self, gradient: OwnGradient | None) -> None:
-        """Hold back another gradient; None: none."""
+        """Keep another gradient; None: none."""
         managed, whole = self._managed, self._whole
         made = None if gradient is None else self._made(gradient)
         if whole is not None:
@@ -140,59 +140,59 @@ def _placement(word: str) -> Any:
     return Shard(int(word)) if word.isdecimal() else Partial(word)
 
 
-def held_back_in(models: Iterable[nn.Module], parameters: Mapping[str, Tensor]) -> dict[str, HeldBack]:
-    """Where FSDP keeps the gradients of parameters until it reduces them, by the same names.
+class FSDPGradients(WindowGradients):
+    """The whole gradients that FSDP keeps until it reduces them, of all models that a strategy divides."""
 
-    Args:
-        models: the divided models.
-        parameters: by name; those that FSDP does not gather have no entry.
-    """
-    held = {id(each.parameter): each for each in _gathered(models)}
-    return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The divided models of this rank."""
+        divided: list[nn.Module] = self.strategy.divided
+        return divided
+
+    @property
+    def group(self) -> Any:
+        """The ranks that reduce them together; None: all ranks of the world."""
+        return None
+
+    def unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, UnreducedGradient]:
+        """Those of parameters that FSDP gathers."""
+        held = {id(each.parameter): each for each in _gathered(self.models)}
+        return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
+
+    def set_unreduced(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, OwnGradient | None]
+    ) -> None:
+        """Let FSDP keep other gradients; those of parameters that have no name here are dropped.
+
+        FSDP reduces a unit with the parameters that have a gradient, so these must be the same on all ranks. Where
+        another rank has one, this rank gets zeros. What is zero on all ranks needs no whole tensor: parts of zeros take
+        its place.
+        """
+        wanted = {id(parameters[name]): gradient for name, gradient in gradients.items()}
+        held = [*_gathered(self.models)]
+        mine = [
+            _NONE
+            if id(each.parameter) not in wanted
+            else _ZEROS
+            if wanted[id(each.parameter)] is None
+            else _VALUES
+            for each in held
+        ]
+        levels = [max(level) for level in zip(*gather_object([mine], group=self.group), strict=True)]
+        with torch.inference_mode(False), torch.no_grad():
+            for model in self.models:
+                reshard(model)
+            for each, level in zip(held, levels, strict=True):
+                if level != _VALUES:
+                    each.replace(None)
+                    if level == _ZEROS and each.parameter.grad is None:
+                        each.parameter.grad = torch.zeros_like(each.parameter)
+                    continue
+                each.gather_once()
+                each.replace(wanted.get(id(each.parameter)) or each.zeros())
 
 
-def hold_back(
-    models: Sequence[nn.Module],
-    parameters: Mapping[str, Tensor],
-    gradients: Mapping[str, OwnGradient | None],
-    group: Any = None,
-) -> None:
-    """Replace all gradients that FSDP holds back. Collective.
-
-    FSDP reduces a unit with the parameters that have a gradient, so these must be the same on all ranks. Where another
-    rank has one, this rank gets zeros. What is zero on all ranks needs no whole tensor: parts of zeros take its place.
-
-    Args:
-        models: the divided models.
-        parameters: by name. The gradients of others are dropped.
-        gradients: by name; None: zeros. Parameters without an entry have none.
-        group: the ranks that reduce them together; None: all ranks of the world.
-    """
-    wanted = {id(parameters[name]): gradient for name, gradient in gradients.items()}
-    held = [*_gathered(models)]
-    mine = [
-        _NONE
-        if id(each.parameter) not in wanted
-        else _ZEROS
-        if wanted[id(each.parameter)] is None
-        else _VALUES
-        for each in held
-    ]
-    found = [max(levels) for levels in zip(*gather_object([mine], group=group), strict=True)]
-    with torch.inference_mode(False), torch.no_grad():
-        for model in models:
-            reshard(model)
-        for each, level in zip(held, found, strict=True):
-            if level != _VALUES:
-                each.replace(None)
-                if level == _ZEROS and each.parameter.grad is None:
-                    each.parameter.grad = torch.zeros_like(each.parameter)
-                continue
-            each.gather_once()
-            each.replace(wanted.get(id(each.parameter)) or each.zeros())
-
-
-def _gathered(models: Iterable[nn.Module]) -> Iterator[HeldBackGradient]:
+def _gathered(models: Iterable[nn.Module]) -> Iterator[FSDPGradient]:
     """Every parameter that FSDP gathers, each once, in the same order on all ranks."""
     seen: set[int] = set()
     for unit in itertools.chain.from_iterable(map(fsdp_modules, models)):
@@ -200,4 +200,4 @@ def _gathered(models: Iterable[nn.Module]) -> Iterator[HeldBackGradient]:
             for managed in group.fsdp_params:
                 if id(managed) not in seen:
                     seen.add(id(managed))
-                    yield HeldBackGradient(managed, unit)
+                    yield FSDPGradient(managed, unit)
