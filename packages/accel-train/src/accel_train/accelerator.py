@@ -516,8 +516,14 @@ class Accelerator:
         self._accumulator.sync_gradients = sync_gradients
 
     def gradients_complete(self, model: nn.Module) -> bool:
-        """`sync_gradients` of the window that a model was trained in last, where models have windows of their own."""
-        return self._accumulator.are_complete(model.parameters())
+        """`sync_gradients` of the window that a model was trained in last, where models have windows of their own.
+
+        False, too, while the model's optimizers wait for another window: they have stepped with that one.
+        """
+        optimizers = self._optimizers_of(model)
+        if not optimizers:
+            return self._accumulator.are_complete(model.parameters())
+        return any(optimizer.gradients_complete for optimizer in optimizers)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -733,14 +739,15 @@ class Accelerator:
 
     def step_was_skipped(self, model: nn.Module) -> bool:
         """Whether the optimizers of a model have skipped their last step, all of them."""
-        gathered = self._plan.strategy.gathered
-        parameters = {id(parameter) for parameter in gathered.parts_of(list(model.parameters()))}
-        skipped = [
-            optimizer.step_was_skipped
-            for optimizer in self._prepared.optimizers
-            if not parameters.isdisjoint(parameter_ids(optimizer))
-        ]
+        skipped = [optimizer.step_was_skipped for optimizer in self._optimizers_of(model)]
         return all(skipped) if skipped else self.optimizer_step_was_skipped
+
+    def _optimizers_of(self, model: nn.Module) -> list[AcceleratedOptimizer]:
+        """The prepared optimizers that step parameters of a model."""
+        parts = self._plan.strategy.gathered.parts_of(list(model.parameters()))
+        parameters = {id(parameter) for parameter in parts}
+        optimizers = self._prepared.optimizers
+        return [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Context that computes in the chosen precision outside a prepared model (a loss, say)."""

@@ -52,6 +52,8 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
         "optimizers": [{"skipped": False, "spent": False}],
         "schedulers": ["StepLR of optimizer 0"],
         "registered": ["Held"],
+        "models": ["Linear"],
+        "loaders": ["DataLoaderShard of TensorDataset in batches of 2"],
         "main_process_alone": False,
     }
     after = snapshot(model, optimizer, scheduler)

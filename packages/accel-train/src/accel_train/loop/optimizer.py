@@ -254,7 +254,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         window = accumulator.window_for(self)
         if window is None:
             return accumulator.sync_gradients
-        return window.synchronising and (window is accumulator.current or not self._waits)
+        unused = window is accumulator.current or window.entered != self._used
+        return window.synchronising and (unused or not self._waits)
 
     def _observed(self, observers: list[StepObserver], closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Step, unless an observer decides about it."""

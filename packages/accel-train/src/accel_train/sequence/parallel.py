@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +24,7 @@ from accel_train.sequence.attention import DividedAttention
 from accel_train.sequence.batches import IGNORED, ModelFacts, SequencePart, cut_batch, source_nodes, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
 from accel_train.sequence.layout import SequenceLayout
+from accel_train.sequence.trial import try_turned
 
 __all__ = ["SequenceParallel"]
 
@@ -82,6 +84,12 @@ class SequenceParallel:
                     "the shifted labels of this rank's positions, and num_items_in_batch, by which to divide the sum "
                     "of its losses.",
                 )
+            if facts.shifts and not facts.counts and self._place.index == 0:
+                warn(
+                    f"The forward of {type(model).__name__} takes shift_labels and not num_items_in_batch. An average "
+                    f"over the labels of a rank, of which {self._place.name} gives some ranks fewer than others, is no "
+                    "part of the average over all: let it take num_items_in_batch too, and divide the sum by it.",
+                )
         self._prepared.add(model)
         documents = PackedDocuments(model, self._attention.gather)
         watch = _Watch(self._attention, self._place.name, documents)
@@ -91,6 +99,10 @@ class SequenceParallel:
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
+        own = not is_of_transformers(model) and not hasattr(model, "get_base_model")
+        own = own and not isinstance(model, FSDPModule)  # divided by the script, and gathered after `enter`
+        watch.tries = set(_TRIED) if own else set()
+        watch.tries_losses = not facts.may_shift
         if facts.averages:
             model.register_forward_hook(self._weigh, with_kwargs=True)
         return model
@@ -217,6 +229,10 @@ class _Mode(TorchFunctionMode):
         return self._attention(*args, **{**kwargs, "documents": self.documents})
 
 
+_TRIED = (1, 16, 256)
+"""The forwards before which a model of the script's own is tried: what begins as zeros tells nothing in the first."""
+
+
 class _Watch(threading.local):
     """Enters the mode with the outermost module that runs in a thread; autograd has threads of its own."""
 
@@ -227,11 +243,29 @@ class _Watch(threading.local):
         self._mode: _Mode | None = None
         self._calls = [0]
         self._seen = False
+        self.tries: set[int] = set()
+        self.tries_losses = False
+        self._forwards = 0
+        self._trying = False
+
+    def _try(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forwards += 1
+        if self._forwards not in self.tries or _is_compiled(model):
+            return
+        self._trying = True
+        try:
+            try_turned(model, args, kwargs, self._name, losses=self.tries_losses)
+        finally:
+            self._trying = False
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._trying:
+            return None
+        if not self._depth and self.tries and self.root is not None and module is self.root():
+            self._try(module, args, kwargs)
         self._depth += 1
         if self._depth == 1:
             self._calls[0] = 0
@@ -255,6 +289,8 @@ class _Watch(threading.local):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._trying:
+            return
         self._depth -= 1
         if self._depth or self._mode is None:
             return
@@ -280,6 +316,10 @@ def _without_mask(
     if "attention_mask" not in names or names.index("attention_mask") < len(args):
         return None
     return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def _may_attend(module: nn.Module) -> bool:
