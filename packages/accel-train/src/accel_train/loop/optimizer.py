@@ -266,7 +266,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._strategy.step(self.optimizer, closure)
 
     def _check(self, closure: bool) -> None:
-        """Check this step, and choose the next one: one of the first, or after as many again, up to a longest pause."""
+        """Check this step, and choose the next: one of the first, or after the same number again, up to a limit."""
         steps = self._steps
         self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
         if not closure:
