@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Queue
@@ -55,7 +55,7 @@ class ThreadTransport:
         self.world.barrier.wait()
         return found
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         self.buckets = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def bucket(self, slot: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from accel_ckpt.format.memory import HostBuffers
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
-from accel_ckpt.store_coordinator import StoreCoordinator
+from accel_ckpt.saving.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
 
 __all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]

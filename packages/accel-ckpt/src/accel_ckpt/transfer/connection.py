@@ -55,13 +55,8 @@ class Transport(Protocol):
         """Send plain data to all ranks; returns the data of all ranks, in rank order. Collective."""
         ...
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
-        """Make the two buckets of this rank. Collective.
-
-        Args:
-            bucket_bytes: size of its largest message.
-            senders: ranks that send to it.
-        """
+    def open(self, bucket_bytes: int) -> None:
+        """Make the two buckets of this rank, of the size of its largest message. Collective."""
         ...
 
     def bucket(self, slot: int) -> torch.Tensor:
@@ -80,7 +75,7 @@ class Transport(Protocol):
 class LocalTransport(SingleProcess):
     """A transfer within one process: it gives weights to itself."""
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         """Make nothing: nothing is sent."""
 
     def bucket(self, slot: int) -> torch.Tensor:
@@ -141,7 +136,7 @@ class WeightTransfer:
     besides its weights.
 
     Args:
-        transport: how the ranks reach each other: `GroupTransport` or `SharedMemoryTransport`.
+        transport: how the ranks reach each other, such as a `GroupTransport`.
         offers: the weights of the training; on ranks of the training.
         wants: what this rank wants; see `Targets`. On receivers.
         ignored: names of weights that this receiver's engine does not have, or patterns such as ``"*.rotary_emb.*"``.
@@ -184,7 +179,7 @@ class WeightTransfer:
         aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
         self._targets = targets[0].by_box(aliases)
         self._updates = 0
-        transport.open(self.plan.bucket_bytes, _senders(self.plan, transport.rank))
+        transport.open(self.plan.bucket_bytes)
 
     def update(self) -> None:
         """Move the weights' current values to the receivers. Collective: all ranks of the transfer call it.
@@ -266,10 +261,6 @@ def read_descriptions(answers: Sequence[Any], bucket_bytes: int) -> list[RankWei
 def sources_of(offers: OfferedWeights | None) -> dict[tuple[str, Box], torch.Tensor]:
     """This rank's current values by block."""
     return {(weight.name, weight.box): weight.tensor for weight in offers or ()}
-
-
-def _senders(plan: TransferPlan, rank: int) -> set[int]:
-    return {message.sender for message in plan.messages if message.receiver == rank}
 
 
 class _Flight(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, cast
 
@@ -123,7 +122,7 @@ class GroupTransport:
         self._group.allgather([rows], [own]).wait()
         return [row.cpu() for row in rows]
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         """Make two buckets."""
         self._buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
 

@@ -202,12 +202,7 @@ class VLLMWeightTransfer:
         self._plans: list[TransferPlan] = [
             plan_transfer(ranks, self._transport.rank, bucket_bytes, chunk.names) for chunk in self._chunks
         ]
-        senders = {message.sender for plan in self._plans for message in plan.messages} - {
-            self._transport.rank
-        }
-        self._transport.open(
-            max((plan.bucket_bytes for plan in self._plans), default=0), senders if leads else set()
-        )
+        self._transport.open(max((plan.bucket_bytes for plan in self._plans), default=0))
         largest = max((chunk.nbytes for chunk in self._chunks), default=0) if leads else 0
         self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
         order = [name for chunk in self._chunks for name in chunk.names]
