@@ -13,6 +13,7 @@ locks. `find.py` decides which of the two a path needs.
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -245,20 +246,16 @@ class Folder(ABC):
     """
 
     path: Path
+    on_this_machine: ClassVar[bool]
+    """Whether it is a path of a file system, not a URI."""
 
     @property
     @abstractmethod
     def absolute(self) -> Path:
         """The absolute path, which does not depend on the working directory."""
 
-    @property
-    @abstractmethod
-    def on_this_machine(self) -> bool:
-        """Whether it is a path of a file system, not a URI."""
-
     # Training states
 
-    @abstractmethod
     def begin(
         self,
         coordinator: Coordinator,
@@ -278,6 +275,13 @@ class Folder(ABC):
         Raises:
             CheckpointSaveError: the save cannot begin, here or on another rank; nothing is changed.
         """
+        transaction = self._transaction(coordinator, each_node, disk)
+        transaction.begin(prepare, one_folder=not each_node)
+        return transaction
+
+    @abstractmethod
+    def _transaction(self, coordinator: Coordinator, each_node: bool, disk: Disk) -> Transaction:
+        """A transaction that has not begun."""
 
     @abstractmethod
     def open(self, verify: bool) -> OpenFolder:
@@ -292,6 +296,15 @@ class Folder(ABC):
     @abstractmethod
     def is_complete(self) -> bool:
         """Whether a complete checkpoint of this library is here."""
+
+    @abstractmethod
+    def _names(self) -> list[str]:
+        """The names of what is in it; none if it does not exist."""
+
+    def _numbered(self, prefix: str) -> list[tuple[int, str]]:
+        """The numbers and names of what is named ``<prefix><n>``, in rising order."""
+        matches = filter(None, map(re.compile(re.escape(prefix) + r"(\d+)").fullmatch, self._names()))
+        return sorted((int(match[1]), match[0]) for match in matches)
 
     @abstractmethod
     def complete_checkpoints(self, prefix: str) -> list[Path]:

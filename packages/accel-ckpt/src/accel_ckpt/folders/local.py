@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
@@ -45,6 +44,8 @@ _WEIGHTS = "weights"  # in the names of hidden folders of weights that are being
 class LocalFolder(Folder):
     """A folder of a file system of this machine."""
 
+    on_this_machine = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -53,23 +54,8 @@ class LocalFolder(Folder):
         """The path from the root; a link stays one."""
         return Path(os.path.abspath(self.path))
 
-    @property
-    def on_this_machine(self) -> bool:
-        """True: a file system's path is on this machine."""
-        return True
-
-    def begin(
-        self,
-        coordinator: Coordinator,
-        *,
-        each_node: bool = False,
-        disk: Disk = LOCAL,
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> LocalTransaction:
-        """Check the destination, clean up after dead saves, make the temporary folder."""
-        transaction = LocalTransaction(self.absolute, coordinator, each_node, disk)
-        transaction.begin(prepare, one_folder=not each_node)
-        return transaction
+    def _transaction(self, coordinator: Coordinator, each_node: bool, disk: Disk) -> LocalTransaction:
+        return LocalTransaction(self.absolute, coordinator, each_node, disk)
 
     def open(self, verify: bool) -> OpenFolder:
         """Open the checkpoint; its files are read in place."""
@@ -105,21 +91,16 @@ class LocalFolder(Folder):
 
     def complete_checkpoints(self, prefix: str) -> list[Path]:
         """A swap that was interrupted is undone first."""
-        if not self.path.is_dir():
-            return []
         restore_interrupted_swaps(self.path)
-        return [path for _, path in self._numbered(prefix) if LocalFolder(path).is_complete()]
+        paths = [self.path / name for _, name in self._numbered(prefix)]
+        return [path for path in paths if LocalFolder(path).is_complete()]
 
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
         """List checkpoints, complete or not, from a number on."""
-        return [path for found, path in self._numbered(prefix) if found >= number]
+        return [self.path / name for found, name in self._numbered(prefix) if found >= number]
 
-    def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
-        if not self.path.is_dir():
-            return []
-        pattern = re.compile(re.escape(prefix) + r"(\d+)")
-        matches = ((pattern.fullmatch(path.name), path) for path in self.path.iterdir())
-        return sorted((int(match.group(1)), path) for match, path in matches if match)
+    def _names(self) -> list[str]:
+        return os.listdir(self.path) if self.path.is_dir() else []
 
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
         """Each is renamed before its files go, so that a checkpoint half removed is never taken for one."""
@@ -144,10 +125,7 @@ class LocalFolder(Folder):
             )
 
     def publish_weights(
-        self,
-        writers: Writers,
-        index: tuple[str, str] | None,
-        disk: Disk = LOCAL,
+        self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
         """The folder is made if it is not there; a process that has an old file mapped keeps seeing it."""
         return _LocalSwitch(self.path, writers, index, disk).run()

@@ -21,7 +21,7 @@ from accel_ckpt.errors import (
     CorruptCheckpointError,
     ObjectStorageError,
 )
-from accel_ckpt.folders.objects.listing import check_sizes, open_manifest
+from accel_ckpt.folders.objects.leftovers import check_sizes, open_manifest
 from accel_ckpt.folders.objects.scratch import Scratch
 from accel_ckpt.folders.objects.store import PART, Store, in_parallel
 from accel_ckpt.folders.objects.stores import open_store

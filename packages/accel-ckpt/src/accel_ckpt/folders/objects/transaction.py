@@ -21,7 +21,7 @@ from accel_ckpt.errors import (
     ObjectStorageError,
 )
 from accel_ckpt.folders.folder import Contribution, Transaction
-from accel_ckpt.folders.objects.listing import (
+from accel_ckpt.folders.objects.leftovers import (
     Mark,
     clean_leftovers,
     files_folder,
