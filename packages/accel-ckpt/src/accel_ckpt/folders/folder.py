@@ -13,12 +13,13 @@ locks. `find.py` decides which of the two a path needs.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
 from accel_ckpt.coordination import Coordinator, run_together
@@ -35,7 +36,7 @@ from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
 from accel_ckpt.format.writer import FileRecord
 
-__all__ = ["Contribution", "Folder", "OpenFolder", "Transaction"]
+__all__ = ["Contribution", "Folder", "OpenFolder", "Transaction", "check_regular", "files_below"]
 
 T = TypeVar("T")
 
@@ -219,6 +220,24 @@ class Transaction(ABC):
     def _room(self, error: OSError) -> str:
         """If the error is that a disk is full: what was needed, what is free, and what to do."""
         return ""
+
+
+def files_below(folder: Path) -> Iterator[str]:
+    """Relative names of the files in a folder, links to folders included."""
+    for root, directories, names in os.walk(folder):
+        links = [name for name in directories if Path(root, name).is_symlink()]
+        for name in (*names, *links):
+            yield PurePosixPath(Path(root, name).relative_to(folder)).as_posix()
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what a save hook wrote and no checkpoint can hold.
+
+    Raises:
+        CheckpointSaveError: it is a link, or no file.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointSaveError(f"{path} is not a regular file, and cannot be part of a checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -484,16 +484,15 @@ def _fill_model(
     tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
     source, names = do_together(lambda: _as_compared(model, saved, tensors, placer), coordinator, doing=doing)
     tops = translating_modules(tensors, names)
-    if not tops:
-        load = _Load(model, source, request, placer, tensors, None)
-        return load.run(progress, resume_collector)
-    translation = Translation(source, names, tensors, tops, request.strict)
+    translation = Translation(source, names, tensors, tops, request.strict) if tops else None
+    load = _Load(model, translation or source, request, placer, tensors, translation)
     try:
-        do_together(translation.run, coordinator, doing=doing)
-        load = _Load(model, translation, request, placer, tensors, translation)
+        if translation is not None:
+            do_together(translation.run, coordinator, doing=doing)
         return load.run(progress, resume_collector)
     except BaseException:
-        translation.undo()
+        if translation is not None:
+            translation.undo()
         raise
 
 

@@ -26,6 +26,11 @@ class LoadTarget:
     owners: list[dict[str, Any]]
     """For each name, the dictionary of a module that holds it."""
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Put a tensor into the model under all these names."""
+        for name, tensors in zip(self.names, self.owners, strict=True):
+            tensors[name.rpartition(".")[2]] = tensor
+
 
 class ModelTensors(NamedTuple):
     """All tensors of a model, and its modules."""
@@ -107,6 +112,4 @@ def assign(target: LoadTarget, value: torch.Tensor) -> None:
     if not old.is_meta:
         set_data(old, value)
         return
-    wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
-    for name, tensors in zip(target.names, target.owners, strict=True):
-        tensors[name.rpartition(".")[2]] = wrapped
+    target.hold(rewrap(old, value) if isinstance(old, nn.Parameter) else value)

@@ -254,7 +254,10 @@ class Translation:
                 canonical = by_prefix(name, self._canonical)
                 self._values[canonical] = tensor
                 self._made.add(canonical)
-                _hold(self._tensors.targets.get(canonical), tensor)
+                target = self._tensors.targets.get(canonical)
+                if target is not None and target.tensor is not tensor:  # the module has replaced it
+                    target.tensor = tensor
+                    target.hold(tensor)
             elif was_empty is not None:
                 was_empty()  # without values, as it was
 
@@ -377,14 +380,6 @@ def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-def _hold(target: LoadTarget | None, tensor: torch.Tensor) -> None:
-    """Under all its names the tensor that a module may have put in the place of its old one."""
-    if target is not None and target.tensor is not tensor:
-        target.tensor = tensor
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = tensor
-
-
 def _is_filled(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or tensor.is_meta:
         return not tensor.is_meta
@@ -408,8 +403,7 @@ def _restoring_tensor(target: LoadTarget) -> Callable[[], None]:
 
     def undo() -> None:
         target.tensor = old
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = old
+        target.hold(old)
 
     return undo
 
@@ -425,8 +419,7 @@ def _restoring_values(target: LoadTarget) -> Callable[[], None]:
         old.__dict__.clear()
         old.__dict__.update(attributes)
         target.tensor = old
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = old
+        target.hold(old)
 
     return undo
 

@@ -188,14 +188,11 @@ def _differing(source: WeightSource, pairs: Sequence[Pair]) -> set[Pair]:
 
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same_memory = a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype)
-    return same_memory or torch.equal(a, b) or _are_alike(a, b)
-
-
-def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the bytes are the same, also of values that do not equal themselves (NaN)."""
-    plain = (flat_bytes(tensor.contiguous()) for tensor in (a, b))
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*plain)
+    """Whether values are equal, or their bytes, as of values that do not equal themselves (NaN)."""
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    if (alike and a.data_ptr() == b.data_ptr()) or torch.equal(a, b):
+        return True
+    return alike and torch.equal(flat_bytes(a.contiguous()), flat_bytes(b.contiguous()))
 
 
 class MappedWeights(_Files):
@@ -328,24 +325,18 @@ class BroadcastWeights:
         self._needed: set[str] = set()
 
         def open_on_rank_0() -> Any:
-            if coordinator.rank == 0:
-                self._opened = open_weights(checkpoint, revision=revision, token=token)
-                about = {
-                    n: _Announced(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()
-                }
-                return (
-                    about,
-                    self._opened.fingerprint,
-                    dict(self._opened.objects),
-                    dict(self._opened.versions),
-                )
-            return None
+            if coordinator.rank:
+                return None
+            self._opened = opened = open_weights(checkpoint, revision=revision, token=token)
+            about = {n: _Announced(tuple(info.shape), info.dtype) for n, info in opened.about.items()}
+            return about, opened.fingerprint, dict(opened.objects), dict(opened.versions)
 
+        self.about: About
+        self.fingerprint: str
+        self.objects: dict[str, Any]
+        self.versions: dict[str, int]
         answers = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
-        self.about: About = answers[0][0]
-        self.fingerprint: str = answers[0][1]
-        self.objects: dict[str, Any] = answers[0][2]
-        self.versions: dict[str, int] = answers[0][3]
+        self.about, self.fingerprint, self.objects, self.versions = answers[0]
 
     def is_mapped(self, name: str) -> bool:
         """True on rank 0 for tensors of mapped files; other ranks have no files."""
@@ -410,10 +401,5 @@ class BroadcastWeights:
             broadcast([tensor.to(device) for tensor in own])
             return list(zip(names, own, strict=True))
         about = [self.about[name] for name in names]
-        return list(
-            zip(
-                names,
-                broadcast([torch.empty(i.shape, dtype=i.dtype, device=device) for i in about]),
-                strict=True,
-            )
-        )
+        arrived = broadcast([torch.empty(info.shape, dtype=info.dtype, device=device) for info in about])
+        return list(zip(names, arrived, strict=True))

@@ -81,9 +81,6 @@ class SaveHandle:
         """Wait for the end of the save, without raising; a failure is raised later, as `SaveHandle` describes."""
         self._finished.wait()
 
-    def _start(self) -> None:
-        self._thread.start()
-
     def _settle(self) -> None:
         """Wait for the end, and raise a failure that was not raised before. An interruption ends the save, too."""
         try:
@@ -191,7 +188,7 @@ class BackgroundSaver:
     def save_collected(
         self,
         directory: str | os.PathLike[str],
-        content: StateContent | StateCollector,
+        content: StateCollector,
         *,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
@@ -220,7 +217,7 @@ class BackgroundSaver:
         if transaction.runs_thread_pools and not self._waits_early:
             _before_thread_pools_end(self)
             self._waits_early = True
-        save._start()
+        save._thread.start()
         return save
 
     def make_room(self, when_busy: WhenBusy = "wait") -> None:

@@ -182,16 +182,13 @@ def share(held: Sequence[Mapping[K, int]], loads: list[int]) -> list[frozenset[K
     for key, positions in holders.items():
         groups.setdefault(tuple(positions), {})[key] = held[positions[0]][key]
     shares: list[set[K]] = [set() for _ in held]
-    for group, sizes in sorted(groups.items(), key=_by_holders):
+    for group in sorted(groups):
+        sizes = groups[group]
         divided = divide(sizes, [loads[position] for position in group])
         for position, keys in zip(group, divided, strict=True):
             shares[position] |= keys
             loads[position] += sum(sizes[key] for key in keys)
     return [frozenset(own) for own in shares]
-
-
-def _by_holders(item: tuple[tuple[int, ...], Any]) -> tuple[int, ...]:
-    return item[0]
 
 
 def files_of(keys: Iterable[PartKey], stem: str) -> int:

@@ -170,7 +170,11 @@ class WriteNotices:
                 number, notice = self._fitting(call, last, time.monotonic() - began)
                 if notice is not None and ("written" in notice or "error" in notice):
                     self._store.set(f"seen/{self._rank}", str(number))
-                    return self._outcome(call, notice)
+                    if "error" in notice:
+                        raise CheckpointSaveError(
+                            f"rank {self._writer}, which writes {call.directory}, failed: {notice['error']}"
+                        )
+                    return tuple(notice["written"])
                 if time.monotonic() - looked >= _LOOK:
                     looked = time.monotonic()
                     self._look_around(call, last, looked - began)
@@ -183,13 +187,6 @@ class WriteNotices:
                 f"rank {self._writer} did not complete {call.directory}: the store of this world is gone, and with it "
                 f"the rank that keeps it: {error}"
             ) from error
-
-    def _outcome(self, call: Call, notice: dict[str, Any]) -> tuple[str, ...]:
-        if "error" in notice:
-            raise CheckpointSaveError(
-                f"rank {self._writer}, which writes {call.directory}, failed: {notice['error']}"
-            )
-        return tuple(notice["written"])
 
     def _fitting(self, call: Call, last: int, waited: float) -> tuple[int, dict[str, Any] | None]:
         """The first notice of the same line; after a while, the newest of another line."""

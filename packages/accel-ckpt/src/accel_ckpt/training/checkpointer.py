@@ -106,7 +106,9 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """List the steps of the complete checkpoints, in rising order."""
-        return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
+        return [
+            int(path.name.removeprefix(_PREFIX)) for path in complete_checkpoints(self.directory, _PREFIX)
+        ]
 
     @overload
     def save(
@@ -268,10 +270,6 @@ class Checkpointer:
 
     def _ranks(self) -> Coordinator:
         return self._coordinator or default_coordinator()
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
 
 
 class _Collector:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -164,17 +164,12 @@ class WeightTransfer:
         self._offers = offers
         targets: list[Targets] = []
 
-        def describe() -> dict[str, Any]:
+        def describe() -> RankWeights:
             targets.append(Targets(wants or {}))
-            own = describe_offers(offers)
-            weights = RankWeights(
-                own, {} if offers is None else offers.aliases, targets[0].describe(), tuple(ignored)
-            )
-            return {"bucket_bytes": bucket_bytes, "weights": weights.to_plain()}
+            aliases = {} if offers is None else offers.aliases
+            return RankWeights(describe_offers(offers), aliases, targets[0].describe(), tuple(ignored))
 
-        answers = run_together(describe, transport, doing="describing weights", error=TransferError)
-        ranks = read_descriptions(answers, bucket_bytes)
-        check_transfer(ranks)
+        ranks = described(describe, transport, bucket_bytes)
         self.plan: TransferPlan = plan_transfer(ranks, transport.rank, bucket_bytes)
         aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
         self._targets = targets[0].by_box(aliases)
@@ -243,19 +238,35 @@ def describe_offers(offers: OfferedWeights | None) -> dict[str, Held]:
     }
 
 
-def read_descriptions(answers: Sequence[Any], bucket_bytes: int) -> list[RankWeights]:
-    """The descriptions that ranks sent.
+def described(
+    describe: Callable[[], RankWeights], transport: Transport, bucket_bytes: int
+) -> list[RankWeights]:
+    """What each rank offers and wants, checked. Collective.
+
+    Args:
+        describe: returns what this rank offers and wants.
+        transport: the ranks.
+        bucket_bytes: the most bytes of a message, which must be the same on all ranks.
 
     Raises:
-        TransferError: one is none, or ranks use buckets of different sizes.
+        StateMismatchError: see `check_transfer`.
+        TransferError: a rank failed, sent something else, or uses buckets of another size.
     """
+    answers = run_together(
+        lambda: {"bucket_bytes": bucket_bytes, "weights": describe().to_plain()},
+        transport,
+        doing="describing weights",
+        error=TransferError,
+    )
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or answer.get("bucket_bytes") != bucket_bytes:
             given = answer.get("bucket_bytes") if isinstance(answer, dict) else None
             raise TransferError(
                 f"rank {rank} has bucket_bytes={given!r}, and this rank {bucket_bytes}; give all ranks the same"
             )
-    return [RankWeights.from_plain(answer.get("weights"), rank) for rank, answer in enumerate(answers)]
+    ranks = [RankWeights.from_plain(answer.get("weights"), rank) for rank, answer in enumerate(answers)]
+    check_transfer(ranks)
+    return ranks
 
 
 def sources_of(offers: OfferedWeights | None) -> dict[tuple[str, Box], torch.Tensor]:

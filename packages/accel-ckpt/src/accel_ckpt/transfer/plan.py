@@ -319,14 +319,15 @@ def plan_transfer(
     }
     wanted = [_wanted_boxes(r.wants, aliases) for r in ranks]
 
-    def between(sender: int, receiver: int) -> Iterator[_Block]:
+    def between(sender: int, receiver: int) -> Iterator[Piece]:
         offers = ranks[sender].offers
         for name in sorted(offers.keys() & wanted[receiver].keys() & order.keys(), key=order.__getitem__):
             for box in offers[name].boxes:
                 for target in wanted[receiver][name]:
                     common = box.meet(target)
                     if common is not None:
-                        yield _Block(name, common, box, target, _DTYPES[offers[name].dtype])
+                        dtype = _DTYPES[offers[name].dtype]
+                        yield Piece(name, common, box, target, dtype, 0, common.volume * dtype.itemsize)
 
     messages: list[Message] = []
     for other in range(len(ranks)):
@@ -342,21 +343,7 @@ def plan_transfer(
         for place, receiver in enumerate(receivers)
     }
     messages.sort(key=lambda m: (m.number, turn[m.sender, m.receiver], m.sender))
-    copies = tuple(
-        Piece(b.name, b.box, b.offered, b.wanted, b.dtype, 0, b.box.volume * b.dtype.itemsize)
-        for b in between(rank, rank)
-    )
-    return TransferPlan(tuple(messages), copies)
-
-
-class _Block(NamedTuple):
-    """What a sender has of what a receiver wants."""
-
-    name: str
-    box: Box
-    offered: Box
-    wanted: Box
-    dtype: torch.dtype
+    return TransferPlan(tuple(messages), tuple(between(rank, rank)))
 
 
 def _wanted_boxes(wants: Mapping[str, Held], aliases: Mapping[str, str]) -> dict[str, list[Box]]:
@@ -367,7 +354,7 @@ def _wanted_boxes(wants: Mapping[str, Held], aliases: Mapping[str, str]) -> dict
     return {name: list(boxes) for name, boxes in found.items()}
 
 
-def _messages(sender: int, receiver: int, blocks: Iterable[_Block], limit: int) -> Iterator[Message]:
+def _messages(sender: int, receiver: int, blocks: Iterable[Piece], limit: int) -> Iterator[Message]:
     """Messages of one rank to another, filled up to the limit.
 
     Wide elements come first, so that every block begins at a multiple of its element's size without padding.
@@ -386,7 +373,7 @@ def _messages(sender: int, receiver: int, blocks: Iterable[_Block], limit: int) 
             for run in flat_boxes(done, end, block.box.sizes):
                 box = Box(tuple(map(add, run.offsets, block.box.offsets)), run.sizes)
                 nbytes = box.volume * block.dtype.itemsize
-                pieces.append(Piece(block.name, box, block.offered, block.wanted, block.dtype, used, nbytes))
+                pieces.append(block._replace(box=box, begin=used, nbytes=nbytes))
                 used += nbytes
             done = end
     if pieces:

@@ -31,12 +31,12 @@ from accel_ckpt.transfer.connection import (
     Transport,
     carry_out,
     describe_offers,
+    described,
     move_together,
-    read_descriptions,
     sources_of,
 )
 from accel_ckpt.transfer.offers import OfferedWeights, WeightInfo
-from accel_ckpt.transfer.plan import RankWeights, TransferPlan, check_transfer, plan_transfer
+from accel_ckpt.transfer.plan import RankWeights, TransferPlan, plan_transfer
 
 __all__ = ["Broadcaster", "VLLMClient", "VLLMServer", "VLLMWeightTransfer"]
 
@@ -189,14 +189,11 @@ class VLLMWeightTransfer:
         self._packed = packed
         leads = self._transport.rank == 0
 
-        def describe() -> dict[str, Any]:
+        def describe() -> RankWeights:
             wants = dict(_whole(offers, ignored)) if leads else {}
-            weights = RankWeights(describe_offers(offers), offers.aliases, wants, tuple(ignored))
-            return {"bucket_bytes": bucket_bytes, "weights": weights.to_plain()}
+            return RankWeights(describe_offers(offers), offers.aliases, wants, tuple(ignored))
 
-        answers = run_together(describe, self._transport, doing="describing weights", error=TransferError)
-        ranks = read_descriptions(answers, bucket_bytes)
-        check_transfer(ranks)
+        ranks = described(describe, self._transport, bucket_bytes)
         self._about = {name: offers.about[name] for name in ranks[0].wants}
         self._chunks = list(_chunks(self._about, packed_buffer_bytes if packed else None))
         self._plans: list[TransferPlan] = [
