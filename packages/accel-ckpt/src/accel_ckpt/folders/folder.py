@@ -175,7 +175,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def _write(self, write: Callable[[Path], Contribution]) -> Contribution:
-        """Let this rank's files be written, and what hooks added beside them."""
+        """Write this rank's files; files that hooks added become part of the result."""
 
     @abstractmethod
     def _publish(self, parts: Sequence[Contribution]) -> None:
@@ -245,7 +245,7 @@ class OpenFolder:
     """A complete checkpoint, opened for reading; the sizes of all its files are checked."""
 
     directory: Path
-    """Its name."""
+    """The path or URI of the checkpoint."""
     manifest: Manifest
     files: Path
     """The folder of its files on this machine; files exist there once `checks` was called for them."""

@@ -90,7 +90,7 @@ class LocalFolder(Folder):
         return True
 
     def complete_checkpoints(self, prefix: str) -> list[Path]:
-        """A swap that was interrupted is undone first."""
+        """List complete checkpoints; a swap that was interrupted is undone first."""
         restore_interrupted_swaps(self.path)
         paths = [self.path / name for _, name in self._numbered(prefix)]
         return [path for path in paths if LocalFolder(path).is_complete()]
@@ -103,7 +103,7 @@ class LocalFolder(Folder):
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
-        """Each is renamed before its files go, so that a checkpoint half removed is never taken for one."""
+        """Rename each checkpoint before its files are removed, so that no half of one is taken for a checkpoint."""
         try:
             doomed = self.complete_checkpoints(prefix)[:-keep]
         except OSError as error:  # such as a manifest of another user
@@ -115,7 +115,7 @@ class LocalFolder(Folder):
         return [path for path in doomed if _prune(path, disk)]
 
     def check_for_weights(self) -> None:
-        """A folder that is not there yet is made later."""
+        """Refuse a file and a training state; a folder that does not exist yet is fine."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointSaveError(f"{self.path} is a file; weights go to a folder, choose another name")
         if (self.path / MANIFEST_NAME).exists():
@@ -127,11 +127,11 @@ class LocalFolder(Folder):
     def publish_weights(
         self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
-        """The folder is made if it is not there; a process that has an old file mapped keeps seeing it."""
+        """Replace the weights in the folder, which is created if needed; a mapped old file stays readable."""
         return _LocalSwitch(self.path, writers, index, disk).run()
 
     def write_file(self, name: str, write: Callable[[Path, Disk], FileRecord]) -> None:
-        """The old content stays until the new one is complete; what a killed save of this file left is removed.
+        """Replace a file when its new content is complete, and remove what killed saves of it left.
 
         Raises:
             CheckpointSaveError: writing failed.
@@ -191,7 +191,7 @@ class _LocalSwitch(WeightSwitch):
         self._scratch = temporary_name(path / _WEIGHTS, host_token(secrets.token_hex(6)))
 
     def run(self) -> tuple[str, ...]:
-        """Also remove what killed saves left: before, because the room may be needed, and what is used until then."""
+        """Replace the weights; leftovers of killed saves are removed before, for room, and if still in use, after."""
         folder = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -275,7 +275,7 @@ class _LocalSwitch(WeightSwitch):
 
 
 def _nearby(folder: Path) -> str:
-    """Which checkpoint a wrong path may have meant: the newest in the nearest folder that exists."""
+    """A hint for a wrong path: the newest checkpoint in the nearest folder that exists."""
     near = next(place for place in (folder, *folder.parents) if place.is_dir())
     try:
         found = [path for path in near.iterdir() if (path / MANIFEST_NAME).is_file()]

@@ -45,7 +45,7 @@ _PREFERRED: Mapping[str, tuple[str, ...]] = {
     WEIGHTS_NAME: (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
     WEIGHTS_INDEX_NAME: (WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
 }
-"""What readers prefer to a file, in the order in which it is removed."""
+"""Files that readers prefer to a file, in the order in which they are removed."""
 _SINGLE = {SAFE_WEIGHTS_INDEX_NAME: SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME: WEIGHTS_NAME}
 
 
@@ -65,7 +65,7 @@ class WeightSwitch(ABC):
         self.writers = writers
         self.index = index
         self.doing = "beginning"
-        """What is under way, for messages."""
+        """The step under way, for messages."""
         self._switched = False
 
     @abstractmethod

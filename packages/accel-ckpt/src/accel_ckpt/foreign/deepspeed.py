@@ -283,7 +283,7 @@ class DeepSpeedFolder:
         """The optimizer's state dict: parameters by name, without ZeRO by position.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: the folder holds no optimizer's state.
             NotAvailableError: the state was saved in the elastic form, which later versions do not write.
         """
         if not self.has_optimizer:

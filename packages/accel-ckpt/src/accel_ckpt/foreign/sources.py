@@ -214,7 +214,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
 
 
 def _whole_shape(parts: Sequence[tuple[Piece, tuple[int, ...] | None, torch.dtype]]) -> Sequence[int]:
-    """As a file says it; torch's writer does not, so there it is as far as the pieces reach."""
+    """The whole shape that a file gives, or for torch's writer, which gives none, the extent of all pieces."""
     said = [shape for _, shape, _ in parts if shape is not None]
     ends = [[o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece, _, _ in parts]
     return said[0] if said else [max(sizes) for sizes in zip(*ends, strict=True)]

@@ -114,8 +114,7 @@ class Manifest:
             raw = path.read_bytes()
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"{directory} holds no {MANIFEST_NAME}: it is not a training state of this library, or is not "
-                "complete"
+                f"{directory} holds no {MANIFEST_NAME}: it is no training state of this library, or not complete"
             ) from error
         return cls.decode(raw, str(path))
 
@@ -203,7 +202,7 @@ class Manifest:
 
 
 def _size_of_file(path: Path) -> int | None:
-    """Bytes of a file; None if there is none, also if it goes while this looks."""
+    """Bytes of a regular file; None if there is no such file, or it is removed meanwhile."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):

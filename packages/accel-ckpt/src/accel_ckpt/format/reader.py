@@ -108,7 +108,7 @@ class Header:
     file: Path
     size: int
     entries: Mapping[str, TensorEntry]
-    """In the order of their bytes in the file."""
+    """Entries by name, in the order of their bytes in the file."""
     metadata: Mapping[str, str]
 
     @property

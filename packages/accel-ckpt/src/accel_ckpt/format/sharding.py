@@ -41,7 +41,7 @@ class Place:
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...] | None
-    """Of the whole tensor, if the file gives it; torch's writer does not."""
+    """The shape of the whole tensor, if the file gives it; torch's writer does not."""
 
 
 def places_of(header: Header) -> dict[str, Place]:

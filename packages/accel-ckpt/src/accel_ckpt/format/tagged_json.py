@@ -183,9 +183,8 @@ class Encoder:
     def refuse(value: Any, path: tuple[Any, ...], why: str = "") -> UnsupportedValueError:
         kind = type(value)
         return UnsupportedValueError(
-            f"the value at {show_path(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot "
-            f"be saved without pickling{why}; convert it to numbers, strings, lists, tuples, dictionaries, "
-            "arrays or tensors"
+            f"the value at {show_path(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot be "
+            f"saved without pickling{why}; convert it to numbers, strings, lists, tuples, dicts, arrays or tensors"
         )
 
     def items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Json]:

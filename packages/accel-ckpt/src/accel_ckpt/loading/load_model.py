@@ -52,7 +52,7 @@ DeviceMap = Mapping[str, Device]
 
 CPU = torch.device("cpu")
 
-# Bytes. Whatever is done with them, it does not take long.
+# Bytes. A smaller load is so short that the garbage collector stays off until its end.
 _SMALL_LOAD = 1 << 30
 
 _PROBLEMS = {
@@ -65,7 +65,7 @@ _FATAL: Mapping[bool | None, frozenset[str]] = {
     None: frozenset({"missing", "mismatched"}),
     False: frozenset(),
 }
-"""What of it is an error, by ``strict``."""
+"""The kinds of problems that are errors, by ``strict``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
 
 
 def _beside(report: LoadReport, translated: Sequence[str]) -> LoadReport:
-    """What is known of all but the modules that translate their state dict, which only a load can tell."""
+    """Leave out names of modules that translate their state dict: only a load tells what they lack."""
 
     def known(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in names if not any(map(name.startswith, translated)))
@@ -282,16 +282,15 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     _check_is_map(device_map)
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
-            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; use "
-            "load_checkpoint_in_model of accel-bigmodel for that (pip install accel-bigmodel). Here pass None or "
-            '{"": device}'
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk, for "
+            'which accel-bigmodel has load_checkpoint_in_model (pip install accel-bigmodel). Pass None or {"": device}'
         )
     return _existing(device_map[""], "")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which weights to load, and how: the arguments that all functions for loading weights have in common.
+    """Arguments that all functions for loading weights have in common: which weights, and how.
 
     Raises:
         NotAvailableError: ``full_state_dict`` is False.
@@ -331,7 +330,7 @@ class Step(NamedTuple):
     """Name in the checkpoint."""
     saved: torch.dtype
     nbytes: int
-    """Bytes in the checkpoint."""
+    """Bytes of the tensor in the checkpoint."""
     target: LoadTarget
     home: torch.device
 
@@ -684,7 +683,7 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
 
 
 def _above(name: str) -> Iterator[str]:
-    """What could be the name of a tensor of which this one is a part."""
+    """The names of the modules above a tensor; one of them may be a tensor that is saved in parts."""
     while name := name.rpartition(".")[0]:
         yield name
 

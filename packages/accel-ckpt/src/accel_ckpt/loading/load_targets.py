@@ -36,7 +36,7 @@ class ModelTensors(NamedTuple):
     """All tensors of a model, and its modules."""
 
     targets: dict[str, LoadTarget]
-    """What a state dict of the model holds, by canonical name; tied names share a target."""
+    """The tensors of the model's state dict, by canonical name; tied names share a target."""
     hidden: list[LoadTarget]
     """Buffers that a state dict leaves out."""
     extra: dict[str, nn.Module]
@@ -107,7 +107,7 @@ def _refuse_unloadable(target: LoadTarget) -> None:
 
 
 def assign(target: LoadTarget, value: torch.Tensor) -> None:
-    """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
+    """Give a tensor of a model its value; a parameter that has values already stays the same object."""
     old = target.tensor
     if not old.is_meta:
         set_data(old, value)

@@ -217,8 +217,7 @@ class MappedWeights(_Files):
         )
         if absent:
             raise CorruptCheckpointError(
-                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they "
-                "are not"
+                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they are not"
             )
 
     def _add(self, path: Path, weight_map: Mapping[str, Path] | None) -> None:
@@ -267,12 +266,12 @@ class MappedWeights(_Files):
         return self._keys.get(name, name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
+        """The pairs of names whose values differ."""
         return _differing(self, [pair for pair in pairs if self.about[pair[0]] is not self.about[pair[1]]])
 
 
 def _files_of_dcp(folder: Path) -> list[Path]:
-    """Not what else is in the folder: it may be where offloaded weights go."""
+    """The files of the checkpoint alone: the folder may also hold offloaded weights."""
     return sorted(path for path in folder.iterdir() if path.name == DCP_METADATA or path.suffix == ".distcp")
 
 
@@ -286,7 +285,7 @@ class _PiecesOfWeights(_Files):
         self.versions |= self._pieces.versions
 
     def is_mapped(self, name: str) -> bool:
-        """No."""
+        """False: tensors are put together in memory."""
         return False
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -294,7 +293,7 @@ class _PiecesOfWeights(_Files):
         return self._pieces.tensor(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
+        """The pairs of names whose values differ."""
         return _differing(self, pairs)
 
 

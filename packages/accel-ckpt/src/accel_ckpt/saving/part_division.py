@@ -34,15 +34,15 @@ class Held(NamedTuple):
     """The parts of a tensor that a rank holds; plain data, because it is sent to all ranks."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: str
-    """Empty where the rank holds nothing."""
+    """The dtype of the parts; empty where the rank holds nothing."""
     itemsize: int
     boxes: tuple[Box, ...]
 
 
 class PartKey(NamedTuple):
-    """Which part of which tensor; equal on all ranks that hold it."""
+    """The identity of a part of a tensor; equal on all ranks that hold it."""
 
     stem: str
     name: str

@@ -161,7 +161,7 @@ def no_weight(name: str, value: object) -> UnsupportedValueError:
 
 
 def check_extra(extra: Mapping[str, object], safe_serialization: bool) -> None:
-    """Refuse extra state of modules that a file cannot hold, or that nobody could load from it.
+    """Refuse extra state of modules that a file cannot hold, or that could not be loaded from it.
 
     Args:
         extra: by name; none of it is a tensor.
@@ -294,7 +294,7 @@ def save(
         for name, value in obj.items():
             check_writable(name, value)
         cleaned = clean_state_dict_for_safetensors(obj)
-    elif "torch_xla" in sys.modules:  # without it nobody could read the file
+    elif "torch_xla" in sys.modules:  # the file must be readable without torch_xla
         cleaned = recursively_apply(_from_xla, obj)
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:

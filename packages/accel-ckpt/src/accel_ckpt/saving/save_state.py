@@ -42,7 +42,7 @@ class StateContent:
     """The names in ``models`` are canonical, as those of ``NamedModel``: they are used unchanged."""
 
     def __post_init__(self) -> None:
-        """Refuse a size that is none, before ranks begin anything together."""
+        """Refuse an invalid size before ranks begin anything together."""
         convert_file_size_to_int(self.max_shard_size)
 
     def collect(self) -> None:
@@ -77,7 +77,7 @@ class StateCollector(Protocol):
 
     @property
     def each_node(self) -> bool:
-        """As in ``save_training_state``; known before."""
+        """As in ``save_training_state``; read before anything is collected."""
 
     def collect(self) -> Any:
         """Take what belongs to one moment; returns plain data for the other ranks. If it fails, then on all ranks."""

@@ -108,7 +108,7 @@ def collectives_so_far() -> int:
     from accel_state.communication.torch_collectives import counters
 
     channel = PartialState().channel()
-    assert channel is not None, "a world of one has nobody to wait for"
+    assert channel is not None, "a world of one has no channel, and no rank to wait for"
     backends = {
         id(counter): counter for group in (channel.group, channel.wire) for counter in counters(group)
     }

@@ -328,8 +328,7 @@ class _Collector:
             for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
                 warn(
                     f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose value is saved "
-                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to "
-                    "load()",
+                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to load()",
                 )
         return self._content
 
@@ -369,7 +368,7 @@ class _State:
 
     @property
     def parts(self) -> list[StatePart]:
-        """In the order in which they are loaded."""
+        """The parts of the state, in the order in which they are loaded."""
         parts: list[StatePart] = [OptimizerPart(*named, self.models) for named in self.optimizers.items()]
         return [*parts, *(ObjectPart(*named) for named in self._objects.items()), self._values]
 
@@ -387,7 +386,7 @@ class _State:
     def restore(
         self, trees: dict[str, Any], checkpoint: TrainingCheckpoint, ranks: Coordinator
     ) -> list[_Restore]:
-        """What to call to go back to the saved state, in order; everything is compared here."""
+        """Compare everything, and return the functions that restore the saved state, in order."""
         about = trees.get(_ABOUT)
         if about is None:
             raise StateMismatchError(
@@ -443,29 +442,29 @@ class _Values(StatePart):
 
     @property
     def paths(self) -> Collection[str]:
-        """Of all."""
+        """The paths of all values."""
         return self._values.keys()
 
     def _live(self) -> dict[str, Any]:
         return {path: holder[key] for path, (holder, key) in self._values.items()}
 
     def dump(self, trees: Trees) -> None:
-        """Into the tree that says what the others are."""
+        """Add the values to the tree that describes the others."""
         trees.shared[_ABOUT]["values"] = self._live()
 
     def read(self, saved: SavedTrees) -> TreeFill:
-        """What goes where; only what is divided among ranks is filled in place."""
+        """Match saved values with those here; only values that are divided among ranks are filled in place."""
         values, live = saved.shared[_ABOUT]["values"], self._live()
         for path, here in live.items():
             _check_value(path, here, values[path])
         return TreeFill(values, live, lambda saved, here, path: here if is_divided(here) else None)
 
     def check(self, taken: TreeFill, saved: SavedTrees) -> None:
-        """The content of the files."""
+        """Check the content of the files."""
         taken.check()
 
     def load(self, taken: TreeFill, saved: SavedTrees) -> None:
-        """Put everything where it was."""
+        """Put the values into their dictionaries."""
         values = taken.run()
         for path, (holder, key) in self._values.items():
             _put(holder, key, values[path])

@@ -23,7 +23,7 @@ Saved: TypeAlias = SavedTensor | torch.Tensor
 Path: TypeAlias = tuple[Any, ...]
 
 _HOLDING = (SavedTensor, torch.Tensor, Mapping, list, tuple)
-"""What is, or can hold, a saved tensor; the numbers and strings of a tree are not looked at."""
+"""Classes that are, or can hold, a saved tensor; the numbers and strings of a tree are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TreeFill:
         self._apart = apart
         self._arena = Arena()
         self._saved = saved
-        # What goes where, and for what it is one new tensor if the saved tree holds it several times.
+        # Saved tensor, its target, and the entry within which it is one new tensor if it occurs several times.
         self._plan: list[tuple[Saved, Leaf | Like | None, Path]] = []
         self._collect(saved, live, ())
 

@@ -79,15 +79,15 @@ class LocalTransport(SingleProcess):
         """Make nothing: nothing is sent."""
 
     def bucket(self, slot: int) -> torch.Tensor:
-        """Raise: there is nobody to send to."""
+        """Raise: a transfer within one process has no buckets."""
         raise TransferError("a transfer within one process has no buckets")
 
     def send(self, slot: int, message: Message) -> Work:
-        """Raise: there is nobody to send to."""
+        """Raise: a transfer within one process sends nothing."""
         raise TransferError("a transfer within one process sends nothing")
 
     def receive(self, slot: int, message: Message) -> Work:
-        """Raise: nobody sends."""
+        """Raise: a transfer within one process receives nothing."""
         raise TransferError("a transfer within one process receives nothing")
 
 
@@ -113,7 +113,7 @@ class Targets:
             self._parts[name] = parts or [Part.nothing(shape_of(leaf))]
 
     def describe(self) -> dict[str, Held]:
-        """What is wanted, for the other ranks."""
+        """Describe what is wanted, for the other ranks."""
         return describe_parts({"": self._parts})[""]
 
     def by_box(self, aliases: Mapping[str, str]) -> dict[tuple[str, Box], list[torch.Tensor]]:
@@ -227,7 +227,7 @@ def move_together(move: Callable[[], None], transport: Transport) -> None:
 
 
 def describe_offers(offers: OfferedWeights | None) -> dict[str, Held]:
-    """What this rank offers, for the other ranks."""
+    """Describe what this rank offers, for the other ranks."""
     found: dict[str, list[Box]] = {}
     for weight in offers or ():
         found.setdefault(weight.name, []).append(weight.box)
@@ -241,7 +241,7 @@ def describe_offers(offers: OfferedWeights | None) -> dict[str, Held]:
 def described(
     describe: Callable[[], RankWeights], transport: Transport, bucket_bytes: int
 ) -> list[RankWeights]:
-    """What each rank offers and wants, checked. Collective.
+    """Exchange what each rank offers and wants, and check that it fits. Collective.
 
     Args:
         describe: returns what this rank offers and wants.

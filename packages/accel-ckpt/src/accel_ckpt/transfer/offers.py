@@ -26,7 +26,7 @@ class WeightInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In which it is sent."""
+    """The dtype in which it is sent."""
 
 
 class OfferedWeight(NamedTuple):
@@ -34,9 +34,9 @@ class OfferedWeight(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    """In which it is sent; the values may have another."""
+    """The dtype in which it is sent; the values may have another."""
     box: Box
-    """Where it is in the whole weight."""
+    """The place of the block in the whole weight."""
     tensor: torch.Tensor
     """The values, in the memory that training uses."""
 
@@ -125,9 +125,8 @@ class OfferedWeights:
         gone = sorted({key.name for key in self._mine - found.keys()})
         if gone:
             raise StateMismatchError(
-                f"the model has changed since its weights were offered: this rank no longer holds its parts of "
-                f"{listed(gone)} in the same shape and dtype. Make a new source of weights on all ranks, and a new "
-                "transfer"
+                f"the model has changed since its weights were offered: this rank no longer holds its parts "
+                f"of {listed(gone)} in the same shape and dtype. Make a new source and transfer on all ranks"
             )
         for key, tensor in found.items():
             if key in self._mine:
@@ -147,7 +146,7 @@ class OfferedWeights:
         return {name: sent(name, leaf) for name, leaf in self._state().items() if is_leaf(leaf)}
 
     def _parts(self) -> dict[str, list[Part]]:
-        """This rank's parts by name; of what another rank gives alone, an empty one."""
+        """This rank's parts by name; an empty part of a weight that another rank gives alone."""
         found: dict[str, list[Part]] = {}
         for name, leaf in self._state().items():
             if not is_leaf(leaf):

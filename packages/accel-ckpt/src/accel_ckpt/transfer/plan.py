@@ -39,7 +39,7 @@ _FORM = {"offers": {OTHERS: list}, "aliases": {OTHERS: str}, "wants": {OTHERS: l
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """What a rank offers, and what it wants."""
+    """Descriptions of what a rank offers and wants."""
 
     offers: Mapping[str, Held]
     aliases: Mapping[str, str]
@@ -62,7 +62,7 @@ class RankWeights:
         """Read the description that another rank sent.
 
         Raises:
-            TransferError: it is none.
+            TransferError: it is something else than a description.
         """
         where = f"the weights that rank {rank} described"
         try:
@@ -81,7 +81,7 @@ class RankWeights:
 
 
 def held_to_plain(held: Held) -> list[Any]:
-    """What a rank holds of a weight, as JSON can hold it."""
+    """Convert what a rank holds of a weight to plain data for JSON."""
     return [list(held.shape), held.dtype, [[list(box.offsets), list(box.sizes)] for box in held.boxes]]
 
 
@@ -119,34 +119,34 @@ class Piece(NamedTuple):
     """A block that goes from one rank to another, within one message."""
 
     name: str
-    """Under which it is offered."""
+    """The name under which the weight is offered."""
     box: Box
-    """In the whole weight."""
+    """The place of the block in the whole weight."""
     offered: Box
     """The block of the sender that it is part of."""
     wanted: Box
     """The block of the receiver that it is part of."""
     dtype: torch.dtype
-    """In which it is sent."""
+    """The dtype in which it is sent."""
     begin: int
-    """Its first byte in the message; a multiple of the size of an element."""
+    """The offset of its first byte in the message; a multiple of the size of an element."""
     nbytes: int
 
 
 class Message(NamedTuple):
-    """What one rank sends to another at once: blocks without gaps between them."""
+    """A message of one rank to another: blocks without gaps between them."""
 
     sender: int
     receiver: int
     number: int
-    """Among the messages of this sender to this receiver."""
+    """The position among the messages of this sender to this receiver."""
     pieces: tuple[Piece, ...]
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What one rank sends and receives, in an order that all ranks keep.
+    """The messages that one rank sends and receives, in an order that all ranks keep.
 
     Every rank starts its messages in this order and has at most two under way. The first unfinished message of all
     ranks is then always started on both sides, so no rank waits for ever.
@@ -154,7 +154,7 @@ class TransferPlan:
 
     messages: tuple[Message, ...]
     copies: tuple[Piece, ...]
-    """What this rank gives to itself."""
+    """Blocks that this rank gives to itself."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -245,7 +245,7 @@ def _other_dtypes(wants: Mapping[str, tuple[Held, Sequence[tuple[int, str, Held]
 
 
 def _misfits(offered: Held, holders: Sequence[tuple[int, str, Held]]) -> Iterator[str]:
-    """What is wrong with the blocks in which receivers want one weight."""
+    """Problems of the blocks in which receivers want one weight."""
     boxes: dict[int, set[Box]] = {}
     for position, name, held in holders:
         if held.shape != offered.shape:

@@ -225,7 +225,7 @@ class VLLMWeightTransfer:
                 try:
                     self._group = connect()
                 except Exception:
-                    call.raise_if_failed()  # why nobody came
+                    call.raise_if_failed()  # says why the workers did not join
                     raise
                 call.result()
 
@@ -281,7 +281,7 @@ class VLLMWeightTransfer:
             for name, begin in zip(chunk.names, chunk.begins, strict=True)
         }
         carry_out(plan, self._transport, sources, targets)
-        calls[0].raise_if_failed()  # nobody would take part in the broadcast
+        calls[0].raise_if_failed()  # the workers would not take part in the broadcast
         assert self._group is not None, "rank 0 joined the group"
         values = self._buffer[: chunk.nbytes] if self._packed else self._values(chunk.names[0], 0)
         self._group.broadcast(values, src=0)

@@ -120,8 +120,7 @@ def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
     parts = ", ".join(f"{count} {name}" for name, count in checkpoint.parts().items() if count)
     warn(
         f"{checkpoint.directory} was written by Accelerate ({checkpoint.kind}, {len(checkpoint.ranks)} ranks; "
-        f"{parts}). "
-        "Nothing in it tells a complete save from one that was cut off."
+        f"{parts}). Nothing in it tells a complete save from one that was cut off."
         + "".join(f" {note[0].upper()}{note[1:]}." for note in notes),
     )
 

@@ -83,11 +83,11 @@ class ObjectFolder(Folder):
         return True
 
     def complete_checkpoints(self, prefix: str) -> list[Path]:
-        """Manifests are read in parallel."""
+        """List complete checkpoints; their manifests are read in parallel."""
         return self._those(ObjectFolder.is_complete, [name for _, name in self._numbered(prefix)])
 
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
-        """List them; a folder without a manifest does not count."""
+        """List checkpoints from a number on; a folder without a manifest does not count."""
         return self._those(
             ObjectFolder._has_manifest, [name for n, name in self._numbered(prefix) if n >= number]
         )
@@ -121,7 +121,7 @@ class ObjectFolder(Folder):
         return [path for path in doomed if _prune(self._uri / path.name)]
 
     def check_for_weights(self) -> None:
-        """One request.
+        """Refuse a training state, with one request.
 
         Raises:
             CheckpointSaveError: also if the storage cannot be read.
@@ -139,7 +139,7 @@ class ObjectFolder(Folder):
     def publish_weights(
         self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
-        """They are uploaded while they are written.
+        """Replace the weights; files are uploaded while they are written.
 
         Raises:
             CheckpointSaveError: the storage refuses, or does not answer; see `WeightSwitch.run`.
@@ -161,7 +161,7 @@ class ObjectFolder(Folder):
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """The object is fetched, and its file removed after the block."""
+        """Context with a fetched copy of an object, which is removed after the block."""
         mirror = weights.fetch_file(self._uri / name)
         try:
             yield mirror.folder / name
@@ -169,7 +169,7 @@ class ObjectFolder(Folder):
             mirror.remove()
 
     def local_weights(self) -> tuple[Path, Callable[[], object]]:
-        """They are fetched.
+        """Fetch the weights to this machine.
 
         Raises:
             CheckpointNotFoundError: there are no weights.

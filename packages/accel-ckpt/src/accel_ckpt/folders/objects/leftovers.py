@@ -1,4 +1,4 @@
-"""What saves to object storage leave: objects, marks of saves under way, and leftovers of dead saves.
+"""Objects of saves: the marks of saves under way, and removal of what dead saves left.
 
 ```
 run/checkpoint_3/manifest.json               the last object that a save writes: a checkpoint exists when it does

@@ -68,7 +68,7 @@ class Mirror:
         self._store, self._prefix, self._verify = store, prefix, verify
         self._scratch = Scratch()
         self.folder = self._scratch.folder
-        """Of the local files."""
+        """The folder of the local files."""
         self.remove = self._scratch.remove
         """Remove the local files; those that are mapped stay readable."""
         self._objects = {name: _Object(inside(self.folder, name), record) for name, record in files.items()}
