@@ -33,12 +33,7 @@ from accel_ckpt.training.optimizers import name_positions
 from accel_state.constants import SCALER_NAME
 from accel_state.errors import NotAvailableError
 
-__all__ = [
-    "AccelerateCheckpoint",
-    "RankFile",
-    "accelerate_checkpoints",
-    "is_accelerate_checkpoint",
-]
+__all__ = ["AccelerateCheckpoint", "RankFile", "accelerate_checkpoints", "is_accelerate_checkpoint"]
 
 _NUMBERED = {
     "model": re.compile(r"model(?:_(?P<n>\d+))?\.safetensors"),

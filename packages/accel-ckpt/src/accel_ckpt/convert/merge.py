@@ -158,7 +158,7 @@ def _warn_of_extra(checkpoint: Path) -> None:
     if extra:
         warn(
             f"{checkpoint}: these entries are not tensors, so they are not merged: {listed([*extra])}. "
-            "load_checkpoint_in_model takes them from the training state",
+            "load_checkpoint_in_model takes them from the training state"
         )
 
 

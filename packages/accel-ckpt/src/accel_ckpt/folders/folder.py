@@ -12,7 +12,6 @@ locks. `find.py` decides which of the two a path needs.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from abc import ABC, abstractmethod
@@ -24,13 +23,8 @@ from typing import Any, ClassVar, TypeVar
 
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
-    ObjectStorageError,
-)
-from accel_ckpt.folders.weight_switch import Writers
+from accel_ckpt.errors import CheckpointSaveError
+from accel_ckpt.folders.weight_switch import Writers, explained
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
@@ -116,7 +110,7 @@ class Transaction(ABC):
         """
 
         def open_and_prepare() -> tuple[str, str, Any]:
-            with self._naming_the_cause():
+            with explained(self._failure):
                 self._open()
             return str(self.directory), self.token, prepare()
 
@@ -182,7 +176,7 @@ class Transaction(ABC):
         """Write the manifest and give the checkpoint its name; on leading ranks."""
 
     def _report(self, write: Callable[[Path], Contribution]) -> dict[str, Any]:
-        with self._naming_the_cause():
+        with explained(self._failure):
             written = self._write(write)
         if self.leader:  # the others need no index of the leader's tensors, which can be large
             self._own = written
@@ -197,19 +191,8 @@ class Transaction(ABC):
             self._own if rank == self.coordinator.rank else Contribution.from_plain(answer)
             for rank, answer in enumerate(answers)
         ]
-        with self._naming_the_cause():
+        with explained(self._failure):
             self._publish(parts)
-
-    @contextlib.contextmanager
-    def _naming_the_cause(self) -> Iterator[None]:
-        try:
-            yield
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failure(error) from error
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> CheckpointSaveError:
         return CheckpointSaveError(
@@ -349,10 +332,7 @@ class Folder(ABC):
 
     @abstractmethod
     def publish_weights(
-        self,
-        writers: Writers,
-        index: tuple[str, str] | None,
-        disk: Disk = LOCAL,
+        self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
         """Replace the weights as a whole, see `WeightSwitch`; files of weights that were there are removed.
 

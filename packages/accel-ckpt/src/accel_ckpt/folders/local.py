@@ -108,8 +108,7 @@ class LocalFolder(Folder):
             doomed = self.complete_checkpoints(prefix)[:-keep]
         except OSError as error:  # such as a manifest of another user
             warn(
-                f"no older checkpoint in {self.path} was removed: {error}. Every save tries again",
-                once=True,
+                f"no older checkpoint in {self.path} was removed: {error}. Every save tries again", once=True
             )
             return []
         return [path for path in doomed if _prune(path, disk)]

@@ -193,9 +193,7 @@ class LocalTransaction(Transaction):
             self.disk.remove_tree(old)
         except OSError as error:
             self._keep = old.exists()
-            warn(
-                f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
-            )
+            warn(f"the checkpoint is saved, but the old one could not be removed from {old}: {error}")
 
 
 def _make_folders(folder: Path, disk: Disk) -> None:

@@ -162,9 +162,7 @@ def _open_dcp(folder: Path) -> PiecedWeights:
     names = {by_key[key]: plain for key, plain in entries.items()}
     left_out = [name for name in names if name not in content.tensors]
     if left_out:
-        warn(
-            f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}",
-        )
+        warn(f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}")
     return PiecedWeights(
         {plain: content.tensors[name] for name, plain in names.items() if name in content.tensors}
     )

@@ -13,11 +13,7 @@ from typing import Any
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import (
-    CheckpointNotFoundError,
-    CheckpointVersionError,
-    CorruptCheckpointError,
-)
+from accel_ckpt.errors import CheckpointNotFoundError, CheckpointVersionError, CorruptCheckpointError
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, positive
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular

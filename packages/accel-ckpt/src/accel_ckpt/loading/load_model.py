@@ -20,12 +20,7 @@ from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
 from accel_ckpt.loading.renaming import renamed_weights
 from accel_ckpt.loading.translation import Translation, translating_modules
-from accel_ckpt.loading.weights import (
-    BroadcastWeights,
-    MappedWeights,
-    WeightSource,
-    open_weights,
-)
+from accel_ckpt.loading.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
 from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
@@ -520,9 +515,7 @@ class _Load:
         self._tensors, self._translation = tensors, translation
 
     def run(
-        self,
-        progress: Callable[[Sequence[Step]], Iterable[Step]],
-        resume_collector: Callable[[], None],
+        self, progress: Callable[[Sequence[Step]], Iterable[Step]], resume_collector: Callable[[], None]
     ) -> LoadReport:
         """Compare everything, then fill the model."""
         source, placer, coordinator = self._source, self._placer, self._request.ranks()
@@ -552,7 +545,7 @@ class _Load:
             )
             if plan.missing_extra and not self._request.strict:
                 warn(
-                    f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is",
+                    f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is"
                 )
             if not self._is_judged_after:
                 _warn(report, self._model, checkpoint)
@@ -770,11 +763,9 @@ def _warn(report: LoadReport, model: nn.Module, checkpoint: object) -> None:
     advice = _advice_on_names(model) if report.missing and report.unexpected else ""
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
-            warn(
-                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}",
-            )
+            warn(f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}")
     if report.unexpected:
         warn(
             f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
-            f"tensors of these names: {listed(report.unexpected)}{advice}",
+            f"tensors of these names: {listed(report.unexpected)}{advice}"
         )

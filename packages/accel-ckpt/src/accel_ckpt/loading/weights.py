@@ -30,13 +30,7 @@ from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import flat_bytes
 from accel_state.world.process import PartialState
 
-__all__ = [
-    "BroadcastWeights",
-    "MappedWeights",
-    "WeightSource",
-    "fingerprint_of",
-    "open_weights",
-]
+__all__ = ["BroadcastWeights", "MappedWeights", "WeightSource", "fingerprint_of", "open_weights"]
 
 
 # Bytes of tensors that are sent together.

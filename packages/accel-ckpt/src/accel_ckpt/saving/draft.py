@@ -29,14 +29,7 @@ from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, js
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
-from accel_ckpt.saving.part_division import (
-    Held,
-    PartKey,
-    describe_parts,
-    divide_parts,
-    files_of,
-    tied_parts,
-)
+from accel_ckpt.saving.part_division import Held, PartKey, describe_parts, divide_parts, files_of, tied_parts
 from accel_ckpt.saving.plan import divide
 from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
@@ -386,9 +379,7 @@ def encode_trees(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
     return json_bytes(encoded), tensors
 
 
-def _split_models(
-    models: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
+def _split_models(models: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
     weights, extra = [], {}
     for index, state_dict in enumerate(models):
         tensors = {name: value for name, value in state_dict.items() if is_leaf(value)}

@@ -18,23 +18,12 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.reader import is_extra_state
-from accel_ckpt.format.writer import (
-    FileRecord,
-    check_writable,
-    lay_out,
-    write_safetensors_from,
-    write_torch,
-)
+from accel_ckpt.format.writer import FileRecord, check_writable, lay_out, write_safetensors_from, write_torch
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, gathered, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.part_division import tied_parts
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.saving.save_model import (
-    check_extra,
-    index_of,
-    named_index,
-    no_weight,
-)
+from accel_ckpt.saving.save_model import check_extra, index_of, named_index, no_weight
 
 __all__ = ["gather_whole", "save_gathered_model"]
 

@@ -17,20 +17,10 @@ from accel_ckpt import hub
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.find import find_folder
-from accel_ckpt.format.index import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    WEIGHTS_INDEX_NAME,
-    index_text,
-)
+from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, index_text
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import is_extra_state
-from accel_ckpt.format.writer import (
-    FileRecord,
-    PlannedFile,
-    check_writable,
-    write_safetensors,
-    write_torch,
-)
+from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, write_safetensors, write_torch
 from accel_ckpt.locations import location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions

@@ -204,7 +204,7 @@ def begin_save(
     if plan.drifted is not None:
         warn(
             f"{transaction.directory}: values that must be equal on all ranks have drifted apart: {plan.drifted}. The "
-            "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks",
+            "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks"
         )
     return transaction, plan
 

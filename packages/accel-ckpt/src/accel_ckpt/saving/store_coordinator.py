@@ -37,10 +37,7 @@ class StoreCoordinator:
     """
 
     def __init__(
-        self,
-        store: Store,
-        ranks: Coordinator,
-        stopped: Callable[[], str | None] = lambda: None,
+        self, store: Store, ranks: Coordinator, stopped: Callable[[], str | None] = lambda: None
     ) -> None:
         self.rank = ranks.rank
         self.world_size = ranks.world_size

@@ -18,12 +18,7 @@ from accel_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_ckpt.folders.find import (
-    checkpoints_from,
-    complete_checkpoints,
-    find_folder,
-    prune_checkpoints,
-)
+from accel_ckpt.folders.find import checkpoints_from, complete_checkpoints, find_folder, prune_checkpoints
 from accel_ckpt.loading.load_module import check_weights, load_weights_into
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
 from accel_ckpt.modules.named_model import NamedModel
@@ -328,7 +323,7 @@ class _Collector:
             for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
                 warn(
                     f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose value is saved "
-                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to load()",
+                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to load()"
                 )
         return self._content
 

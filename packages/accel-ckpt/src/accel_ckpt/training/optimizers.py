@@ -389,9 +389,7 @@ def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any
 
 
 def _check_parameters(
-    names: Sequence[Sequence[str]],
-    all_names: Sequence[Sequence[str]],
-    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]], all_names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     saved = Counter(frozenset(group["params"]) for group in groups)
     here = {name for group in names for name in group}

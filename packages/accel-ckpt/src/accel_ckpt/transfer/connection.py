@@ -15,14 +15,7 @@ from accel_ckpt.parts import Leaf, Part, parts_of, shape_of
 from accel_ckpt.saving.part_division import Held, describe_parts
 from accel_ckpt.tensor_storage import copy_values
 from accel_ckpt.transfer.offers import OfferedWeights, check_plain
-from accel_ckpt.transfer.plan import (
-    Message,
-    Piece,
-    RankWeights,
-    TransferPlan,
-    check_transfer,
-    plan_transfer,
-)
+from accel_ckpt.transfer.plan import Message, Piece, RankWeights, TransferPlan, check_transfer, plan_transfer
 
 __all__ = ["BUCKET_BYTES", "LocalTransport", "Targets", "Transport", "WeightTransfer", "Work", "carry_out"]
 

@@ -21,11 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-)
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.folders.objects.store import Store, in_parallel
 from accel_ckpt.folders.objects.stores import open_store
 from accel_ckpt.format.index import inside

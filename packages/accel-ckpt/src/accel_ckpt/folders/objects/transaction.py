@@ -79,9 +79,7 @@ class ObjectTransaction(Transaction):
                 self._mark.remove()  # the files of other ranks may still be there: then the next save removes it
                 self._marked = False
         except CheckpointError as error:
-            warn(
-                f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}",
-            )
+            warn(f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}")
         if folder is not None:
             folder.remove()
 
@@ -189,7 +187,7 @@ class ObjectTransaction(Transaction):
             self._mark.remove()
         except CheckpointError as error:
             warn(
-                f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}",
+                f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}"
             )
 
 

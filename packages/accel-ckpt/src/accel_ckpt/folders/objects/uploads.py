@@ -112,12 +112,7 @@ class _Outgoing:
     """A file that is being uploaded."""
 
     def __init__(
-        self,
-        store: Store,
-        key: str,
-        name: str,
-        pool: ThreadPoolExecutor,
-        room: threading.BoundedSemaphore,
+        self, store: Store, key: str, name: str, pool: ThreadPoolExecutor, room: threading.BoundedSemaphore
     ) -> None:
         self.name = name
         self.hashes: list[str] = []
