@@ -62,7 +62,7 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 PARTS = (
     Part("accel-state", 15_000, (_source("accel_state"),), limit=15_484),
-    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=12_653),
+    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=12_652),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_158),
     Part("accel-cli", 8_500, (_source("accel_cli"),), limit=10_064),
     Part("accel-train: core", 13_000, _train(""), limit=15_297),
@@ -95,7 +95,7 @@ OTHERS = (
     Part("tools", 12_500, ("tools",), limit=16_366),
     Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=92_046),
 )
-SHARED_CLASS_NAMES_LIMIT = 47
+SHARED_CLASS_NAMES_LIMIT = 40
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
 
 

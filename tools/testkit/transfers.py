@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.transfer.plan import Message
+from accel_ckpt.transfer.plan import WeightMessage
 
 
 class World:
@@ -61,13 +61,13 @@ class ThreadTransport:
     def bucket(self, slot: int) -> torch.Tensor:
         return self.buckets[slot]
 
-    def send(self, slot: int, message: Message) -> _Landing:
+    def send(self, slot: int, message: WeightMessage) -> _Landing:
         self.sent.append((message.receiver, message.nbytes))
         copy = self.buckets[slot][: message.nbytes].clone()
         self.world.queues[self.rank, message.receiver].put(copy)
         return _Landing(None, None)
 
-    def receive(self, slot: int, message: Message) -> _Landing:
+    def receive(self, slot: int, message: WeightMessage) -> _Landing:
         queue = self.world.queues[message.sender, self.rank]
         return _Landing(queue, self.buckets[slot][: message.nbytes])
 

@@ -126,7 +126,11 @@ class AccelerateCheckpoint:
         self._opt_in = opt_in
         if not directory.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
-        self._refuse_other_engines()
+        if (directory / "latest_checkpointed_iteration.txt").exists():
+            raise NotAvailableError(
+                f"{directory} was written by Megatron-LM, whose own layout is not read here; convert it with its tools "
+                "to plain weights, and load them with load_checkpoint_in_model"
+            )
         if not is_accelerate_checkpoint(directory):
             raise CheckpointNotFoundError(
                 f"{directory} is no training state: it has neither a {MANIFEST_NAME} nor files with the names that "
@@ -141,13 +145,6 @@ class AccelerateCheckpoint:
                 f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
                 "which only the same number of FSDP ranks can read. Load it there, and save with "
                 "SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
-
-    def _refuse_other_engines(self) -> None:
-        if (self.directory / "latest_checkpointed_iteration.txt").exists():
-            raise NotAvailableError(
-                f"{self.directory} was written by Megatron-LM, whose own layout is not read here; convert it "
-                "with its tools to plain weights, and load them with load_checkpoint_in_model"
             )
 
     # What is there

@@ -208,7 +208,7 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
     if not _takes(shape, dtype, end - begin):
         raise CorruptCheckpointError(
             f"{path} gives {end - begin} bytes to the tensor {name!r}, which is not what a tensor of shape "
-            f"{_short(shape)} and {dtype} takes"
+            f"{str(list(shape))[:200]} and {dtype} takes"
         )
     return TensorEntry(name, dtype, shape, path, start + begin, end - begin)
 
@@ -220,11 +220,6 @@ def _takes(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
     if 0 in shape:
         return nbytes == 0 and math.prod(size for size in shape if size) < 1 << 63
     return math.prod(shape) * dtype.itemsize == nbytes
-
-
-def _short(shape: Sequence[int]) -> str:
-    text = str(list(shape))
-    return text if len(text) < 200 else f"{text[:200]}…"
 
 
 class MappedShard:

@@ -255,20 +255,15 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
     source, _ = _as_compared(model, open_weights(checkpoint), tensors, placer)
     plan = _compare(source, tensors, placer)
     tops = translating_modules(tensors, _names_as_in(source.about, tensors.targets))
-    _judge(_beside(plan.report, [canonical for _, canonical, _ in tops]), model, checkpoint, strict=None)
-
-
-def _beside(report: LoadReport, translated: Sequence[str]) -> LoadReport:
-    """Leave out names of modules that translate their state dict: only a load tells what they lack."""
+    translated = tuple(canonical for _, canonical, _ in tops)
 
     def known(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if not any(map(name.startswith, translated)))
+        """Leave out names of modules that translate their state dict: only a load tells what they lack."""
+        return tuple(name for name in names if not name.startswith(translated))
 
-    return (
-        LoadReport(known(report.missing), known(report.unexpected), known(report.mismatched))
-        if translated
-        else report
-    )
+    report = plan.report
+    report = LoadReport(known(report.missing), known(report.unexpected), known(report.mismatched))
+    _judge(report, model, checkpoint, strict=None)
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
@@ -563,7 +558,7 @@ class _Load:
         return report
 
     def _judged(
-        self, plan: _Plan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
+        self, plan: _LoadPlan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
     ) -> tuple[LoadReport, Sequence[Step]]:
         strict, checkpoint, placer = self._request.strict, self._request.checkpoint, self._placer
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
@@ -603,7 +598,7 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _LoadPlan:
     report: LoadReport
     steps: list[Step]
     targets: dict[str, LoadTarget]
@@ -616,7 +611,7 @@ class _Plan:
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Plan:
+def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _LoadPlan:
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: list[Step] = []
@@ -645,8 +640,9 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
         shape, dtype = info.shape, info.dtype
         key, tensor = id(target), target.tensor
         if name in in_parts:
+            part = next(other for other in names.values() if other.startswith(f"{name}."))
             mismatched.append(
-                f"{name}: quantised, in parts such as {_first_below(name, names.values())}, which its module does not "
+                f"{name}: quantised, in parts such as {part}, which its module does not "
                 "take (load_and_quantize_model of accel-bigmodel does)"
             )
             unusable.add(key)
@@ -672,17 +668,13 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
     missing_extra = sorted(tensors.extra.keys() - {names[raw] for raw in extra})
-    return _Plan(report, steps, targets, tensors.hidden, extra, missing_extra, ties)
+    return _LoadPlan(report, steps, targets, tensors.hidden, extra, missing_extra, ties)
 
 
 def _above(name: str) -> Iterator[str]:
     """The names of the modules above a tensor; one of them may be a tensor that is saved in parts."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _first_below(parent: str, names: Iterable[str]) -> str:
-    return next(name for name in names if name.startswith(f"{parent}."))
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:

@@ -29,7 +29,14 @@ from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, js
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
-from accel_ckpt.saving.part_division import Held, PartKey, describe_parts, divide_parts, files_of, tied_parts
+from accel_ckpt.saving.part_division import (
+    Holding,
+    PartKey,
+    describe_parts,
+    divide_parts,
+    files_of,
+    tied_parts,
+)
 from accel_ckpt.saving.plan import divide
 from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
 from accel_ckpt.tensor_storage import as_bytes, flat_bytes
@@ -50,7 +57,7 @@ class Offer(TypedDict):
     """Bytes that this rank writes in any case."""
     alike: dict[str, tuple[int, str]]
     """Tensors that it holds like all others: name to bytes and a fingerprint."""
-    parts: dict[str, dict[str, Held]]
+    parts: dict[str, dict[str, Holding]]
     """The parts of divided tensors that it holds: file stem, to name."""
     tied: dict[str, dict[str, str]]
     """Divided tensors that repeat an earlier one: file stem, to name, to the earlier name."""

@@ -12,10 +12,17 @@ from accel_ckpt.coordination import SingleProcess, run_together
 from accel_ckpt.errors import CheckpointError, TransferError
 from accel_ckpt.geometry import Box
 from accel_ckpt.parts import Leaf, Part, parts_of, shape_of
-from accel_ckpt.saving.part_division import Held, describe_parts
+from accel_ckpt.saving.part_division import Holding, describe_parts
 from accel_ckpt.tensor_storage import copy_values
 from accel_ckpt.transfer.offers import OfferedWeights, check_plain
-from accel_ckpt.transfer.plan import Message, Piece, RankWeights, TransferPlan, check_transfer, plan_transfer
+from accel_ckpt.transfer.plan import (
+    RankWeights,
+    TransferPlan,
+    WeightBlock,
+    WeightMessage,
+    check_transfer,
+    plan_transfer,
+)
 
 __all__ = ["BUCKET_BYTES", "LocalTransport", "Targets", "Transport", "WeightTransfer", "Work", "carry_out"]
 
@@ -56,11 +63,11 @@ class Transport(Protocol):
         """The memory of one of the two buckets, as bytes."""
         ...
 
-    def send(self, slot: int, message: Message) -> Work:
+    def send(self, slot: int, message: WeightMessage) -> Work:
         """Begin to send the first bytes of a bucket."""
         ...
 
-    def receive(self, slot: int, message: Message) -> Work:
+    def receive(self, slot: int, message: WeightMessage) -> Work:
         """Begin to receive a message into a bucket."""
         ...
 
@@ -75,11 +82,11 @@ class LocalTransport(SingleProcess):
         """Raise: a transfer within one process has no buckets."""
         raise TransferError("a transfer within one process has no buckets")
 
-    def send(self, slot: int, message: Message) -> Work:
+    def send(self, slot: int, message: WeightMessage) -> Work:
         """Raise: a transfer within one process sends nothing."""
         raise TransferError("a transfer within one process sends nothing")
 
-    def receive(self, slot: int, message: Message) -> Work:
+    def receive(self, slot: int, message: WeightMessage) -> Work:
         """Raise: a transfer within one process receives nothing."""
         raise TransferError("a transfer within one process receives nothing")
 
@@ -105,7 +112,7 @@ class Targets:
             check_plain(name, parts)
             self._parts[name] = parts or [Part.nothing(shape_of(leaf))]
 
-    def describe(self) -> dict[str, Held]:
+    def describe(self) -> dict[str, Holding]:
         """Describe what is wanted, for the other ranks."""
         return describe_parts({"": self._parts})[""]
 
@@ -219,14 +226,14 @@ def move_together(move: Callable[[], None], transport: Transport) -> None:
         raise
 
 
-def describe_offers(offers: OfferedWeights | None) -> dict[str, Held]:
+def describe_offers(offers: OfferedWeights | None) -> dict[str, Holding]:
     """Describe what this rank offers, for the other ranks."""
     found: dict[str, list[Box]] = {}
     for weight in offers or ():
         found.setdefault(weight.name, []).append(weight.box)
     about = {} if offers is None else offers.about
     return {
-        name: Held(about[name].shape, str(about[name].dtype), about[name].dtype.itemsize, tuple(boxes))
+        name: Holding(about[name].shape, str(about[name].dtype), about[name].dtype.itemsize, tuple(boxes))
         for name, boxes in found.items()
     }
 
@@ -270,7 +277,7 @@ def sources_of(offers: OfferedWeights | None) -> dict[tuple[str, Box], torch.Ten
 class _Flight(NamedTuple):
     work: Work
     slot: int
-    message: Message
+    message: WeightMessage
 
 
 @torch.no_grad()
@@ -326,7 +333,7 @@ def _land(
             _within(target, piece, piece.wanted).copy_(values)
 
 
-def _values(bucket: torch.Tensor, message: Message) -> Iterable[tuple[Piece, torch.Tensor]]:
+def _values(bucket: torch.Tensor, message: WeightMessage) -> Iterable[tuple[WeightBlock, torch.Tensor]]:
     """The blocks of a message in its bucket."""
     for piece in message.pieces:
         yield (
@@ -335,10 +342,10 @@ def _values(bucket: torch.Tensor, message: Message) -> Iterable[tuple[Piece, tor
         )
 
 
-def _source(sources: Sources, piece: Piece) -> torch.Tensor:
+def _source(sources: Sources, piece: WeightBlock) -> torch.Tensor:
     return _within(sources[piece.name, piece.offered], piece, piece.offered)
 
 
-def _within(tensor: torch.Tensor, piece: Piece, block: Box) -> torch.Tensor:
+def _within(tensor: torch.Tensor, piece: WeightBlock, block: Box) -> torch.Tensor:
     """The piece of a block that a tensor holds."""
     return tensor if piece.box == block else tensor[piece.box.within(block.offsets).slices]

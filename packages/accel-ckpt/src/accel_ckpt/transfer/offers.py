@@ -12,7 +12,7 @@ from accel_ckpt.errors import StateMismatchError, UnsupportedValueError
 from accel_ckpt.geometry import Box
 from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Part, is_divided, is_leaf, parts_of, shape_of
-from accel_ckpt.saving.part_division import Held, PartKey, describe_parts, divide_parts, tied_parts
+from accel_ckpt.saving.part_division import PartKey, describe_parts, divide_parts, tied_parts
 from accel_ckpt.tensor_storage import DTYPE_NAMES, parse_dtype, why_not_plain
 from accel_ckpt.transfer.plan import held_from_plain, held_to_plain
 
@@ -92,7 +92,10 @@ class OfferedWeights:
             }
 
         answers = run_together(describe, ranks, doing="listing the weights that ranks hold")
-        held = [_held_by(rank, answer) for rank, answer in enumerate(answers)]
+        held = [
+            {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
+            for rank, answer in enumerate(answers)
+        ]
         shares, aliases = divide_parts(
             [{_STEM: own} for own in held],
             [{_STEM: answer["tied"]} for answer in answers],
@@ -168,10 +171,6 @@ def check_plain(name: str, parts: Collection[Part]) -> None:
             reason = f"has the dtype {part.tensor.dtype}, which a transfer does not know; convert it first"
         if reason is not None:
             raise UnsupportedValueError(f"the weight {name!r} {reason}")
-
-
-def _held_by(rank: int, answer: Mapping[str, Any]) -> dict[str, Held]:
-    return {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
 
 
 def _sent_as(dtype: torch.dtype | str) -> torch.dtype:

@@ -24,7 +24,7 @@ import torch
 from accel_ckpt.coordination import run_together
 from accel_ckpt.errors import TransferError
 from accel_ckpt.geometry import Box
-from accel_ckpt.saving.part_division import Held
+from accel_ckpt.saving.part_division import Holding
 from accel_ckpt.transfer.connection import (
     BUCKET_BYTES,
     LocalTransport,
@@ -221,7 +221,7 @@ class VLLMWeightTransfer:
 
         def join() -> None:
             if leads:
-                call = _Call(lambda: client.init_weight_transfer_engine(init_info))
+                call = _BackgroundCall(lambda: client.init_weight_transfer_engine(init_info))
                 try:
                     self._group = connect()
                 except Exception:
@@ -240,12 +240,12 @@ class VLLMWeightTransfer:
         """
         leads = self._transport.rank == 0
         sources: dict[tuple[str, Box], torch.Tensor] = {}
-        calls: list[_Call] = []
+        calls: list[_BackgroundCall] = []
 
         def begin() -> None:
             if leads:
                 self._client.start_weight_update()
-                calls.append(_Call(lambda: self._client.update_weights(self.update_info)))
+                calls.append(_BackgroundCall(lambda: self._client.update_weights(self.update_info)))
 
         def finish() -> None:
             if leads:
@@ -270,7 +270,7 @@ class VLLMWeightTransfer:
         chunk: _Chunk,
         plan: TransferPlan,
         sources: Mapping[tuple[str, Box], torch.Tensor],
-        calls: Sequence[_Call],
+        calls: Sequence[_BackgroundCall],
     ) -> None:
         """Collect the weights of a chunk on rank 0, and broadcast them."""
         if self._transport.rank:
@@ -297,11 +297,11 @@ def _box(about: WeightInfo) -> Box:
     return Box((0,) * len(about.shape), about.shape)
 
 
-def _whole(offers: OfferedWeights, ignored: Collection[str]) -> Iterator[tuple[str, Held]]:
+def _whole(offers: OfferedWeights, ignored: Collection[str]) -> Iterator[tuple[str, Holding]]:
     """All weights that are offered, whole; tied names once."""
     for name, about in offers.about.items():
         if name not in offers.aliases and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
-            yield name, Held(about.shape, str(about.dtype), about.dtype.itemsize, (_box(about),))
+            yield name, Holding(about.shape, str(about.dtype), about.dtype.itemsize, (_box(about),))
 
 
 def _chunks(about: Mapping[str, WeightInfo], limit: int | None) -> Iterator[_Chunk]:
@@ -324,7 +324,7 @@ def _chunks(about: Mapping[str, WeightInfo], limit: int | None) -> Iterator[_Chu
 
 
 @dataclass(slots=True)
-class _Call:
+class _BackgroundCall:
     """A call in a thread of its own, which nothing waits for if this process fails."""
 
     function: Callable[[], None]

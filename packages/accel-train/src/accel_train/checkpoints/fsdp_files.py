@@ -60,7 +60,7 @@ def save_fsdp_model(
     Raises:
         OptionError: ``use_dcp`` is False.
     """
-    files = _Files("model", model_index, output_dir, fsdp_plugin, accelerator, use_dcp)
+    files = _StateFiles("model", model_index, output_dir, fsdp_plugin, accelerator, use_dcp)
     files.write(_model_state(model, adapter_only, files.full))
 
 
@@ -85,7 +85,7 @@ def load_fsdp_model(
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
-    files = _Files("model", model_index, input_dir, fsdp_plugin, accelerator, use_dcp)
+    files = _StateFiles("model", model_index, input_dir, fsdp_plugin, accelerator, use_dcp)
     state = files.read(lambda: _model_state(model, adapter_only, full=False))
     options = files.reading_options(strict=not adapter_only)
     return set_model_state_dict(
@@ -116,7 +116,7 @@ def save_fsdp_optimizer(
     Raises:
         OptionError: ``use_dcp`` is False.
     """
-    files = _Files("optimizer", optimizer_index, output_dir, fsdp_plugin, accelerator, use_dcp)
+    files = _StateFiles("optimizer", optimizer_index, output_dir, fsdp_plugin, accelerator, use_dcp)
     options = StateDictOptions(full_state_dict=files.full, cpu_offload=files.full)
     files.write(get_optimizer_state_dict(plain_module(model), _inner(optimizer), options=options))
 
@@ -148,13 +148,13 @@ def load_fsdp_optimizer(
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
-    files = _Files("optimizer", optimizer_index, input_dir, fsdp_plugin, accelerator, use_dcp)
+    files = _StateFiles("optimizer", optimizer_index, input_dir, fsdp_plugin, accelerator, use_dcp)
     plain, inner = plain_module(model), _inner(optimizer)
     state = files.read(lambda: get_optimizer_state_dict(plain, inner))
     set_optimizer_state_dict(plain, inner, state, options=files.reading_options())
 
 
-class _Files:
+class _StateFiles:
     """The files of a model or an optimizer: one file of the whole state, or a folder to which all ranks write.
 
     Args:
