@@ -129,8 +129,7 @@ def trees(directory: Path) -> list[str]:
     """Read the shared trees of a checkpoint, besides weights, under this library's names."""
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory)
     counts = checkpoint.parts()
-    kinds = {name: kind for kind, name in _NAMES.items()}
-    found = [f"{kinds[name]}_{i}" for name in kinds if name in counts for i in range(counts[name])]
+    found = [f"{kind}_{i}" for kind, name in _NAMES.items() for i in range(counts[name])]
     return [*found, *(["scaler"] if counts["scalers"] else [])]
 
 
