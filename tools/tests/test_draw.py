@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import concepts
-import plots
+import pytest
+
+import draw
 import terminal_pictures
-import tutorial_plots
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -16,9 +16,24 @@ DOCS = ROOT / "docs"
 OTHERS = {"guides/images/strategies-losses.svg", "images/favicon.svg", "images/logo.svg"}
 
 
+DRAWN = dict(draw.drawings())
+
+
+def test_every_file_shows_its_facts():
+    assert draw.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+def test_a_picture_has_a_color_for_both_schemes(path):
+    style, _, drawn = path.read_text(encoding="utf-8").partition("</style>")
+    colors = set(re.findall(r"(?:fill|stroke): #\w+", drawn))
+    assert len(colors) > 2
+    assert {color for color in colors if f'[style*="{color}"]' not in style} == set()
+
+
 def test_every_picture_is_drawn_by_a_script():
-    folders = (concepts.PICTURES, plots.PLOTS, terminal_pictures.IMAGES, tutorial_plots.PICTURES)
-    drawn = {path.relative_to(DOCS).as_posix() for folder in folders for path in folder.glob("*.svg")}
+    paths = [*DRAWN, *terminal_pictures.IMAGES.glob("*.svg")]
+    drawn = {path.relative_to(DOCS).as_posix() for path in paths}
     there = {
         path.relative_to(DOCS).as_posix()
         for kind in ("svg", "png", "jpg", "gif", "webp")
