@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -61,19 +60,6 @@ def test_a_picture_shows_the_values_of_its_facts():
             for dtype in run.values()
             if dtype == "bfloat16"
         ]
-    )
-
-
-def test_a_picture_of_other_facts_is_named(tmp_path, monkeypatch, capsys):
-    for name in NAMES:
-        (tmp_path / f"{name}.json").write_text(json.dumps(concepts.facts(name)), encoding="utf-8")
-    facts = concepts.facts("mesh_groups")
-    facts["mesh"][0][0] = [1, 0]
-    (tmp_path / "mesh_groups.json").write_text(json.dumps(facts), encoding="utf-8")
-    monkeypatch.setattr(concepts, "DATA", tmp_path)
-    assert draw.main(["--check"]) == 1
-    assert (
-        capsys.readouterr().out == "docs/images/concepts/mesh_groups.svg: out of date; run: hatch run draw\n"
     )
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import concepts
 import draw
 import terminal_pictures
+import tutorial_plots
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -21,6 +23,27 @@ DRAWN = dict(draw.drawings())
 
 def test_every_file_shows_its_facts():
     assert draw.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "page", "before", "after", "name"),
+    [
+        (draw.ROOT / "docs/benchmarks", "command.md", "| `--help` | 0", "| `--help` | 9", "plots/command"),
+        (tutorial_plots.PAGES, "evaluation.md", "500 of 501", "499 of 501", "tutorial/evaluation"),
+        (concepts.DATA, "mesh_groups.json", "0, 1", "1, 0", "concepts/mesh_groups"),
+    ],
+)
+def test_a_picture_of_other_facts_is_named(folder, page, before, after, name, monkeypatch, capsys):
+    read = Path.read_text
+
+    def changed(path, *arguments, **options):
+        text = read(path, *arguments, **options)
+        return text.replace(before, after, 1) if path == folder / page else text
+
+    assert before in read(folder / page, encoding="utf-8")
+    monkeypatch.setattr(Path, "read_text", changed)
+    assert draw.main(["--check"]) == 1
+    assert capsys.readouterr().out == f"docs/images/{name}.svg: out of date; run: hatch run draw\n"
 
 
 @pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)

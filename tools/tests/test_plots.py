@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 import draw
@@ -24,16 +22,6 @@ def test_a_file_shows_its_figures(name):
         else:
             shown = [*[group.title] * titled, *group.values, *map(group.form.format, group.values.values())]
             assert [text for text in shown if text not in texts] == []
-
-
-def test_a_plot_of_other_figures_is_named(tmp_path, monkeypatch, capsys):
-    text = plots.PAGES[1].read_text(encoding="utf-8")
-    slower = re.sub(r"(?<=\n\| `--help` )\|[^|]*\|", "| 9.99 s |", text, count=1)
-    assert slower != text
-    (tmp_path / "command.md").write_text(slower, encoding="utf-8")
-    monkeypatch.setattr(plots, "PAGES", (plots.PAGES[0], tmp_path / "command.md", *plots.PAGES[2:]))
-    assert draw.main(["--check"]) == 1
-    assert capsys.readouterr().out == "docs/images/plots/command.svg: out of date; run: hatch run draw\n"
 
 
 PAGE = """
