@@ -6,6 +6,7 @@ Also: a parameter that is replaced after the first step, whose optimizer would t
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_ckpt import StateMismatchError
 from accel_state import broadcast_object_list
@@ -116,6 +117,50 @@ def test_schedulers_of_one_class_that_changed_places_are_refused(tmp_path):
         StateMismatchError, match="StepLR of optimizer 0 there and StepLR of optimizer 1 here"
     ):
         script(schedules=("step", "step"), order=(1, 0)).load_state(folder)
+
+
+class OtherNet(nn.Linear):
+    pass
+
+
+MOVED = {
+    "model": lambda accelerator, order: accelerator.prepare(
+        *([nn.Linear, OtherNet][place](4, 1) for place in order)
+    ),
+    "loader": lambda accelerator, order: accelerator.prepare(
+        *(DataLoader(range(16), batch_size=[2, 4][place]) for place in order)
+    ),
+    "average of a model": lambda accelerator, order: [
+        AveragedWeights(accelerator, models[place])
+        for models in [accelerator.prepare(net(1), net(2))]
+        for place in order
+    ],
+    "average of a decay": lambda accelerator, order: [
+        AveragedWeights(accelerator, model, decay=[0.9, 0.99][place])
+        for model in [accelerator.prepare(net(1))]
+        for place in order
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", MOVED)
+def test_objects_of_equal_shapes_that_changed_places_are_refused(tmp_path, kind):
+    first, again, moved = (Accelerator(cpu=True) for _ in range(3))
+    MOVED[kind](first, (0, 1))
+    first.save_state(tmp_path / "state")
+    MOVED[kind](again, (0, 1))
+    again.load_state(tmp_path / "state")
+    MOVED[kind](moved, (1, 0))
+    with pytest.raises(StateMismatchError, match=r"0 is .* there and .* here"):
+        moved.load_state(tmp_path / "state")
+
+
+def test_loaders_may_get_larger_batches(tmp_path):
+    first, larger = Accelerator(cpu=True), Accelerator(cpu=True)
+    first.prepare(*(DataLoader(range(16), batch_size=size) for size in (2, 4, 8)))
+    first.save_state(tmp_path / "state")
+    larger.prepare(*(DataLoader(range(16), batch_size=size) for size in (4, 8, 16)))
+    larger.load_state(tmp_path / "state")
 
 
 def test_a_class_may_get_another_name(tmp_path):

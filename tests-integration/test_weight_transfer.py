@@ -13,7 +13,6 @@ from torch import nn
 
 from accel_ckpt import (
     GroupTransport,
-    SharedMemoryTransport,
     TensorParallelLayout,
     VLLMServer,
     VLLMWeightTransfer,
@@ -271,10 +270,10 @@ def test_ranks_that_train_and_infer():
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-def train_in_shared_memory(folder, updates):
+def train_replicas(port, updates):
     accelerator = accelerator_of(None)
     model, optimizer = prepared(accelerator)
-    transport = SharedMemoryTransport(folder, accelerator.process_index, 3, timeout=30)
+    transport = GroupTransport(join_group("127.0.0.1", port, accelerator.process_index, 3))
     transfer = WeightTransfer(transport, offers=accelerator.weight_source(model), bucket_bytes=BUCKET)
     for number in range(updates):
         step(accelerator, model, optimizer, number)
@@ -282,20 +281,18 @@ def train_in_shared_memory(folder, updates):
     return plain_weights(accelerator, model), transfer.plan.sent_bytes(transport.rank)
 
 
-def receive_in_shared_memory(folder, updates):
+def receive_all(port, updates):
     engine = Engine(0, 1)
-    transport = SharedMemoryTransport(folder, 2, 3, timeout=30)
+    transport = GroupTransport(join_group("127.0.0.1", port, 2, 3))
     transfer = WeightTransfer(transport, wants=engine.wants, bucket_bytes=BUCKET)
     for _ in range(updates):
         transfer.update()
     return engine.tensors
 
 
-def test_shared_memory_between_processes(tmp_path):
-    folder = str(tmp_path / "run")
-    trained, (tensors,) = beside(
-        (train_in_shared_memory, 2, folder, 2), (receive_in_shared_memory, 1, folder, 2)
-    )
+def test_replicas_share_the_sending():
+    port = worlds.free_port()
+    trained, (tensors,) = beside((train_replicas, 2, port, 2), (receive_all, 1, port, 2))
     expected = expected_tensors(trained[0][0], 0, 1)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected if name != "head")
     total = sum(value.nbytes for value in trained[0][0].values())
@@ -304,36 +301,38 @@ def test_shared_memory_between_processes(tmp_path):
     assert min(shares) > 0.4 * total, "replicas share the work"
 
 
-def train_alone_in_shared_memory(folder):
+def train_alone(port):
     from accel_ckpt.errors import CheckpointError
     from accel_train import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(5, 1, bias=False))
     source = accelerator.weight_source(model)
-    transport = SharedMemoryTransport(folder, 0, 2, timeout=30)
+    transport = GroupTransport(join_group("127.0.0.1", port, 0, 2))
     transfer = WeightTransfer(transport, offers=source, ignored=["none"])
     transfer.update()
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="has ended"):
+    with pytest.raises(CheckpointError, match="a rank of the transfer is gone"):
         transfer.update()
     return time.monotonic() - began
 
 
-def test_a_receiver_that_ends_is_noticed(tmp_path):
+def test_a_receiver_that_ends_is_noticed():
+    port = worlds.free_port()
+
     def receiver():
         with pytest.raises(worlds.RankError):
-            worlds.run(end_after_one_update, 1, str(tmp_path / "run"))
+            worlds.run(end_after_one_update, 1, port)
 
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(receiver)
-        (waited,) = worlds.run(train_alone_in_shared_memory, 1, str(tmp_path / "run"))
+        (waited,) = worlds.run(train_alone, 1, port)
         future.result()
     assert waited < 15
 
 
-def end_after_one_update(folder):
-    transport = SharedMemoryTransport(folder, 1, 2, timeout=30)
+def end_after_one_update(port):
+    transport = GroupTransport(join_group("127.0.0.1", port, 1, 2))
     transfer = WeightTransfer(transport, wants={"weight": torch.zeros(1, 5)})
     transfer.update()
     os._exit(3)

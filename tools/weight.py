@@ -61,14 +61,14 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_484),
-    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_122),
-    Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_158),
-    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=10_064),
-    Part("accel-train: core", 13_000, _train(""), limit=15_297),
-    Part("accel-train: data", 5_000, _train("data"), limit=5_237),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_429),
+    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=12_652),
+    Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
+    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_825),
+    Part("accel-train: core", 13_000, _train(""), limit=15_076),
+    Part("accel-train: data", 5_000, _train("data"), limit=5_253),
 )
-OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_597
+OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_500
 # What a user may leave alone: together 12,500 lines, and none of them more than 2,500.
 OPTIONS = (
     Part("pipelines", 2_500, _train("strategies/pipeline", "rehearsal.py")),
@@ -93,9 +93,9 @@ OPTIONS = (
 )
 OTHERS = (
     Part("tools", 12_500, ("tools",), limit=14_686),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=92_046),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=91_636),
 )
-SHARED_CLASS_NAMES_LIMIT = 24
+SHARED_CLASS_NAMES_LIMIT = 2
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Queue
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.transfer.plan import Message
+from accel_ckpt.transfer.plan import WeightMessage
 
 
 class World:
@@ -55,19 +55,19 @@ class ThreadTransport:
         self.world.barrier.wait()
         return found
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         self.buckets = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def bucket(self, slot: int) -> torch.Tensor:
         return self.buckets[slot]
 
-    def send(self, slot: int, message: Message) -> _Landing:
+    def send(self, slot: int, message: WeightMessage) -> _Landing:
         self.sent.append((message.receiver, message.nbytes))
         copy = self.buckets[slot][: message.nbytes].clone()
         self.world.queues[self.rank, message.receiver].put(copy)
         return _Landing(None, None)
 
-    def receive(self, slot: int, message: Message) -> _Landing:
+    def receive(self, slot: int, message: WeightMessage) -> _Landing:
         queue = self.world.queues[message.sender, self.rank]
         return _Landing(queue, self.buckets[slot][: message.nbytes])
 

@@ -246,6 +246,36 @@ def test_parameters_of_every_kind(tmp_path, ranks, decay):
     worlds.run(every_kind, ranks, decay, str(tmp_path / "state"))
 
 
+def test_an_average_waits_with_the_optimizer_of_its_model():
+    from accel_train import Accelerator, AveragedWeights
+
+    accelerator = Accelerator(cpu=True)
+    often, seldom, plain = (nn.Linear(4, 1).double() for _ in range(3))
+    plain.load_state_dict(seldom.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (often, seldom, plain)]
+    right = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    often, seldom, *prepared = accelerator.prepare(often, seldom, *optimizers[:2])
+    average = AveragedWeights(accelerator, seldom, decay=0.5)
+    for step, x in enumerate(batches(7)):
+        with accelerator.accumulate(often):
+            accelerator.backward(often(x).square().mean())
+        if step % 3 == 0:
+            with accelerator.accumulate(seldom):
+                accelerator.backward(seldom(x).square().mean())
+            plain(x).square().mean().backward()
+            optimizers[2].step()
+            optimizers[2].zero_grad()
+            right.update_parameters(plain)
+            assert accelerator.gradients_complete(seldom)  # its optimizer is about to step
+        for optimizer in prepared:  # after both blocks, in every micro-batch
+            optimizer.step()
+            optimizer.zero_grad()
+        average.update()
+    assert average.count == 3
+    with average.applied():
+        assert torch.equal(seldom.weight, right.module.weight)
+
+
 def test_a_weight_beyond_0_and_1_is_refused():
     from accel_train import Accelerator, AveragedWeights
     from accel_train.errors import OptionError

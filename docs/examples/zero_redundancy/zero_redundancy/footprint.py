@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_bigmodel.planning.footprints.base import FP32, Cluster, Moment, Setting, Workload
+from accel_bigmodel.planning.footprints.base import FP32, DeviceCluster, Moment, Setting, Workload
 from accel_bigmodel.planning.footprints.ddp import DDPFootprint
 from accel_bigmodel.planning.shape import ModelShape
 
@@ -18,14 +18,14 @@ class ZeroRedundancyFootprint(DDPFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """One, on several devices."""
         if cluster.devices > 1:
             yield Setting("zero redundancy", "zero_redundancy", cluster.devices, checkpointing=checkpointing)
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """The distributed type; its options have no effect on the peak."""
         return {"distributed_type": "ZERO_REDUNDANCY"}
 
@@ -43,6 +43,6 @@ class ZeroRedundancyFootprint(DDPFootprint):
         """Each rank steps its part."""
         return super().temporaries(elements * self.part(), largest, plain=plain)
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Gradients as ddp sends them; then every rank sends the parameters that it has stepped."""
         return super().traffic(cluster) + FP32 * self.shape.trainable * self.share

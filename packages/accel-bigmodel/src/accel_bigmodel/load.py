@@ -232,7 +232,7 @@ def _load(
         return MapPlacer(_destinations(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
 
     placer = do_together(make_placer, request.ranks(), doing=f"placing {request.checkpoint}")
-    return load_weights(model, request, placer, progress=Progress() if progress else iter)
+    return load_weights(model, request, placer, progress=LoadProgress() if progress else iter)
 
 
 def _destinations(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Destination]:
@@ -369,7 +369,7 @@ class MapPlacer(Placer):
         return self._destinations[parent]
 
 
-class Progress:
+class LoadProgress:
     """A progress bar on stderr for loads that take longer than a second, on the first process of each node."""
 
     def __call__(self, steps: Sequence[Step]) -> Iterator[Step]:

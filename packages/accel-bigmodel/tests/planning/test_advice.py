@@ -7,12 +7,12 @@ import pytest
 from accel_bigmodel import EstimateError
 from accel_bigmodel.planning.advice import make_plan, settings_for, suggestions
 from accel_bigmodel.planning.devices import DEVICES, device_memory
-from accel_bigmodel.planning.footprints.base import Cluster, Workload
-from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
+from accel_bigmodel.planning.footprints.base import DeviceCluster, Workload
+from accel_bigmodel.planning.shape import ModelShape, Phase, Timeline, UnitSizes
 
-BLOCK = Layer(10**8, 10**8, 10**4, largest=10**7)
+BLOCK = UnitSizes(10**8, 10**8, 10**4, largest=10**7)
 SHAPE = ModelShape(
-    "model", (BLOCK,) * 10, Layer(10**8, 10**8, 10**4, largest=10**8), tensors=100, hidden_size=1024
+    "model", (BLOCK,) * 10, UnitSizes(10**8, 10**8, 10**4, largest=10**8), tensors=100, hidden_size=1024
 )
 WORK = Workload(batch_size=2, precision="bf16")
 
@@ -23,7 +23,7 @@ def timelines(numbers, again):
 
 
 def plan(memory, devices=4, machines=1, work=WORK, host=None):
-    return make_plan(SHAPE, Cluster(devices, machines, memory, host_memory=host), work, timelines)
+    return make_plan(SHAPE, DeviceCluster(devices, machines, memory, host_memory=host), work, timelines)
 
 
 def by_name(found):
@@ -55,7 +55,7 @@ def test_another_package_is_advised_where_it_sends_less_than_half():
 
 def test_tensor_parallelism_sends_activations_of_every_token():
     wide = replace(SHAPE, tensor_parallel=(32, 8))
-    cluster = Cluster(4, 1, 1e12)
+    cluster = DeviceCluster(4, 1, 1e12)
     for tokens, micro_batches in ((1, 1), (2048, 1), (2048, 4)):
         work = Workload(batch_size=2, precision="bf16", seq_length=tokens, micro_batches=micro_batches)
         found = by_name(make_plan(wide, cluster, work, timelines))["tp"]
@@ -86,18 +86,20 @@ def test_host_memory_is_compared_where_it_is_known():
 
 
 def test_which_strategies_can_run():
-    names = {setting.name for setting in settings_for(SHAPE, Cluster(1, 1, 1e9), WORK, False)}
+    names = {setting.name for setting in settings_for(SHAPE, DeviceCluster(1, 1, 1e9), WORK, False)}
     assert "single" in names
     assert not any("ddp" in name or "fsdp2" in name for name in names)
-    names = {setting.name for setting in settings_for(SHAPE, Cluster(16, 2, 1e9), WORK, False)}
+    names = {setting.name for setting in settings_for(SHAPE, DeviceCluster(16, 2, 1e9), WORK, False)}
     assert {"ddp", "fsdp2", "hsdp", "deepspeed zero 3 + full offload"} <= names
     assert "tp" not in names
     wide = ModelShape("m", SHAPE.units, SHAPE.outside, tensor_parallel=(32, 8))
-    assert "tp" in {setting.name for setting in settings_for(wide, Cluster(8, 1, 1e9), WORK, False)}
-    assert "tp" not in {setting.name for setting in settings_for(wide, Cluster(12, 1, 1e9), WORK, False)}
-    sgd = settings_for(SHAPE, Cluster(2, 1, 1e9), Workload(optimizer="sgd"), False)
+    assert "tp" in {setting.name for setting in settings_for(wide, DeviceCluster(8, 1, 1e9), WORK, False)}
+    assert "tp" not in {
+        setting.name for setting in settings_for(wide, DeviceCluster(12, 1, 1e9), WORK, False)
+    }
+    sgd = settings_for(SHAPE, DeviceCluster(2, 1, 1e9), Workload(optimizer="sgd"), False)
     assert not any(setting.offload_optimizer for setting in sgd)
-    muon = settings_for(SHAPE, Cluster(2, 1, 1e9), Workload(optimizer="muon"), False)
+    muon = settings_for(SHAPE, DeviceCluster(2, 1, 1e9), Workload(optimizer="muon"), False)
     assert {"ddp", "fsdp2"} <= {setting.strategy for setting in muon} <= {"ddp", "fsdp2", "hsdp"}
 
 
@@ -140,7 +142,7 @@ def test_fp8_takes_what_bf16_takes_and_has_fewer_strategies():
 
     def found(precision):
         work = Workload(batch_size=2, precision=precision)
-        return by_name(make_plan(wide, Cluster(4, 1, 1e12), work, timelines))
+        return by_name(make_plan(wide, DeviceCluster(4, 1, 1e12), work, timelines))
 
     low, lowest = found("bf16"), found("fp8")
     assert set(low) - set(lowest) == {name for name in low if name.startswith(("deepspeed", "tp"))} > set()

@@ -6,7 +6,7 @@ from torch import nn
 
 from accel_bigmodel import EstimateError
 from accel_bigmodel.planning.model import find_units, shape_of_model, text_config, with_adapters
-from accel_bigmodel.planning.shape import Layer
+from accel_bigmodel.planning.shape import UnitSizes
 
 pytest.importorskip("transformers", reason="the oldest versions are tested without it; hatch run test has it")
 from transformers import (
@@ -81,15 +81,15 @@ def test_classes_that_a_model_declares_go_first():
 def test_counts_by_unit():
     shape = shape_of_model(Net())
     block = 4 * 6 + 6 + 4 + 4
-    assert shape.units == (Layer(block, block, (4 + 6) + 6 + 4 + 4, 0, 24),) * 3
-    assert shape.outside == Layer(80, 80, 28, 0, 40)
+    assert shape.units == (UnitSizes(block, block, (4 + 6) + 6 + 4 + 4, 0, 24),) * 3
+    assert shape.outside == UnitSizes(80, 80, 28, 0, 40)
     assert (shape.name, shape.buffers, shape.tensors) == ("Net", 40, 3 * 4 + 2)
     assert (shape.hidden_size, shape.tensor_parallel) == (0, ())
 
 
 def test_ends_of_the_model_are_for_the_first_and_the_last_stage():
     shape = shape_of_model(Net())
-    assert (shape.first, shape.last) == (Layer(40, 40, 14, 0, 40), Layer(40, 40, 14, 0, 40))
+    assert (shape.first, shape.last) == (UnitSizes(40, 40, 14, 0, 40), UnitSizes(40, 40, 14, 0, 40))
     staged = shape_of_model(llama())
     assert (staged.first.parameters, staged.last.parameters) == (20 * 8, 8 + 20 * 8)
     tied = Net()
@@ -117,7 +117,7 @@ def test_frozen_parameters_are_not_trained():
     net.embed.requires_grad_(False)
     net.blocks[0].requires_grad_(False)
     shape = shape_of_model(net)
-    assert shape.units[0] == Layer(38, 0, 0, 0, 0)
+    assert shape.units[0] == UnitSizes(38, 0, 0, 0, 0)
     assert (shape.outside.parameters, shape.outside.trainable, shape.outside.largest) == (80, 40, 40)
     assert (shape.parameters, shape.trainable, shape.tensors) == (194, 2 * 38 + 40, 9)
 

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from accel_bigmodel.planning.shape import (
-    Layer,
     ModelShape,
     Phase,
     Timeline,
+    UnitSizes,
     factored_size,
     shape_of_tensors,
 )
@@ -31,9 +31,9 @@ def test_rows_and_columns(shape, size):
 
 def test_tensors_of_blocks_and_outside():
     shape = shape_of_tensors("net", BLOCKS | OUTSIDE, hidden_size=4)
-    block = Layer(parameters=60, trainable=60, factored=10 + 12 + 4, divisible=0, largest=32)
+    block = UnitSizes(parameters=60, trainable=60, factored=10 + 12 + 4, divisible=0, largest=32)
     assert shape.units == (block,) * 12
-    assert shape.outside == Layer(51, 51, 14 + 10 + 1, 0, 40)
+    assert shape.outside == UnitSizes(51, 51, 14 + 10 + 1, 0, 40)
     assert (shape.parameters, shape.trainable, shape.factored) == (771, 771, 12 * 26 + 25)
     assert shape.tensors == 39
     assert (shape.largest_unit, shape.largest_tensor, shape.hidden_size) == (60, 40, 4)
@@ -45,8 +45,8 @@ def test_adapters_at_the_matrices_of_blocks():
     # (4, 6) gets (2, 6) and (4, 2), and (8, 4) gets (2, 4) and (8, 2).
     trained = 2 * (4 + 6) + 2 * (8 + 4)
     factored = (6 + 2) + (4 + 2) + (4 + 2) + (8 + 2)
-    assert shape.units[0] == Layer(60 + trained, trained, factored, 0, 16)
-    assert shape.outside == Layer(51, 0, 0, 0, 0)
+    assert shape.units[0] == UnitSizes(60 + trained, trained, factored, 0, 16)
+    assert shape.outside == UnitSizes(51, 0, 0, 0, 0)
     assert (shape.trainable, shape.tensors, shape.adapters) == (12 * trained, 12 * 4, 2)
     assert shape.parameters == 771 + 12 * trained
 
@@ -76,7 +76,7 @@ def test_a_model_without_blocks_or_tensors():
 
 
 def test_the_parts_of_a_model_are_added():
-    shape = ModelShape("net", (Layer(5, 4, 3, 2, 1), Layer(7, 6, 5, 4, 3)), Layer(10, 9, 8, 7, 2))
+    shape = ModelShape("net", (UnitSizes(5, 4, 3, 2, 1), UnitSizes(7, 6, 5, 4, 3)), UnitSizes(10, 9, 8, 7, 2))
     assert (shape.parameters, shape.trainable, shape.factored, shape.divisible) == (22, 19, 16, 13)
     assert (shape.largest_unit, shape.largest_tensor) == (7, 3)
 

@@ -1,6 +1,6 @@
 """Prediction of the next groups."""
 
-from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.schedule import StreamingSchedule
 
 
 def run(schedule, order, key="model", *, complete=True, ahead=2):
@@ -15,49 +15,49 @@ def run(schedule, order, key="model", *, complete=True, ahead=2):
 
 
 def test_nothing_is_expected_of_the_first_forward():
-    assert run(Schedule(), [0, 1, 2]) == [[], [], []]
+    assert run(StreamingSchedule(), [0, 1, 2]) == [[], [], []]
 
 
 def test_the_last_order_is_expected():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1, 2])
     assert run(schedule, [0, 1, 2]) == [[0, 1], [1, 2], [2]]
 
 
 def test_groups_that_come_several_times():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 0, 1, 0])
     assert run(schedule, [0, 0, 1, 0]) == [[0, 0], [0, 1], [1, 0], [0]]
 
 
 def test_after_a_jump_the_order_goes_on_from_there():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1, 2, 3, 4])
     assert run(schedule, [0, 3, 4]) == [[0, 1], [1, 2], [4]]
     assert run(schedule, [0, 3, 4]) == [[0, 3], [3, 4], [4]]
 
 
 def test_after_a_jump_back():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1, 2, 3])
     assert run(schedule, [2, 0, 1]) == [[0, 1], [3], [1, 2]]
 
 
 def test_an_unknown_group_changes_nothing():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1, 2])
     assert run(schedule, [0, 9, 1, 2]) == [[0, 1], [1, 2], [1, 2], [2]]
 
 
 def test_an_order_cut_short_is_not_learnt():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1, 2])
     run(schedule, [0], complete=False)
     assert run(schedule, [0, 1, 2])[1] == [1, 2]
 
 
 def test_each_module_that_a_forward_begins_at_has_its_order():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     run(schedule, [0, 1], "encoder")
     run(schedule, [2, 3], "decoder")
     assert run(schedule, [0, 1], "encoder")[0] == [0, 1]
@@ -65,13 +65,13 @@ def test_each_module_that_a_forward_begins_at_has_its_order():
 
 
 def test_an_order_that_is_assumed():
-    schedule = Schedule([0, 1, 2])
+    schedule = StreamingSchedule([0, 1, 2])
     assert run(schedule, [0, 2, 1]) == [[0, 1], [1, 2], []]
     assert run(schedule, [0, 2, 1]) == [[0, 2], [2, 1], [1]]
 
 
 def test_the_same_forward_again():
-    schedule = Schedule([0, 1, 2])
+    schedule = StreamingSchedule([0, 1, 2])
     assert schedule.upcoming(5, again=True) == [0, 1, 2]
     schedule.begin("model")
     schedule.record(0)
@@ -84,7 +84,7 @@ def test_the_same_forward_again():
 
 
 def test_an_assumed_order_that_was_wrong_has_to_prove_itself():
-    schedule = Schedule()
+    schedule = StreamingSchedule()
     for _ in range(2):  # an order that an error cut short leaves it assumed
         schedule.assume("model", range(10))
         schedule.begin("model")

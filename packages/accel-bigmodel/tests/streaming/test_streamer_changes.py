@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
-from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.schedule import StreamingSchedule
 from accel_bigmodel.streaming.slots import SlotPool
 from accel_bigmodel.streaming.streamed_groups import StreamedGroup
 from accel_bigmodel.streaming.streamer import Streamer
@@ -351,7 +351,7 @@ def test_an_exception_in_a_forward_brings_all_home(attach, error):
         (SlotPool, "take"),
         (SlotPool, "give_back"),
         (HostTransfer, "copy"),
-        (Schedule, "record"),
+        (StreamingSchedule, "record"),
         (StreamedGroup, "point"),
         (StreamedGroup, "restore"),
         (Streamer, "enter"),

@@ -96,7 +96,6 @@ from accel_ckpt.transfer.group import join_group as join_group
 from accel_ckpt.transfer.offers import OfferedWeight as OfferedWeight
 from accel_ckpt.transfer.offers import OfferedWeights as OfferedWeights
 from accel_ckpt.transfer.receiver import TensorParallelLayout as TensorParallelLayout
-from accel_ckpt.transfer.shared_memory import SharedMemoryTransport as SharedMemoryTransport
 from accel_ckpt.transfer.vllm import VLLMServer as VLLMServer
 from accel_ckpt.transfer.vllm import VLLMWeightTransfer as VLLMWeightTransfer
 

@@ -47,22 +47,15 @@ class SingleProcess:
         return [value]
 
 
-class MainProcess:
-    """The main process of a world whose other ranks take no part: every exchange is with itself.
+class MainProcess(SingleProcess):
+    """The main process of a world whose other ranks take no part.
 
     Args:
         world_size: number of ranks in the world.
     """
 
-    rank = 0
-    local_rank = 0
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return the value given."""
-        return [value]
 
 
 class WorldCoordinator:

@@ -51,7 +51,7 @@ class Disk:
         return direct
 
     def reserve(self, descriptor: int, size: int) -> None:
-        """Take so many bytes of the disk for a file, where the platform and the file system can."""
+        """Reserve `size` bytes of the disk for a file, where the platform and the file system can."""
         if not hasattr(os, "posix_fallocate"):  # macOS, Windows
             return
         try:

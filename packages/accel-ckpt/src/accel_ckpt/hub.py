@@ -61,7 +61,7 @@ def _library() -> ModuleType:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """What huggingface_hub raises, and what its HTTP client does, whichever that is in its version."""
+    """The errors that huggingface_hub and its HTTP client raise; the client depends on its version."""
     from huggingface_hub import errors
 
     later = getattr(errors, "RevisionResolutionError", errors.EntryNotFoundError)

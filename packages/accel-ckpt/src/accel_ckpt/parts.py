@@ -308,13 +308,13 @@ def _values(local: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What a dimension of a mesh does to a dimension of a tensor."""
+    """The division of a dimension of a tensor by a dimension of a mesh."""
 
     dim: int
     count: int
     index: int
     factor: int
-    """Of a strided shard: the pieces that are divided one by one."""
+    """The number of pieces of a strided shard, which are divided one by one; else 1."""
 
 
 def _splits(
@@ -362,7 +362,7 @@ def _runs(size: int, splits: Sequence[_Split]) -> list[tuple[int, int]]:
 
 
 def _chunks(runs: Sequence[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Ranges divided into so many parts, as ``torch.chunk`` does: of equal size, the last ones smaller or empty."""
+    """Divide ranges into `count` parts as ``torch.chunk`` does: equal sizes, the last ones smaller or empty."""
     if count == 1:
         return [list(runs)]
     total = sum(stop - start for start, stop in runs)

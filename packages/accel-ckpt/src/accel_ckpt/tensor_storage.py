@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import UnsupportedValueError
 
-__all__ = [
-    "clean_state_dict_for_safetensors",
-    "compact",
-    "id_tensor_storage",
-    "parse_dtype",
-    "tied_aliases",
-]
+__all__ = ["clean_state_dict_for_safetensors", "compact", "id_tensor_storage", "parse_dtype", "tied_aliases"]
 
 logger = logging.getLogger(__name__)
 

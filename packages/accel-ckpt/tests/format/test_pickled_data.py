@@ -157,7 +157,7 @@ def test_a_sparse_tensor_comes_back():
 def test_a_sparse_tensor_with_an_index_outside_of_it_is_refused(index):
     # PyTorch 2.15 refuses it itself, when it puts the tensor together.
     kinds = (UnsafeCheckpointError, CorruptCheckpointError)
-    words = "a sparse tensor that is none|inconsistent with indices|found negative index|is not satisfied"
+    words = "indices do not fit it|inconsistent with indices|found negative index|is not satisfied"
     with pytest.raises(kinds, match=words):
         read(sparse(torch.tensor([[index]]), torch.ones(1), [2]))
     compressed = (torch.tensor([0, 1]), torch.tensor([index]), torch.ones(1), torch.Size([1, 2]))

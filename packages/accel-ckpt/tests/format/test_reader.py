@@ -19,7 +19,7 @@ from accel_ckpt import (
     read_header,
 )
 from accel_ckpt.foreign.pickles import unpickle
-from accel_ckpt.format.reader import MappedShard, read_json, read_pickled, read_pickled_weights, read_tensors
+from accel_ckpt.format.reader import MappedShard, read_entry, read_json, read_pickled, read_pickled_weights
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
 
@@ -66,8 +66,8 @@ def test_mapped_tensors_are_saved_without_the_rest_of_the_file(tmp_path):
     safetensors.torch.save_model(layer, str(tmp_path / "layer"))  # refuses parts of larger storages
 
 
-def test_read_tensors_have_memory_of_their_own(file):
-    _, tensors = read_tensors(file)
+def test_tensors_that_are_read_have_memory_of_their_own(file):
+    tensors = {name: read_entry(entry) for name, entry in MappedShard(file).header.entries.items()}
     for name, tensor in TENSORS.items():
         assert torch.equal(tensors[name], tensor)
         assert tensors[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -314,10 +314,10 @@ def test_files_are_read_ahead_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "_CHUNK", 1 << 12)
     tensors = {f"t{index}": torch.randn(index * 70) for index in range(30)}
     record = write_safetensors(tmp_path / "f", tensors)
-    _, found = read_tensors(tmp_path / "f", record.xxh3)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    entries = MappedShard(tmp_path / "f", record.xxh3).header.entries
+    assert all(torch.equal(read_entry(entries[name]), tensors[name]) for name in tensors)
     with pytest.raises(CorruptCheckpointError, match="has the checksum"):
-        read_tensors(tmp_path / "f", "0" * 16)
+        MappedShard(tmp_path / "f", "0" * 16)
 
 
 def test_a_bin_whose_directory_claims_several_disks(tmp_path):

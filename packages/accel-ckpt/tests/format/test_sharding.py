@@ -8,7 +8,7 @@ import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.format.reader import read_header
-from accel_ckpt.format.sharding import Place, places_of, sharding_metadata
+from accel_ckpt.format.sharding import EntryPlace, places_of, sharding_metadata
 from accel_ckpt.parts import Part
 
 
@@ -45,7 +45,7 @@ def test_metadata_that_lies_is_refused(tmp_path, whole, info):
 def test_files_without_metadata_hold_whole_tensors(tmp_path, whole):
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({"w": whole}, path)
-    assert places_of(read_header(path)) == {"w": Place((0, 0), (6, 4))}
+    assert places_of(read_header(path)) == {"w": EntryPlace((0, 0), (6, 4))}
 
 
 def test_the_metadata_is_torch_s(whole):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.parts import Part
 from accel_ckpt.saving.part_division import (
-    Held,
+    Holding,
     PartKey,
     check_cover,
     describe_parts,
@@ -88,8 +88,8 @@ def test_parts_that_do_not_are_refused(ranks, message):
 
 def test_who_holds_nothing_need_not_know_the_dtype():
     holders = [
-        (0, Held((2,), "", 0, ())),
-        (1, Held((2,), "torch.int8", 1, (Part.whole(torch.zeros(2)).box,))),
+        (0, Holding((2,), "", 0, ())),
+        (1, Holding((2,), "torch.int8", 1, (Part.whole(torch.zeros(2)).box,))),
     ]
     check_cover("w", holders)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from accel_ckpt import CheckpointSaveError, completed_by_writer
 from accel_ckpt.saving import write_notices
-from accel_ckpt.saving.write_notices import Call, WriteNotices, calling_lines
+from accel_ckpt.saving.write_notices import WriteCall, WriteNotices, calling_lines
 from accel_state.host.process_identity import machine_id, start_time_of
 
 
@@ -26,7 +26,7 @@ def store():
 
 
 def call(position=0, lines="train.py:7", directory="/model"):
-    return Call(directory, position, lines)
+    return WriteCall(directory, position, lines)
 
 
 def write(store, made, name="a"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accel_ckpt.errors import StateMismatchError, TransferError
 from accel_ckpt.geometry import Box
-from accel_ckpt.saving.part_division import Held
+from accel_ckpt.saving.part_division import Holding
 from accel_ckpt.transfer.plan import RankWeights, check_transfer, plan_transfer
 
 DTYPES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.int64": 8, "torch.uint8": 1}
@@ -19,7 +19,7 @@ DTYPES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.int64": 8, "torch.uint
 
 def held(shape, *boxes, dtype="torch.float32"):
     whole = Box((0,) * len(shape), tuple(shape))
-    return Held(tuple(shape), dtype, DTYPES[dtype], boxes or (whole,))
+    return Holding(tuple(shape), dtype, DTYPES[dtype], boxes or (whole,))
 
 
 def rows(begin, end, columns=4):
@@ -68,7 +68,7 @@ def worlds(draw):
             for rank in range(len(given_to)):
                 own = tuple(box for box, owner in zip(boxes, owners, strict=True) if owner == rank)
                 if own:
-                    given_to[rank][f"w{number}"] = Held(shape, dtype, DTYPES[dtype], own)
+                    given_to[rank][f"w{number}"] = Holding(shape, dtype, DTYPES[dtype], own)
     return [*(RankWeights(own, {}, {}) for own in offers), *(RankWeights({}, {}, own) for own in wants)]
 
 
@@ -213,7 +213,7 @@ def test_a_bucket_that_is_too_small():
 
 
 def test_descriptions_are_the_same_after_the_wire():
-    own = RankWeights({"w": held((4, 4), rows(0, 2))}, {"v": "w"}, {"u": Held((3,), "", 0, ())}, ("x*",))
+    own = RankWeights({"w": held((4, 4), rows(0, 2))}, {"v": "w"}, {"u": Holding((3,), "", 0, ())}, ("x*",))
     assert RankWeights.from_plain(own.to_plain(), 3) == own
 
 
@@ -246,6 +246,6 @@ def test_every_dtype_of_weights_is_known():
     from accel_ckpt.tensor_storage import DTYPES as known
 
     for dtype in known.values():
-        own = RankWeights({"w": Held((2,), str(dtype), dtype.itemsize, (Box((0,), (2,)),))}, {}, {})
+        own = RankWeights({"w": Holding((2,), str(dtype), dtype.itemsize, (Box((0,), (2,)),))}, {}, {})
         assert RankWeights.from_plain(own.to_plain(), 0) == own
         assert math.log2(dtype.itemsize).is_integer()

@@ -18,7 +18,7 @@ from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does
 
 from accel_cli.__about__ import __version__
 from accel_cli.completion import VARIABLE
-from accel_cli.dialect import CONTEXT, App, Group, UsageError, describe_usage_error
+from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
 from accel_cli.help_pages import write_rows
 from accel_state.host.colors import colors_for
 from accel_state.messages import did_you_mean
@@ -81,7 +81,7 @@ _CUT_OFF = 141
 """128 + SIGPIPE, as shells report for programs whose reader closed the pipe."""
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """The commands of the table; each module is imported when it is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -15,13 +15,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
+__all__ = ["VARIABLE", "CompletionItem", "answer", "complete", "complete_flags"]
 
 VARIABLE = "_ACCEL_COMPLETE"
 """The variable that Typer's scripts set, to ``complete_SHELL``."""
 
 
-class Item(NamedTuple):
+class CompletionItem(NamedTuple):
     """A possible completion of the word at the cursor.
 
     Attributes:
@@ -61,7 +61,9 @@ def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | 
     return 0
 
 
-def complete(words: Sequence[str], incomplete: str, application: Callable[[], Any]) -> list[Item] | None:
+def complete(
+    words: Sequence[str], incomplete: str, application: Callable[[], Any]
+) -> list[CompletionItem] | None:
     """The possible completions of the word at the cursor.
 
     Args:
@@ -81,7 +83,10 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
     command = application()
     context = typer.Context(command, info_name="accel")
     if not words and not incomplete.startswith("-"):  # without importing the commands
-        return [Item(found.value, found.help or "") for found in command.shell_complete(context, incomplete)]
+        return [
+            CompletionItem(found.value, found.help or "")
+            for found in command.shell_complete(context, incomplete)
+        ]
     rest = list(words)
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)
@@ -101,7 +106,9 @@ def complete(words: Sequence[str], incomplete: str, application: Callable[[], An
     return _complete_typer(command, context, rest, incomplete)
 
 
-def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]) -> list[Item] | None:
+def complete_flags(
+    words: Sequence[str], incomplete: str, own: Mapping[str, str]
+) -> list[CompletionItem] | None:
     """Flags of the schema with their values, until the script; then files.
 
     Args:
@@ -120,7 +127,7 @@ def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]
     if typed == "--help":
         from accel_cli.launch_topics import TOPICS
 
-        return _starting([Item(name, text) for name, text in TOPICS.items()], incomplete)
+        return _starting([CompletionItem(name, text) for name, text in TOPICS.items()], incomplete)
     if typed and not (_takes_value(typed, taking) == "maybe" and incomplete.startswith("-")):
         found = _values(typed, incomplete)
         return None if not found and _takes_value(typed, taking) == "maybe" else found
@@ -128,7 +135,9 @@ def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]
         return None
     if equals:
         values = _values(flag, start)
-        return None if values is None else [Item(f"{flag}={item.value}", item.help) for item in values]
+        return (
+            None if values is None else [CompletionItem(f"{flag}={item.value}", item.help) for item in values]
+        )
     return list(_flags(incomplete, own))
 
 
@@ -200,7 +209,7 @@ def _option(flag: str) -> Any:
     return found
 
 
-def _values(flag: str, start: str) -> list[Item] | None:
+def _values(flag: str, start: str) -> list[CompletionItem] | None:
     """The choices of a flag; None if it takes a file; empty if only the user knows its value."""
     from accel_state.config.option_types import Bool, BoolOrName
     from accel_state.config.schema import plain_flag
@@ -215,10 +224,10 @@ def _values(flag: str, start: str) -> list[Item] | None:
         words = ["true", "false", *words]
     if not words and _names_a_file(bound.path):
         return None
-    return _starting([Item(word) for word in words], start)
+    return _starting([CompletionItem(word) for word in words], start)
 
 
-def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
+def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[CompletionItem]:
     """Flags that begin so, in the spelling that the user began; after ``--no-`` also the denials."""
     from accel_state.config.option_types import Bool, BoolOrName
 
@@ -226,14 +235,14 @@ def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
     for name, text in _known_flags(own):
         shown = _spelled(name, incomplete[2:])
         if shown.startswith(incomplete):
-            yield Item(shown, text)
+            yield CompletionItem(shown, text)
         if denies and name not in own and name.startswith("--"):
             bound = _option(name)
             denied = incomplete[:5] + _spelled(name, incomplete[5:])[2:]
             if denied.startswith(incomplete) and (
                 bound is None or isinstance(bound.option_type, Bool | BoolOrName)
             ):
-                yield Item(denied, f"Turn {name} off.")
+                yield CompletionItem(denied, f"Turn {name} off.")
 
 
 def _spelled(flag: str, like: str) -> str:
@@ -258,16 +267,18 @@ def _known_flags(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
                 yield flag, bound.about.help
 
 
-def _starting(items: list[Item], start: str) -> list[Item]:
+def _starting(items: list[CompletionItem], start: str) -> list[CompletionItem]:
     return [item for item in items if item.value.lower().startswith(start.lower())]
 
 
-def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete: str) -> list[Item] | None:
+def _complete_typer(
+    command: Any, context: Any, words: Sequence[str], incomplete: str
+) -> list[CompletionItem] | None:
     """Subcommands, flags and choices of a command made of Typer's parameters."""
     params = command.get_params(context)
     if incomplete.startswith("-"):
         flags = [
-            Item(_spelled(flag, incomplete[2:]), param.help or "")
+            CompletionItem(_spelled(flag, incomplete[2:]), param.help or "")
             for param in params
             if param.param_type_name == "option"
             for flag in (*param.opts, *param.secondary_opts)
@@ -280,7 +291,9 @@ def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete
         return _of_kind(command, valued[last], incomplete)
     if hasattr(command, "get_command"):
         names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
-        return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
+        return [
+            CompletionItem(name, command.get_command(context, name).get_short_help_str(200)) for name in names
+        ]
     arguments = [param for param in params if param.param_type_name == "argument"]
     at = sum(
         not word.startswith("-") and _plain(before) not in valued
@@ -304,14 +317,14 @@ def _plain(flag: str) -> str:
     return flag.replace("-", "_")
 
 
-def _of_kind(command: Any, param: Any, incomplete: str) -> list[Item] | None:
+def _of_kind(command: Any, param: Any, incomplete: str) -> list[CompletionItem] | None:
     """The completions of a parameter's value: its choices; None for a file; empty where only the user knows it."""
     choices = getattr(command, "choices", {})  # a group has none
     if param.name in choices:
-        return _starting([Item(word) for word in choices[param.name]], incomplete)
+        return _starting([CompletionItem(word) for word in choices[param.name]], incomplete)
     kind = param.type_descriptor.annotation
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _starting([Item(str(choice.value)) for choice in kind], incomplete)
+        return _starting([CompletionItem(str(choice.value)) for choice in kind], incomplete)
     if kind in (int, float):
         return []
     return None if kind is Path or param.param_type_name == "argument" or _names_a_file(param.name) else []
@@ -357,7 +370,7 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _for_zsh(items: list[Item] | None) -> str:
+def _for_zsh(items: list[CompletionItem] | None) -> str:
     """A command for zsh, which runs the answer."""
     if items is None:
         return "_files"

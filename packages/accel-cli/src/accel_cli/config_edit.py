@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from accel_cli.completion import Item
+from accel_cli.completion import CompletionItem
 from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.config_show import mistakes_of
 from accel_cli.dialect import App, Command
@@ -40,15 +40,15 @@ _Key = Annotated[
 class KeyCommand(Command):
     """A command whose arguments are a key of a configuration file, and its value."""
 
-    def complete_argument(self, name: str, before: str) -> Iterator[Item]:
+    def complete_argument(self, name: str, before: str) -> Iterator[CompletionItem]:
         """The completions of an argument; ``before`` is the word in front of it."""
         if name == "key":
-            yield from (Item(key, text) for key, text in keys())
+            yield from (CompletionItem(key, text) for key, text in keys())
             return
         bound = values(before)
         if bound is not None:
             truth = ("true", "false") if isinstance(bound.option_type, Bool | BoolOrName) else ()
-            yield from (Item(word) for word in (*truth, *bound.about.choices))
+            yield from (CompletionItem(word) for word in (*truth, *bound.about.choices))
 
 
 def add_commands(app: App) -> None:

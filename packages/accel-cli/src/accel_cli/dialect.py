@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from accel_cli.help_pages import page_width, with_examples
 from accel_state.messages import did_you_mean
 
-__all__ = ["CONTEXT", "App", "Command", "Group", "UsageError", "describe_usage_error", "repeated"]
+__all__ = ["CONTEXT", "App", "Command", "CommandGroup", "UsageError", "describe_usage_error", "repeated"]
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base class of Typer's errors about a command line; Typer does not export it."""
@@ -89,7 +89,7 @@ class Command(_Pages, TyperCommand):
     choices: Mapping[str, Sequence[str]] = {}
 
 
-class Group(_Pages, TyperGroup):
+class CommandGroup(_Pages, TyperGroup):
     """A command with subcommands."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -102,7 +102,7 @@ class App(typer.Typer):
 
     def __init__(self, **settings: Any) -> None:
         ours: dict[str, Any] = {
-            "cls": Group,
+            "cls": CommandGroup,
             "add_completion": False,
             "rich_markup_mode": None,
             "pretty_exceptions_enable": False,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_bigmodel.planning.advice import Plan, Row, Suggestion
+from accel_bigmodel.planning.advice import Row, Suggestion, TrainingPlan
 from accel_cli.render import show_table, show_text
 from accel_state.config.files import save_config
 from accel_state.config.launch import LaunchConfig
@@ -36,7 +36,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
 
 
-def show(plan: Plan, suggested: list[Suggestion]) -> None:
+def show(plan: TrainingPlan, suggested: list[Suggestion]) -> None:
     """Print the plan."""
     shape, cluster, workload = plan.shape, plan.cluster, plan.workload
     machines = f" on {cluster.machines} machines" if cluster.machines > 1 else ""
@@ -83,7 +83,7 @@ def _cells(row: Row, *, advised: bool) -> tuple[str, ...]:
     )
 
 
-def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
+def _show_advice(plan: TrainingPlan, suggested: list[Suggestion]) -> None:
     best = plan.advised
     if best is not None:
         room = plan.cluster.usable - best.found.peak.total
@@ -120,7 +120,7 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
         )
 
 
-def _why(plan: Plan, best: Row) -> str:
+def _why(plan: TrainingPlan, best: Row) -> str:
     others = [row for row in plan.rows if row.fits and row is not best]
     if not others:
         return "nothing else fits"
@@ -142,7 +142,7 @@ def _why(plan: Plan, best: Row) -> str:
     return f"{whose}, it sends least, {sends}"
 
 
-def as_json(plan: Plan, suggested: list[Suggestion]) -> str:
+def as_json(plan: TrainingPlan, suggested: list[Suggestion]) -> str:
     """The plan as JSON; sizes are bytes."""
     best = plan.advised
 
@@ -178,7 +178,7 @@ def as_json(plan: Plan, suggested: list[Suggestion]) -> str:
     )
 
 
-def configuration(plan: Plan, row: Row) -> LaunchConfig:
+def configuration(plan: TrainingPlan, row: Row) -> LaunchConfig:
     """The configuration that ``accel launch`` reads for a row of a plan.
 
     Raises:
@@ -203,7 +203,7 @@ def configuration(plan: Plan, row: Row) -> LaunchConfig:
     return config
 
 
-def write(plan: Plan, path: Path) -> Path | None:
+def write(plan: TrainingPlan, path: Path) -> Path | None:
     """Write the configuration file of the advised row; None: nothing fits, and nothing is written.
 
     Raises:

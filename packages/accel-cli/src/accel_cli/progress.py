@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Progress", "on_terminal", "progress"]
+__all__ = ["ProgressLine", "on_terminal", "progress"]
 
 
 def on_terminal() -> bool:
@@ -18,7 +18,7 @@ def on_terminal() -> bool:
     return bool(sys.stderr.isatty())
 
 
-class Progress:
+class ProgressLine:
     """The progress line: the current activity and its seconds so far; made by ``progress``.
 
     Args:
@@ -50,14 +50,14 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(text: str) -> Iterator[Progress]:
+def progress(text: str) -> Iterator[ProgressLine]:
     """Show an activity until the block ends; then the line is removed.
 
     Args:
         text: the first activity.
     """
     if not on_terminal():
-        yield Progress()
+        yield ProgressLine()
         return
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -66,6 +66,6 @@ def progress(text: str) -> Iterator[Progress]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     # What libraries warn of on standard error appears above the line; standard output stays as it is.
     with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        shown = Progress(bar)
+        shown = ProgressLine(bar)
         shown.now(text)
         yield shown

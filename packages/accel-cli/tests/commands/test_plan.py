@@ -110,16 +110,16 @@ def test_files_without_a_configuration(tmp_path):
 def test_the_files_that_launch_reads(capsys, folder, tmp_path):
     """What is written builds the plugin with the options of the row."""
     from accel_bigmodel.planning.advice import make_plan
-    from accel_bigmodel.planning.footprints.base import Cluster, Workload
-    from accel_bigmodel.planning.shape import Layer, ModelShape
+    from accel_bigmodel.planning.footprints.base import DeviceCluster, Workload
+    from accel_bigmodel.planning.shape import ModelShape, UnitSizes
     from accel_cli.plan_report import configuration
     from accel_state.config.files import save_config
 
-    end = Layer(5, 5, 5)
+    end = UnitSizes(5, 5, 5)
     shape = ModelShape(
-        "m", (Layer(100, 100, 20),) * 4, Layer(10, 10, 10), hidden_size=32, first=end, last=end
+        "m", (UnitSizes(100, 100, 20),) * 4, UnitSizes(10, 10, 10), hidden_size=32, first=end, last=end
     )
-    plan = make_plan(shape, Cluster(8, 2, 1e9), Workload(8, precision="bf16"), lambda *_: None)
+    plan = make_plan(shape, DeviceCluster(8, 2, 1e9), Workload(8, precision="bf16"), lambda *_: None)
     assert len(plan.rows) > 12
     assert {"pp", "pp x fsdp2"} <= {row.setting.strategy for row in plan.rows}
     for number, row in enumerate(plan.rows):

@@ -3,7 +3,7 @@
 import pytest
 
 from accel_cli.doctor.place import find_place
-from accel_cli.doctor.world import Place
+from accel_cli.doctor.world import RankPlace
 from accel_state.config.flags import parse_flags
 from accel_state.errors import ConfigError
 from accel_state.launching.plan import World
@@ -30,7 +30,7 @@ def test_one_process_is_no_world(flags):
 
 def test_ranks_of_one_machine_meet_at_any_port_of_it():
     found = place("--num_processes", "3")
-    assert found.place == Place(World(3, 3, 1, 0, True), 0, 3, "127.0.0.1", 0)
+    assert found.place == RankPlace(World(3, 3, 1, 0, True), 0, 3, "127.0.0.1", 0)
     assert (found.tells, found.names) == (True, [])
     assert place("--num_processes", "2", "--main_process_port", "1234").place.port == 1234
 
@@ -39,7 +39,7 @@ def test_ranks_of_one_machine_meet_at_any_port_of_it():
 def test_each_machine_starts_its_own_ranks(machine, first):
     several = ("--num_machines", "2", "--num_processes", "8", "--main_process_ip", "127.0.0.1")
     found = place(*several, "--machine_rank", str(machine))
-    assert found.place == Place(World(8, 4, 2, machine, True), first, 4, "127.0.0.1", 29500)
+    assert found.place == RankPlace(World(8, 4, 2, machine, True), first, 4, "127.0.0.1", 29500)
     assert found.tells
 
 
@@ -57,7 +57,7 @@ def test_a_name_that_does_not_resolve_is_a_finding():
 
 def test_a_rank_of_a_scheduler_is_its_own_place_alone():
     found = place(environ=SLURM | {"MASTER_PORT": "2345"})
-    assert found.place == Place(World(4, 2, 2, 0, True), 1, 1, "127.0.0.1", 2345)
+    assert found.place == RankPlace(World(4, 2, 2, 0, True), 1, 1, "127.0.0.1", 2345)
     assert not found.tells  # the first rank of the machine does
     first = place(environ=SLURM | {"MASTER_PORT": "2345", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
     assert (first.place.first, first.place.count, first.tells) == (0, 1, True)

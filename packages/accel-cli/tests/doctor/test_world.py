@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from accel_cli.doctor import world as module
 from accel_cli.doctor.checks import Finding
-from accel_cli.doctor.world import Place, examine_world
+from accel_cli.doctor.world import RankPlace, examine_world
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import LaunchError, PortError
 from accel_state.launching.plan import World
@@ -113,7 +113,7 @@ def play(monkeypatch):
             return process
 
         monkeypatch.setattr(module, "start_command", start)
-        place = Place(World(size, local_size, size // local_size, 0, True), 0, local_size, "127.0.0.1", 0)
+        place = RankPlace(World(size, local_size, size // local_size, 0, True), 0, local_size, "127.0.0.1", 0)
         try:
             findings, measured = examine_world(CONFIG, place, {}, timeout)
         finally:
@@ -322,7 +322,7 @@ def follow(monkeypatch):
             return started[-1]
 
         monkeypatch.setattr(module, "start_command", start)
-        place = Place(World(4, 2, 2, 1, True), 2, 2, "10.0.0.1", 29512)
+        place = RankPlace(World(4, 2, 2, 1, True), 2, 2, "10.0.0.1", 29512)
         findings, measured = examine_world(config, place, environ or {}, 8.0)
         assert measured == {}
         (finding,) = findings
@@ -387,7 +387,7 @@ def test_a_port_in_use_is_named_before_anything_starts(monkeypatch):
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        place = Place(World(2, 2, 1, 0, True), 0, 2, "127.0.0.1", port)
+        place = RankPlace(World(2, 2, 1, 0, True), 0, 2, "127.0.0.1", port)
         with pytest.raises(PortError, match=f"port {port} cannot be used on this host"):
             examine_world(CONFIG, place, {}, 5.0)
 
@@ -402,7 +402,7 @@ def test_ranks_are_ended_if_a_later_one_cannot_start(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(module, "start_command", start)
-    place = Place(World(3, 3, 1, 0, True), 0, 3, "127.0.0.1", 0)
+    place = RankPlace(World(3, 3, 1, 0, True), 0, 3, "127.0.0.1", 0)
     with pytest.raises(LaunchError, match=r"could not be started: .*Resource temporarily unavailable"):
         examine_world(CONFIG, place, {}, 5.0)
     assert [(process.rank, process.killed) for process in started] == [(0, True)]

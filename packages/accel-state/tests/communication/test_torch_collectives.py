@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state.communication.torch_collectives import (
-    Pending,
+    PendingCollective,
     Waits,
     break_connections,
     cannot_meet,
@@ -28,7 +28,7 @@ recorded = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
     reason="gloo is not recorded before torch 2.13",
 )
-REDUCE, GATHER = Pending(4, "all_reduce", "Float 3"), Pending(4, "all_gather", "Float 3")
+REDUCE, GATHER = PendingCollective(4, "all_reduce", "Float 3"), PendingCollective(4, "all_gather", "Float 3")
 
 
 def test_a_collective_that_this_rank_has_begun_too_proves_nothing():
@@ -67,7 +67,7 @@ def test_what_a_rank_waits_in_is_found_once_nothing_begins():
 
     (early, late, begun), (_, other, _) = worlds.run(body, 2)
     assert early == {}
-    assert late == {"0": Pending(begun["0"] + 1, "all_reduce", "Float 5")}
+    assert late == {"0": PendingCollective(begun["0"] + 1, "all_reduce", "Float 5")}
     assert other == {}
 
 

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from accel_state.communication.mirrored import Call
-from accel_state.world.rehearsal import Entered, Message, Rehearsal
+from accel_state.communication.mirrored import EnteredCollective
+from accel_state.world.rehearsal import Entered, Rehearsal, RehearsedMessage
 
 
 def here():
@@ -30,7 +30,7 @@ def test_notes_are_told_once_in_order():
 )
 def test_a_collective_is_compared_by_what_ranks_do_alike(operation, shapes, call):
     rehearsal = Rehearsal(1)
-    rehearsal.record([0, 2], Call(operation, shapes, 24))
+    rehearsal.record([0, 2], EnteredCollective(operation, shapes, 24))
     line = here() - 1
     (entered,) = rehearsal.entered
     assert entered == Entered((0, 2), call, f"{operation}({shapes})", entered.site)
@@ -40,7 +40,7 @@ def test_a_collective_is_compared_by_what_ranks_do_alike(operation, shapes, call
 def test_bytes_are_added_by_kind():
     rehearsal = Rehearsal(1)
     for operation, count in (("all_reduce", 4), ("send", 10), ("all_reduce", 6), ("recv", 3)):
-        rehearsal.record((0, 1), Call(operation, "float32[1]", count))
+        rehearsal.record((0, 1), EnteredCollective(operation, "float32[1]", count))
     assert rehearsal.bytes_given == {"all_reduce": 10, "send": 10, "recv": 3}
     # Ranks of a pair do different things, so that these are not compared.
     assert [entered.call for entered in rehearsal.entered] == ["all_reduce(float32[1])"] * 2
@@ -48,8 +48,12 @@ def test_bytes_are_added_by_kind():
 
 def test_messages_of_an_operation_of_this_project_are_counted_and_not_compared():
     rehearsal = Rehearsal(1)
-    torch_s = {"__name__": "torch.distributed.x", "rehearsal": rehearsal, "Call": Call}
-    exec("def f(): rehearsal.record((0, 1), Call('all_gather', 'float32[3]', 12))", torch_s)
+    torch_s = {
+        "__name__": "torch.distributed.x",
+        "rehearsal": rehearsal,
+        "EnteredCollective": EnteredCollective,
+    }
+    exec("def f(): rehearsal.record((0, 1), EnteredCollective('all_gather', 'float32[3]', 12))", torch_s)
     exec("f()", {"__name__": "accel_state.communication.channel", "f": torch_s["f"]})
     assert rehearsal.entered == []
     assert rehearsal.bytes_given == {"all_gather": 12}
@@ -57,8 +61,12 @@ def test_messages_of_an_operation_of_this_project_are_counted_and_not_compared()
 
 def test_frames_of_torch_are_passed_over():
     rehearsal = Rehearsal(1)
-    torch_s = {"__name__": "torch.distributed.x", "rehearsal": rehearsal, "Call": Call}
-    exec("def f(): rehearsal.record((0, 1), Call('all_reduce', 'float32[3]', 12))", torch_s)
+    torch_s = {
+        "__name__": "torch.distributed.x",
+        "rehearsal": rehearsal,
+        "EnteredCollective": EnteredCollective,
+    }
+    exec("def f(): rehearsal.record((0, 1), EnteredCollective('all_reduce', 'float32[3]', 12))", torch_s)
     torch_s["f"]()
     assert rehearsal.entered[0].site.endswith(f"test_rehearsal.py:{here() - 1}")
 
@@ -80,13 +88,13 @@ def test_sections_describe_what_is_there_when_the_report_is_made():
 
 def test_messages_are_between_ranks_of_the_world():
     rehearsal = Rehearsal(1)
-    rehearsal.record((4, 6), Call("send", "float32[2]", 8, 1))
-    rehearsal.record((4, 6), Call("recv", "float32[3]", 12, 0))
-    rehearsal.record((4, 6), Call("recv", "float32[3]", 12))  # from any rank
+    rehearsal.record((4, 6), EnteredCollective("send", "float32[2]", 8, 1))
+    rehearsal.record((4, 6), EnteredCollective("recv", "float32[3]", 12, 0))
+    rehearsal.record((4, 6), EnteredCollective("recv", "float32[3]", 12))  # from any rank
     sites = [message.site for message in rehearsal.messages]
     assert rehearsal.messages == [
-        Message(6, True, "float32[2]", sites[0]),
-        Message(4, False, "float32[3]", sites[1]),
+        RehearsedMessage(6, True, "float32[2]", sites[0]),
+        RehearsedMessage(4, False, "float32[3]", sites[1]),
     ]
     assert rehearsal.entered == []
 
@@ -94,9 +102,9 @@ def test_messages_are_between_ranks_of_the_world():
 def test_what_is_done_aside_is_not_recorded():
     rehearsal = Rehearsal(1)
     with rehearsal.aside():
-        rehearsal.record((0, 1), Call("all_reduce", "float32[1]", 4))
-        rehearsal.record((0, 1), Call("send", "float32[1]", 4, 1))
+        rehearsal.record((0, 1), EnteredCollective("all_reduce", "float32[1]", 4))
+        rehearsal.record((0, 1), EnteredCollective("send", "float32[1]", 4, 1))
         rehearsal.compared((0, 1), "gather", 255, "float32[3]")
     assert (rehearsal.entered, rehearsal.messages, rehearsal.bytes_given) == ([], [], {})
-    rehearsal.record((0, 1), Call("all_reduce", "float32[1]", 4))
+    rehearsal.record((0, 1), EnteredCollective("all_reduce", "float32[1]", 4))
     assert len(rehearsal.entered) == 1

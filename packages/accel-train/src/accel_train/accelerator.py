@@ -43,7 +43,7 @@ from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
-from accel_train.loop.observers import Progress
+from accel_train.loop.observers import StepReporter
 from accel_train.loop.offloading import Offloading
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
@@ -72,7 +72,7 @@ from accel_train.plugins.launched import launched_plugin
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
-from accel_train.setup.prepared import LoadHook, Options, Prepared, SaveHook
+from accel_train.setup.prepared import LoadHook, Prepared, PrepareOptions, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
 from accel_train.strategies.base import DefersSync, Strategy
@@ -213,7 +213,7 @@ class Accelerator:
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
-        self._options = Options(
+        self._options = PrepareOptions(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
             rng_types=arguments.rng_type_names(rng_types),
@@ -264,7 +264,7 @@ class Accelerator:
         )
         ledger.pulse = training_heartbeat()
         if ledger.pulse is not None:  # the launcher wants to see the progress of ranks
-            self._accumulator.observers.append(Progress(ledger.pulse))
+            self._accumulator.observers.append(StepReporter(ledger.pulse))
         self._plan.precision.on_scale_change(self._accumulator.rescale_pending)
         self._prepared = Prepared(
             process=self._process,
@@ -516,8 +516,14 @@ class Accelerator:
         self._accumulator.sync_gradients = sync_gradients
 
     def gradients_complete(self, model: nn.Module) -> bool:
-        """`sync_gradients` of the window that a model was trained in last, where models have windows of their own."""
-        return self._accumulator.are_complete(model.parameters())
+        """`sync_gradients` of the window that a model was trained in last, where models have windows of their own.
+
+        False, too, while the model's optimizers wait for another window: they have stepped with that one.
+        """
+        optimizers = self._optimizers_of(model)
+        if not optimizers:
+            return self._accumulator.are_complete(model.parameters())
+        return any(optimizer.gradients_complete for optimizer in optimizers)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -733,14 +739,15 @@ class Accelerator:
 
     def step_was_skipped(self, model: nn.Module) -> bool:
         """Whether the optimizers of a model have skipped their last step, all of them."""
-        gathered = self._plan.strategy.gathered
-        parameters = {id(parameter) for parameter in gathered.parts_of(list(model.parameters()))}
-        skipped = [
-            optimizer.step_was_skipped
-            for optimizer in self._prepared.optimizers
-            if not parameters.isdisjoint(parameter_ids(optimizer))
-        ]
+        skipped = [optimizer.step_was_skipped for optimizer in self._optimizers_of(model)]
         return all(skipped) if skipped else self.optimizer_step_was_skipped
+
+    def _optimizers_of(self, model: nn.Module) -> list[AcceleratedOptimizer]:
+        """The prepared optimizers that step parameters of a model."""
+        parts = self._plan.strategy.gathered.parts_of(list(model.parameters()))
+        parameters = {id(parameter) for parameter in parts}
+        optimizers = self._prepared.optimizers
+        return [each for each in optimizers if not parameters.isdisjoint(parameter_ids(each))]
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Context that computes in the chosen precision outside a prepared model (a loss, say)."""
@@ -1503,7 +1510,7 @@ class Accelerator:
             project_name: the project, or what the tracker calls it (experiment, folder of runs).
             config: names to numbers, strings, booleans or None.
             init_kwargs: name of a tracker to a dictionary of keyword arguments for the function that starts its run
-                (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
+                (``{"wandb": {"mode": "offline"}}``). PrepareOptions of trackers that are not used are ignored.
             on_failure: what happens when a tracker fails, here and later: "warn" warns once and goes on without it,
                 "raise" raises.
 

@@ -8,7 +8,7 @@ and `load_state` collect them. A new kind of state is a class beside its object,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from torch.distributed import DistError
 
 import accel_ckpt
+from accel_ckpt.format.forms import check_form
 from accel_ckpt.parts import is_leaf
 from accel_ckpt.training.state_part import Groups, SavedTrees, StatePart, Trees
 from accel_state.errors import AccelError
 from accel_state.messages import first_line
 
-__all__ = ["Groups", "SavedTrees", "StatePart", "Trees", "leaves", "taken_up"]
+__all__ = ["Groups", "SavedTrees", "StatePart", "Trees", "check_order", "leaves", "taken_up"]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -35,6 +36,29 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(value)
     else:
         yield tree
+
+
+def check_order(what: str, here: Sequence[str], saved: SavedTrees, name: str) -> None:
+    """Refuse objects that have changed places; any may have become another kind.
+
+    Args:
+        what: the objects, in the singular.
+        here: the kinds of the objects, in their order.
+        saved: has the saved kinds among its progress.
+        name: under this name.
+
+    Raises:
+        StateMismatchError: a state would go to an object that has another one.
+    """
+    there = saved.progress.get(name, [])
+    check_form(there, [str], f"{saved.directory}: {name}")
+    pairs = list(zip(here, there, strict=False))
+    for index, (one, other) in enumerate(pairs):
+        if one != other and ((other, one) in pairs or sorted(here) == sorted(there)):
+            raise accel_ckpt.StateMismatchError(
+                f"{saved.directory}: the {what} {index} is {other} there and {one} here. Prepare and register the same "
+                f"objects in the same order: {', '.join(there)}"
+            )
 
 
 @contextmanager

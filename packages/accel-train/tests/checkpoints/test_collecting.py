@@ -52,6 +52,8 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
         "optimizers": [{"skipped": False, "spent": False}],
         "schedulers": ["StepLR of optimizer 0"],
         "registered": ["Held"],
+        "models": ["Linear"],
+        "loaders": ["DataLoaderShard of TensorDataset in batches of 2"],
         "main_process_alone": False,
     }
     after = snapshot(model, optimizer, scheduler)
@@ -138,6 +140,6 @@ def test_optimizers_are_replicated_that_step_replicas_and_have_no_parts(kinds, s
     parameters = [p for kind in kinds for p in models[kind].parameters()]
     optimizers = [torch.optim.SGD(group, lr=0.1) for group in (models["divided"].parameters(), parameters)]
     leaf = torch.ones(2) if state == "whole" else Part(torch.ones(1), (0,), (2,))
-    trees = {f"optimizer_{number}": {"state": {"weight": leaf}} for number in range(2)}
+    trees = {f"optimizer_{number}": {"state": {"weight": {"exp_avg": leaf}}} for number in range(2)}
     found = collecting.replicated_optimizers(Kept(None), optimizers, list(models.values()), trees)
     assert found == (["optimizer_1"] if kinds == ["kept"] and state == "whole" else [])

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_state.monitoring.heartbeat import BACKWARD, FORWARD, OTHER, STEP
 from accel_train import Accelerator
-from accel_train.loop.observers import Progress, StepObserver
+from accel_train.loop.observers import StepObserver, StepReporter
 
 
 class Noting(StepObserver):
@@ -112,7 +112,7 @@ class Pulse:
 @pytest.mark.parametrize(("phase", "after"), [(FORWARD, OTHER), (OTHER, OTHER), (BACKWARD, BACKWARD)])
 def test_phases_are_told_to_the_launcher(phase, after):
     pulse = Pulse(phase)
-    progress = Progress(pulse)
+    progress = StepReporter(pulse)
     progress.before_step(None)
     progress.after_step(None)
     progress.before_backward(None, None, {})
@@ -121,5 +121,5 @@ def test_phases_are_told_to_the_launcher(phase, after):
 
 
 def test_another_process_tells_nothing():
-    assert type(pickle.loads(pickle.dumps(Progress(Pulse(OTHER))))) is StepObserver
-    assert type(copy.copy(Progress(Pulse(OTHER)))) is StepObserver
+    assert type(pickle.loads(pickle.dumps(StepReporter(Pulse(OTHER))))) is StepObserver
+    assert type(copy.copy(StepReporter(Pulse(OTHER)))) is StepObserver

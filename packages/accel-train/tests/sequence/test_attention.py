@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence import attention
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import Place
-from accel_train.sequence.layout import Layout
+from accel_train.sequence.batches import SequencePart
+from accel_train.sequence.layout import SequenceLayout
 from accel_train.sequence.ring import visible
 from testkit import worlds
 
@@ -67,9 +67,9 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 12 + [2] * 7, [0] * 12 + [1] * 1 + [2]
 
 def divided(cp, sp, rotation, balanced, packed):
     cp_group, sp_group = groups(cp, sp)
-    layout = Layout(cp, balanced)
+    layout = SequenceLayout(cp, balanced)
     attend = DividedAttention(sp_group, cp_group, rotation, layout)
-    place = Place(dist.get_rank(), cp * sp, "", layout=layout)
+    place = SequencePart(dist.get_rank(), cp * sp, "", layout=layout)
     worst = {}
     for case in CASES:
         is_causal, heads, kv_heads, dtype = case
@@ -117,7 +117,7 @@ def test_divided_attention_is_attention(cp, sp, rotation, balanced, packed):
 
 def pairs(monkeypatch, ranks, balanced):
     """How many pairs of a query and a key the kernels of each rank compute."""
-    attend = DividedAttention(None, "group", layout=Layout(ranks, balanced))
+    attend = DividedAttention(None, "group", layout=SequenceLayout(ranks, balanced))
     counted = []
     monkeypatch.setattr(attention, "gather_sequence", lambda tensor, group: tensor.repeat(1, 1, ranks, 1))
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accel_train.errors import IncompatibleOptionsError
-from accel_train.sequence.batches import ModelFacts, Place, cut_batch
-from accel_train.sequence.layout import Layout
+from accel_train.sequence.batches import ModelFacts, SequencePart, cut_batch
+from accel_train.sequence.layout import SequenceLayout
 
 NOTHING = ModelFacts()
 CAUSAL = ModelFacts(positions=True, is_causal=True, shifts=True, counts=True)
@@ -16,7 +16,7 @@ IDS = torch.arange(16).reshape(2, 8)
 
 
 def place(index=0, parts=2, length=None):
-    return Place(index, parts, "cp_size=2", length)
+    return SequencePart(index, parts, "cp_size=2", length)
 
 
 def cut_all(batch, facts, parts=2):
@@ -38,8 +38,8 @@ def test_parts_are_in_order_and_make_up_the_sequence(parts):
 
 def test_balanced_ranks_have_a_piece_from_each_end_which_neighbours_share():
     whole = torch.arange(24).reshape(2, 12)
-    layout = Layout(2, balanced=True)
-    found = [cut_batch(whole, Place(index, 4, "", layout=layout), NOTHING) for index in range(4)]
+    layout = SequenceLayout(2, balanced=True)
+    found = [cut_batch(whole, SequencePart(index, 4, "", layout=layout), NOTHING) for index in range(4)]
     assert [part[0].tolist() for part in found] == [[0, 1, 2], [9, 10, 11], [3, 4, 5], [6, 7, 8]]
 
 
@@ -155,13 +155,13 @@ def test_masks_that_are_needed_are_refused():
 def test_lengths_that_cannot_be_divided():
     with pytest.raises(IncompatibleOptionsError, match=r"8 positions, which cp_size=2 cannot divide into 3"):
         cut_batch(IDS, place(parts=3), NOTHING)
-    two = Place(0, 6, "cp_size=3 and sp_size=2", layout=Layout(3, balanced=True))
+    two = SequencePart(0, 6, "cp_size=3 and sp_size=2", layout=SequenceLayout(3, balanced=True))
     with pytest.raises(
         IncompatibleOptionsError,
         match=r"9 positions, which .* into 6 equal parts. Pad them to a multiple of 6, as `pad_to_multiple_of=6`",
     ):
         cut_batch(torch.ones(2, 9), two, NOTHING)
-    pieces = Place(0, 3, "cp_size=3", layout=Layout(3, balanced=True))
+    pieces = SequencePart(0, 3, "cp_size=3", layout=SequenceLayout(3, balanced=True))
     told = r"9 positions.*of two pieces; with cp_load_balance=False, multiples of 3 can.*a multiple of 6"
     with pytest.raises(IncompatibleOptionsError, match=told):
         cut_batch(torch.ones(2, 9), pieces, NOTHING)

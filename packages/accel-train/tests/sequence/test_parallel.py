@@ -697,12 +697,16 @@ class Shifting(Own):
         return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-def loss_of_own(kind):
-    from accel_train import Accelerator, ParallelismConfig
+def loss_of_own(kind, divided=False):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
     ids = torch.randint(0, 20, (2, 16), generator=torch.Generator().manual_seed(1))
     wanted = Shifting()(ids, torch.arange(16).expand(2, 16), ids)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(cp_size=2),
+        fsdp_plugin=FullyShardedDataParallelPlugin() if divided else None,
+    )
     loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -712,8 +716,9 @@ def loss_of_own(kind):
     return loss.item(), wanted.item(), len(told)
 
 
-def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process():
-    for loss, wanted, told in worlds.run(loss_of_own, 2, Named):
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process(divided):
+    for loss, wanted, told in worlds.run(loss_of_own, 2, Named, divided):
         assert loss == pytest.approx(wanted, rel=1e-12)
         assert not told
 
@@ -722,3 +727,52 @@ def test_a_model_that_may_shift_labels_itself_is_told_of():
     (loss, wanted, told), (*_, other) = worlds.run(loss_of_own, 2, Shifting)
     assert loss != pytest.approx(wanted, rel=1e-3), "it compares some positions with wrong tokens"
     assert (told, other) == (1, 0)
+
+
+class Averaging(Named):
+    """It averages over the labels of its rank."""
+
+    def forward(self, input_ids, position_ids=None, labels=None, shift_labels=None):
+        return nn.functional.cross_entropy(
+            self.logits(input_ids, position_ids).flatten(0, 1), shift_labels.flatten()
+        )
+
+
+class Counting(Own):
+    """It counts positions itself, from parameters that begin as zeros."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.place.weight)
+
+    def forward(self, idx):
+        return self.logits(idx, torch.arange(idx.shape[1]).expand_as(idx))
+
+
+def training_of_own(kind):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sequence = SequenceParallel(mesh_of({"cp": 2}))
+        model = sequence.prepare(kind())
+    told = [str(each.message) for each in seen if "num_items_in_batch too" in str(each.message)]
+    if kind is Averaging:
+        return told, None
+    ids = sequence.shard_batch(torch.randint(20, (2, 16), generator=torch.Generator().manual_seed(1)))
+    for step in range(1, 20):
+        try:
+            model(ids).square().mean().backward()
+        except PrepareError as error:
+            return step, str(error)
+        with torch.no_grad():
+            model.place.weight -= 0.1 * model.place.weight.grad
+    return None, None
+
+
+def test_a_model_that_averages_over_the_labels_of_a_rank_is_told_of():
+    assert [len(told) for told, _ in worlds.run(training_of_own, 2, Averaging)] == [1, 0]
+
+
+def test_a_model_that_counts_positions_is_refused_on_all_ranks_once_these_are_more_than_zeros():
+    for step, told in worlds.run(training_of_own, 2, Counting):
+        assert step == 16
+        assert "Counting computes something else for the same positions in another order" in told

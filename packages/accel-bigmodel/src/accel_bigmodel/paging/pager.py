@@ -17,7 +17,7 @@ from torch import nn
 from accel_bigmodel.hooks.base import outside_graphs
 from accel_bigmodel.paging.pages import PIECE, Extent, extents_of, keep_resident
 from accel_bigmodel.paging.reading import Reader
-from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.schedule import StreamingSchedule
 from accel_bigmodel.streaming.stats import StreamStats
 from accel_ckpt.format.memory import evict, read_around
 
@@ -156,7 +156,7 @@ class _Paging:
 
     def __init__(self, extents: list[list[Extent]], budget: int) -> None:
         self.extents = extents
-        self._schedule = Schedule(range(len(extents)))
+        self._schedule = StreamingSchedule(range(len(extents)))
         self._open: dict[
             int, list[str]
         ] = {}  # by thread: running modules that contain groups, outermost first

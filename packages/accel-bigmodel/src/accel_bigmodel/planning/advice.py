@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.planning.footprints.base import (
-    Cluster,
+    DeviceCluster,
     Footprint,
     Setting,
     StrategyFootprint,
@@ -21,7 +21,7 @@ from accel_bigmodel.planning.footprints.base import (
 from accel_bigmodel.planning.footprints.registry import footprint, footprint_class, footprint_names
 from accel_bigmodel.planning.shape import ModelShape
 
-__all__ = ["Plan", "Row", "Suggestion", "make_plan", "settings_for", "suggestions"]
+__all__ = ["Row", "Suggestion", "TrainingPlan", "make_plan", "settings_for", "suggestions"]
 
 _MOST = 1 << 16
 """Samples beyond which no larger batch is looked for."""
@@ -77,7 +77,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """The result of ``make_plan``.
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
     """
 
     shape: ModelShape
-    cluster: Cluster
+    cluster: DeviceCluster
     workload: Workload
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def _replaces(row: Row, cheapest: Row) -> bool:
 
 
 def settings_for(
-    shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+    shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
 ) -> list[Setting]:
     """Every strategy that can run the model on these devices.
 
@@ -132,18 +132,18 @@ def settings_for(
 
 def make_plan(
     shape: ModelShape,
-    cluster: Cluster,
+    cluster: DeviceCluster,
     workload: Workload,
     timelines: Timelines,
     *,
     checkpointing: bool = False,
     batches: bool = True,
     notes: Sequence[str] = (),
-) -> Plan:
+) -> TrainingPlan:
     """Plan the training: memory per rank under every strategy that can run, whether it fits, ordered by cost.
 
     Rows are sorted: without offload before offload, without recomputation before recomputation, then by less traffic,
-    then strategies that need no other package first. `Plan.advised` may prefer one of the latter.
+    then strategies that need no other package first. `TrainingPlan.advised` may prefer one of the latter.
 
     Args:
         shape: the model.
@@ -168,12 +168,12 @@ def make_plan(
         for setting in settings_for(shape, cluster, workload, checkpointing)
     ]
     rows.sort(key=lambda row: row.cost)
-    return Plan(shape, cluster, workload, tuple(rows), tuple(notes))
+    return TrainingPlan(shape, cluster, workload, tuple(rows), tuple(notes))
 
 
 def _row(
     shape: ModelShape,
-    cluster: Cluster,
+    cluster: DeviceCluster,
     workload: Workload,
     timelines: Timelines,
     setting: Setting,
@@ -196,13 +196,13 @@ def _row(
     )
 
 
-def _fits(found: Footprint, cluster: Cluster) -> bool:
+def _fits(found: Footprint, cluster: DeviceCluster) -> bool:
     host = cluster.host_memory
     return found.peak.total <= cluster.usable and (host is None or found.host * cluster.per_machine <= host)
 
 
 def _largest_batch(
-    shape: ModelShape, cluster: Cluster, workload: Workload, timelines: Timelines, setting: Setting
+    shape: ModelShape, cluster: DeviceCluster, workload: Workload, timelines: Timelines, setting: Setting
 ) -> int:
     def fits(batch: int) -> bool:
         return _fits(footprint(shape, setting, replace(workload, batch_size=batch), timelines), cluster)
@@ -219,7 +219,7 @@ def _largest_batch(
 
 
 def _cost(
-    shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload
+    shape: ModelShape, setting: Setting, cluster: DeviceCluster, workload: Workload
 ) -> tuple[float, str, tuple[float, ...]]:
     """Bytes that a rank sends in a step, other costs in words, and the place in the order."""
     kind = footprint_class(setting.strategy)
@@ -245,7 +245,7 @@ def _cost(
     return traffic, "; ".join(extra), tuple(map(float, cost))
 
 
-def suggestions(plan: Plan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:
+def suggestions(plan: TrainingPlan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:
     """Suggest single changes after which a strategy fits: a smaller batch, more devices.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import EstimateError
-from accel_bigmodel.planning.shape import Layer, ModelShape, factored_size
+from accel_bigmodel.planning.shape import ModelShape, UnitSizes, factored_size
 from accel_ckpt.modules.experts import find_experts
 from accel_ckpt.modules.tensors import check_is_module
 
@@ -76,7 +76,7 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
 
 def _ends(
     model: nn.Module, units: Sequence[nn.Module], divided: set[int], of_experts: set[int]
-) -> tuple[Layer | None, Layer | None]:
+) -> tuple[UnitSizes | None, UnitSizes | None]:
     """The layers before and after the units; None where a pipeline cannot cut the model."""
     config = getattr(getattr(model, "base_model", model), "config", None)
     if hasattr(model, "get_input_embeddings") and not getattr(config, "base_model_pp_plan", None):
@@ -170,7 +170,7 @@ def _divides(how: str) -> bool:
     return how.startswith(("colwise", "rowwise", "local_colwise", "local_rowwise", "packed", "embedding"))
 
 
-def _layer(module: nn.Module, seen: set[int], divided: set[int], of_experts: set[int]) -> Layer:
+def _layer(module: nn.Module, seen: set[int], divided: set[int], of_experts: set[int]) -> UnitSizes:
     own: list[nn.Parameter] = []
     for parameter in module.parameters():
         if id(parameter) not in seen:
@@ -179,9 +179,9 @@ def _layer(module: nn.Module, seen: set[int], divided: set[int], of_experts: set
     return _sizes(own, divided, of_experts)
 
 
-def _sizes(own: Sequence[nn.Parameter], divided: set[int], of_experts: set[int]) -> Layer:
+def _sizes(own: Sequence[nn.Parameter], divided: set[int], of_experts: set[int]) -> UnitSizes:
     trained: Sequence[nn.Parameter] = [parameter for parameter in own if parameter.requires_grad]
-    return Layer(
+    return UnitSizes(
         parameters=sum(map(Tensor.numel, own)),
         trainable=sum(map(Tensor.numel, trained)),
         factored=sum(factored_size(parameter.shape) for parameter in trained),

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Layer", "ModelShape", "Phase", "Timeline", "shape_of_tensors"]
+__all__ = ["ModelShape", "Phase", "Timeline", "UnitSizes", "shape_of_tensors"]
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
@@ -93,7 +93,7 @@ def _later(phase: Phase, count: int, added: tuple[float, float], unit: int | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class UnitSizes:
     """Sizes of a unit, or of the layers outside of all units, in elements.
 
     Attributes:
@@ -136,8 +136,8 @@ class ModelShape:
     """
 
     name: str
-    units: tuple[Layer, ...]
-    outside: Layer
+    units: tuple[UnitSizes, ...]
+    outside: UnitSizes
     buffers: int = 0
     tensors: int = 0
     hidden_size: int = 0
@@ -145,11 +145,11 @@ class ModelShape:
     adapters: int = 0
     experts: int = 0
     routes: int = 0
-    first: Layer | None = None
-    last: Layer | None = None
+    first: UnitSizes | None = None
+    last: UnitSizes | None = None
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[UnitSizes, ...]:
         """The units, and the layers outside."""
         return (*self.units, self.outside)
 
@@ -224,17 +224,17 @@ def _trained_tensors(
     return sum(map(len, blocks)) + len(outside)
 
 
-def _layer(shapes: list[tuple[int, ...]], adapters: int, is_unit: bool) -> Layer:
+def _layer(shapes: list[tuple[int, ...]], adapters: int, is_unit: bool) -> UnitSizes:
     if not adapters:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
         factored = sum(map(factored_size, shapes))
-        return Layer(count, count, factored, largest=max(sizes, default=0))
+        return UnitSizes(count, count, factored, largest=max(sizes, default=0))
     matrices = [shape for shape in shapes if len(shape) == 2] if is_unit else []
     own = [size * adapters for shape in matrices for size in shape]
     trained = sum(own)
     factored = sum(size + adapters for shape in matrices for size in shape)
-    return Layer(sum(map(math.prod, shapes)) + trained, trained, factored, largest=max(own, default=0))
+    return UnitSizes(sum(map(math.prod, shapes)) + trained, trained, factored, largest=max(own, default=0))
 
 
 def factored_size(shape: Sequence[int]) -> int:

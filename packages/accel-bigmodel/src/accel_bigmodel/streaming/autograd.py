@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.streaming.slot_layout import address_of
-from accel_bigmodel.streaming.streamed_groups import Item, StreamedGroup
+from accel_bigmodel.streaming.streamed_groups import StreamedGroup, StreamedTensor
 
 __all__ = ["Saving"]
 
@@ -107,7 +107,7 @@ class _SavedWeight:
     """A view of a weight, as the facts needed to rebuild it."""
 
     def __init__(self, member: StreamedGroup, number: int, view: torch.Tensor, device: torch.device) -> None:
-        self._item: Item = member.items[number]
+        self._item: StreamedTensor = member.items[number]
         self._tensor = self._item.tensor
         self._version = self._item.version()
         self._piece = member.layout.pieces[number]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["Schedule"]
+__all__ = ["StreamingSchedule"]
 
 
-class Schedule:
+class StreamingSchedule:
     """Predicts the next groups from the last forward that began at the same module.
 
     A wrong prediction costs time and never changes results: after an unexpected group, the groups that followed it last

@@ -11,14 +11,14 @@ from torch import nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.streaming.groups import Group
 from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of
-from accel_bigmodel.streaming.types import Pending, Slot
+from accel_bigmodel.streaming.types import PendingCopy, Slot
 from accel_ckpt.modules.tensors import set_data
 from accel_ckpt.modules.ties import parent_and_leaf
 
-__all__ = ["Item", "Load", "StreamedGroup", "TiedUses"]
+__all__ = ["Load", "StreamedGroup", "StreamedTensor", "TiedUses"]
 
 
-class Item:
+class StreamedTensor:
     """One tensor of a group, and where its module registers it."""
 
     __slots__ = ("is_buffer", "leaf", "name", "owner", "table", "tensor", "tied", "versioned")
@@ -61,7 +61,7 @@ class Load:
     def __init__(self, member: StreamedGroup, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
         assert slot.last_copy is not None
         self.slot = slot
-        self.pending: Pending = slot.last_copy
+        self.pending: PendingCopy = slot.last_copy
         self.views = slot.views(member.layout)
         self.hosts = sources
         # Tied tensors that an active group has on the device already are not copied.
@@ -82,7 +82,7 @@ class StreamedGroup:
     def __init__(self, model: nn.Module, index: int, group: Group) -> None:
         self.index = index
         self.name = group.name
-        self.items = [Item(model, name) for name in group.tensors]
+        self.items = [StreamedTensor(model, name) for name in group.tensors]
         self.active = 0  # how many calls of the module run
         self.load: Load | None = None
 
@@ -198,7 +198,7 @@ class TiedUses:
                 for item in member.items:
                     item.tied = counts[id(item.tensor)] > 1
 
-    def host(self, item: Item) -> torch.Tensor:
+    def host(self, item: StreamedTensor) -> torch.Tensor:
         """The tensor in host memory."""
         if item.tied and id(item.tensor) in self._hosts:
             return self._hosts[id(item.tensor)]
@@ -233,7 +233,7 @@ class TiedUses:
             for item, host in zip(member.items, hosts, strict=True)
         ]
 
-    def first(self, item: Item, host: torch.Tensor | None) -> bool:
+    def first(self, item: StreamedTensor, host: torch.Tensor | None) -> bool:
         """Note that a group uses a tied tensor; true if no other group does already."""
         key = id(item.tensor)
         self._users[key] += 1
@@ -243,7 +243,7 @@ class TiedUses:
         self._hosts[key] = host
         return True
 
-    def last(self, item: Item) -> bool:
+    def last(self, item: StreamedTensor) -> bool:
         """Note that a group no longer uses a tied tensor; true if no other group does either."""
         key = id(item.tensor)
         self._users[key] -= 1

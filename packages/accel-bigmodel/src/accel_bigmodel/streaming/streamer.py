@@ -21,7 +21,7 @@ from accel_bigmodel.streaming.forward_wrappers import ForwardWrapper, wrappers_o
 from accel_bigmodel.streaming.groups import Group
 from accel_bigmodel.streaming.residency import choose_resident, window_bytes
 from accel_bigmodel.streaming.resident import Resident
-from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.schedule import StreamingSchedule
 from accel_bigmodel.streaming.slot_layout import address_of
 from accel_bigmodel.streaming.slots import SlotPool
 from accel_bigmodel.streaming.stats import StreamStats
@@ -102,7 +102,7 @@ class Streamer:
         self._wrappers: list[ForwardWrapper] = []
         self._ready = False
         self._interrupted = False
-        self._schedule = Schedule()
+        self._schedule = StreamingSchedule()
         self._members: dict[int, StreamedGroup] = {}
         self._loaded: dict[int, StreamedGroup] = {}  # those with a load, oldest request first
         self._tied = TiedUses()
@@ -201,7 +201,7 @@ class Streamer:
             self._wrappers = []
             self._release_residents()
             self._saving.forget()
-            self._schedule = Schedule()
+            self._schedule = StreamingSchedule()
             self._pool.clear()
             self._transfer.close()
             self._ready = False

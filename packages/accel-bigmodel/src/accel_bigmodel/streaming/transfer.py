@@ -15,7 +15,7 @@ import torch
 
 from accel_bigmodel.streaming.host_blocks import HostBlocks, Run
 from accel_bigmodel.streaming.slot_layout import SlotLayout
-from accel_bigmodel.streaming.types import Pending, Slot, Sources
+from accel_bigmodel.streaming.types import PendingCopy, Slot, Sources
 
 __all__ = ["AcceleratorTransfer", "HostTransfer"]
 
@@ -50,7 +50,7 @@ class HostTransfer:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> PendingCopy:
         """Request a copy from the thread; see ``Transfer``."""
         runs = self.host_blocks.runs(sources, layout)
         return _HostCopy(self._thread.submit(self._copy, name, sources, runs, layout, slot))
@@ -240,7 +240,7 @@ class AcceleratorTransfer:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> PendingCopy:
         """Request a copy; see ``Transfer``. Packing, which may have to read files, runs in the thread."""
         if self._stream is None:
             self._stream = self._new_stream()

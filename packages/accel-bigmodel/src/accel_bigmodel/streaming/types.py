@@ -10,13 +10,13 @@ import torch
 from accel_bigmodel.streaming.host_blocks import HostBlocks
 from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of
 
-__all__ = ["Pending", "Slot", "Sources", "Transfer"]
+__all__ = ["PendingCopy", "Slot", "Sources", "Transfer"]
 
 Sources = Sequence["torch.Tensor | None"]
 """The tensors of a group in host memory, in the order of its layout; ``None`` is not copied."""
 
 
-class Pending(Protocol):
+class PendingCopy(Protocol):
     """A copy that was requested."""
 
     def ready(self) -> bool:
@@ -42,7 +42,7 @@ class Slot:
         self.address = address_of(buffer)
         # The slot may be written after this point of the device's computation; see Transfer.mark.
         self.used_until = used_until
-        self.last_copy: Pending | None = None
+        self.last_copy: PendingCopy | None = None
         self._views: dict[SlotLayout, list[torch.Tensor]] = {}
 
     def views(self, layout: SlotLayout) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ class Transfer(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory on the device, as 1-D uint8."""
 
-    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> PendingCopy:
         """Request a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
 
         Args:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from accel_bigmodel.planning.footprints.base import Cluster, Setting, Workload, optimizer_bytes
+from accel_bigmodel.planning.footprints.base import DeviceCluster, Setting, Workload, optimizer_bytes
 from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
 from accel_bigmodel.planning.footprints.pipeline import PipelineFootprint, ShardedPipelineFootprint
 from accel_bigmodel.planning.footprints.registry import footprint
-from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
+from accel_bigmodel.planning.shape import ModelShape, Phase, Timeline, UnitSizes
 
-BLOCK = Layer(1000, 1000, 70, largest=600)
-OUTSIDE = Layer(400, 400, 50, largest=400)
+BLOCK = UnitSizes(1000, 1000, 70, largest=600)
+OUTSIDE = UnitSizes(400, 400, 50, largest=400)
 SHAPE = ModelShape("toy", (BLOCK, BLOCK), OUTSIDE, buffers=16, tensors=5)
 TIMELINE = Timeline(
     (
@@ -167,7 +167,7 @@ def test_experts_of_other_ranks_are_not_gathered():
     ],
 )
 def test_experts_send_tokens_in_the_place_of_weights(ranks, sent):
-    work, cluster = Workload(2, seq_length=8), Cluster(4, 1, 1e9)
+    work, cluster = Workload(2, seq_length=8), DeviceCluster(4, 1, 1e9)
     setting = Setting("experts", "fsdp2", 4, experts=ranks)
     others = 3 / 4 * (MIXTURE.parameters - 1600)
     # Gathered twice and reduced once in 4 bytes; tokens four times over two layers, two experts each.
@@ -180,8 +180,8 @@ def test_experts_are_divided_inside_a_machine_if_their_number_allows():
     def names(experts, machines):
         shape = replace(MIXTURE, experts=experts)
         return [
-            (each.experts, FSDP2Footprint.launch_values(each, Cluster(16, machines, 1e9)))
-            for each in FSDP2Footprint.settings(shape, Cluster(16, machines, 1e9), Workload(), False)
+            (each.experts, FSDP2Footprint.launch_values(each, DeviceCluster(16, machines, 1e9)))
+            for each in FSDP2Footprint.settings(shape, DeviceCluster(16, machines, 1e9), Workload(), False)
             if each.experts > 1
         ]
 
@@ -195,8 +195,8 @@ def test_experts_are_divided_inside_a_machine_if_their_number_allows():
 STAGED = replace(
     SHAPE,
     units=(BLOCK,) * 4,
-    first=Layer(300, 300, 30, largest=300),
-    last=Layer(100, 100, 20, largest=100),
+    first=UnitSizes(300, 300, 30, largest=300),
+    last=UnitSizes(100, 100, 20, largest=100),
 )
 STAGED_TIMELINE = Timeline(
     (
@@ -237,7 +237,7 @@ def test_the_last_stage_has_the_logits():
 
 
 def test_stages_divide_the_devices_and_need_a_row_each():
-    cluster = Cluster(8, 1, 80e9)
+    cluster = DeviceCluster(8, 1, 80e9)
 
     def stages(shape=STAGED, **workload):
         found = PipelineFootprint.settings(shape, cluster, Workload(**workload), False)
@@ -283,7 +283,7 @@ def test_stages_that_fsdp_shards_are_whole_while_a_batch_computes():
 
 
 def test_sharded_stages_need_several_ranks_each():
-    cluster, workload = Cluster(8, 1, 80e9), Workload(batch_size=16)
+    cluster, workload = DeviceCluster(8, 1, 80e9), Workload(batch_size=16)
     settings = [*ShardedPipelineFootprint.settings(STAGED, cluster, workload, False)]
     assert [(setting.stages, setting.shards) for setting in settings] == [(2, 4), (4, 2)]
     assert ShardedPipelineFootprint.launch_values(settings[0], cluster) == {

@@ -24,25 +24,22 @@ from accel_ckpt.folders.find import checkpoints_from
 from accel_ckpt.foreign.dcp import DcpFolder, is_dcp_folder
 from accel_ckpt.foreign.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
 from accel_ckpt.foreign.pickles import unpickle
+from accel_ckpt.foreign.sources import FSDP_FILE, FSDP_FOLDER
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard
 from accel_ckpt.locations import RemotePath
 from accel_ckpt.modules.names import canonical_name, canonical_state_dict
 from accel_ckpt.training.optimizers import name_positions
+from accel_state.constants import SCALER_NAME
 from accel_state.errors import NotAvailableError
 
-__all__ = [
-    "AccelerateCheckpoint",
-    "RankFile",
-    "accelerate_checkpoints",
-    "is_accelerate_checkpoint",
-]
+__all__ = ["AccelerateCheckpoint", "RankFile", "accelerate_checkpoints", "is_accelerate_checkpoint"]
 
-_MODEL = r"(?:model(?:_(?P<s>\d+))?\.safetensors|pytorch_model(?:_(?P<b>\d+))?\.bin)"
 _NUMBERED = {
-    "model": re.compile(_MODEL),
-    "fsdp_model": re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin"),
-    "fsdp_folder": re.compile(r"pytorch_model_fsdp_(?P<n>\d+)"),
+    "model": re.compile(r"model(?:_(?P<n>\d+))?\.safetensors"),
+    "pickled_model": re.compile(r"pytorch_model(?:_(?P<n>\d+))?\.bin"),
+    "fsdp_model": FSDP_FILE,
+    "fsdp_folder": FSDP_FOLDER,
     "engine_folder": re.compile(r"pytorch_model(?:_(?P<n>\d+))?"),
     "optimizer": re.compile(r"optimizer(?:_(?P<n>\d+))?\.bin"),
     "optimizer_folder": re.compile(r"optimizer_(?P<n>\d+)"),
@@ -50,11 +47,10 @@ _NUMBERED = {
     "loader": re.compile(r"dl_state_dict(?:_(?P<n>\d+))?\.bin"),
     "custom": re.compile(r"custom_checkpoint_(?P<n>\d+)\.pkl"),
     "rank": re.compile(r"random_states_(?P<n>\d+)\.pkl"),
-    "rank_shard": re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin"),
+    "rank_shard": re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(?P<n>\d+)\.bin"),
 }
 _FOLDERS = {"fsdp_folder", "optimizer_folder", "engine_folder"}
 _WEIGHTS = ("engine_folder", "fsdp_folder", "fsdp_model", "model")
-_SCALER = "scaler.pt"
 _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
 
 
@@ -74,10 +70,8 @@ def _contents(folder: Path) -> dict[str, dict[int, Path]]:
         for kind, pattern in _NUMBERED.items():
             match = pattern.fullmatch(path.name)
             if match is not None and path.is_dir() == (kind in _FOLDERS):
-                number = next((value for value in match.groups() if value is not None), "0")
-                if kind == "model" and path.suffix == ".bin" and int(number) in found[kind]:
-                    continue  # as there, safetensors come first
-                found[kind][int(number)] = path
+                found[kind][int(match["n"] or 0)] = path
+    found["model"] = {**found["pickled_model"], **found["model"]}  # safetensors come first, as in Accelerate
     engines = {number: path for number, path in found["engine_folder"].items() if is_deepspeed_folder(path)}
     if not engines and (tagged := tagged_folder(folder)) is not None:
         engines = {0: tagged}  # of DeepSpeed itself
@@ -132,7 +126,11 @@ class AccelerateCheckpoint:
         self._opt_in = opt_in
         if not directory.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
-        self._refuse_other_engines()
+        if (directory / "latest_checkpointed_iteration.txt").exists():
+            raise NotAvailableError(
+                f"{directory} was written by Megatron-LM, whose own layout is not read here; convert it with its tools "
+                "to plain weights, and load them with load_checkpoint_in_model"
+            )
         if not is_accelerate_checkpoint(directory):
             raise CheckpointNotFoundError(
                 f"{directory} is no training state: it has neither a {MANIFEST_NAME} nor files with the names that "
@@ -147,13 +145,6 @@ class AccelerateCheckpoint:
                 f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
                 "which only the same number of FSDP ranks can read. Load it there, and save with "
                 "SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
-
-    def _refuse_other_engines(self) -> None:
-        if (self.directory / "latest_checkpointed_iteration.txt").exists():
-            raise NotAvailableError(
-                f"{self.directory} was written by Megatron-LM, whose own layout is not read here; convert it "
-                "with its tools to plain weights, and load them with load_checkpoint_in_model"
             )
 
     # What is there
@@ -193,7 +184,7 @@ class AccelerateCheckpoint:
             "models": len(self._weights()),
             "optimizers": len(self._optimizers()),
             "schedulers": len(self._schedulers()),
-            "scalers": int((self.directory / _SCALER).is_file()),
+            "scalers": int((self.directory / SCALER_NAME).is_file()),
             "custom objects": len(self._found["custom"]),
         }
 
@@ -258,7 +249,7 @@ class AccelerateCheckpoint:
 
     def scaler(self) -> Any:
         """The state dict of the gradient scaler."""
-        path = self.directory / _SCALER
+        path = self.directory / SCALER_NAME
         return unpickle(path, str(path))
 
     def loader(self, index: int) -> Any:

@@ -151,19 +151,19 @@ def _check_removal(source: Source, output: Folder) -> None:
 
 
 def _warn_of_extra(checkpoint: Path) -> None:
-    """Say what a training state keeps of a model besides tensors, which plain files of weights leave out."""
+    """Warn of entries of a training state's model that are not tensors; plain files of weights leave them out."""
     if not (checkpoint / MANIFEST_NAME).is_file():
         return
     extra = open_training_state(checkpoint, verify=False).extra_state(0)
     if extra:
         warn(
             f"{checkpoint}: these entries are not tensors, so they are not merged: {listed([*extra])}. "
-            "load_checkpoint_in_model takes them from the training state",
+            "load_checkpoint_in_model takes them from the training state"
         )
 
 
 def _canonical(weights: PiecedWeights, is_own: bool) -> PiecedWeights:
-    """Under canonical names; in checkpoints of other programs ``module.`` before all of them is of a wrapper."""
+    """Rename weights canonically; in checkpoints of other programs, a ``module.`` before all names is a wrapper's."""
     names = {name: name for name in weights.about}
     new = {old: name for name, old in canonical_state_dict(names).items()}
     if not is_own and all(name.startswith("module.") for name in new.values()):

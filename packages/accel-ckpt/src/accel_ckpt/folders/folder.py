@@ -12,29 +12,25 @@ locks. `find.py` decides which of the two a path needs.
 
 from __future__ import annotations
 
-import contextlib
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointSaveError,
-    ObjectStorageError,
-)
-from accel_ckpt.folders.weight_switch import Writers
+from accel_ckpt.errors import CheckpointSaveError
+from accel_ckpt.folders.weight_switch import Writers, explained
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
 from accel_ckpt.format.writer import FileRecord
 
-__all__ = ["Contribution", "Folder", "OpenFolder", "Transaction"]
+__all__ = ["Contribution", "Folder", "OpenFolder", "Transaction", "check_regular", "files_below"]
 
 T = TypeVar("T")
 
@@ -114,7 +110,7 @@ class Transaction(ABC):
         """
 
         def open_and_prepare() -> tuple[str, str, Any]:
-            with self._naming_the_cause():
+            with explained(self._failure):
                 self._open()
             return str(self.directory), self.token, prepare()
 
@@ -173,14 +169,14 @@ class Transaction(ABC):
 
     @abstractmethod
     def _write(self, write: Callable[[Path], Contribution]) -> Contribution:
-        """Let this rank's files be written, and what hooks added beside them."""
+        """Write this rank's files; files that hooks added become part of the result."""
 
     @abstractmethod
     def _publish(self, parts: Sequence[Contribution]) -> None:
         """Write the manifest and give the checkpoint its name; on leading ranks."""
 
     def _report(self, write: Callable[[Path], Contribution]) -> dict[str, Any]:
-        with self._naming_the_cause():
+        with explained(self._failure):
             written = self._write(write)
         if self.leader:  # the others need no index of the leader's tensors, which can be large
             self._own = written
@@ -195,19 +191,8 @@ class Transaction(ABC):
             self._own if rank == self.coordinator.rank else Contribution.from_plain(answer)
             for rank, answer in enumerate(answers)
         ]
-        with self._naming_the_cause():
+        with explained(self._failure):
             self._publish(parts)
-
-    @contextlib.contextmanager
-    def _naming_the_cause(self) -> Iterator[None]:
-        try:
-            yield
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failure(error) from error
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> CheckpointSaveError:
         return CheckpointSaveError(
@@ -220,12 +205,30 @@ class Transaction(ABC):
         return ""
 
 
+def files_below(folder: Path) -> Iterator[str]:
+    """Relative names of the files in a folder, links to folders included."""
+    for root, directories, names in os.walk(folder):
+        links = [name for name in directories if Path(root, name).is_symlink()]
+        for name in (*names, *links):
+            yield PurePosixPath(Path(root, name).relative_to(folder)).as_posix()
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what a save hook wrote and no checkpoint can hold.
+
+    Raises:
+        CheckpointSaveError: it is a link, or no file.
+    """
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointSaveError(f"{path} is not a regular file, and cannot be part of a checkpoint")
+
+
 @dataclass(frozen=True, slots=True)
 class OpenFolder:
     """A complete checkpoint, opened for reading; the sizes of all its files are checked."""
 
     directory: Path
-    """Its name."""
+    """The path or URI of the checkpoint."""
     manifest: Manifest
     files: Path
     """The folder of its files on this machine; files exist there once `checks` was called for them."""
@@ -245,20 +248,16 @@ class Folder(ABC):
     """
 
     path: Path
+    on_this_machine: ClassVar[bool]
+    """Whether it is a path of a file system, not a URI."""
 
     @property
     @abstractmethod
     def absolute(self) -> Path:
         """The absolute path, which does not depend on the working directory."""
 
-    @property
-    @abstractmethod
-    def on_this_machine(self) -> bool:
-        """Whether it is a path of a file system, not a URI."""
-
     # Training states
 
-    @abstractmethod
     def begin(
         self,
         coordinator: Coordinator,
@@ -278,6 +277,13 @@ class Folder(ABC):
         Raises:
             CheckpointSaveError: the save cannot begin, here or on another rank; nothing is changed.
         """
+        transaction = self._transaction(coordinator, each_node, disk)
+        transaction.begin(prepare, one_folder=not each_node)
+        return transaction
+
+    @abstractmethod
+    def _transaction(self, coordinator: Coordinator, each_node: bool, disk: Disk) -> Transaction:
+        """A transaction that has not begun."""
 
     @abstractmethod
     def open(self, verify: bool) -> OpenFolder:
@@ -292,6 +298,15 @@ class Folder(ABC):
     @abstractmethod
     def is_complete(self) -> bool:
         """Whether a complete checkpoint of this library is here."""
+
+    @abstractmethod
+    def _names(self) -> list[str]:
+        """The names of what is in it; none if it does not exist."""
+
+    def _numbered(self, prefix: str) -> list[tuple[int, str]]:
+        """The numbers and names of what is named ``<prefix><n>``, in rising order."""
+        matches = filter(None, map(re.compile(re.escape(prefix) + r"(\d+)").fullmatch, self._names()))
+        return sorted((int(match[1]), match[0]) for match in matches)
 
     @abstractmethod
     def complete_checkpoints(self, prefix: str) -> list[Path]:
@@ -317,10 +332,7 @@ class Folder(ABC):
 
     @abstractmethod
     def publish_weights(
-        self,
-        writers: Writers,
-        index: tuple[str, str] | None,
-        disk: Disk = LOCAL,
+        self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
         """Replace the weights as a whole, see `WeightSwitch`; files of weights that were there are removed.
 

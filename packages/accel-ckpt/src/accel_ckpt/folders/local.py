@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
@@ -45,6 +44,8 @@ _WEIGHTS = "weights"  # in the names of hidden folders of weights that are being
 class LocalFolder(Folder):
     """A folder of a file system of this machine."""
 
+    on_this_machine = True
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -53,23 +54,8 @@ class LocalFolder(Folder):
         """The path from the root; a link stays one."""
         return Path(os.path.abspath(self.path))
 
-    @property
-    def on_this_machine(self) -> bool:
-        """True: a file system's path is on this machine."""
-        return True
-
-    def begin(
-        self,
-        coordinator: Coordinator,
-        *,
-        each_node: bool = False,
-        disk: Disk = LOCAL,
-        prepare: Callable[[], Any] = lambda: None,
-    ) -> LocalTransaction:
-        """Check the destination, clean up after dead saves, make the temporary folder."""
-        transaction = LocalTransaction(self.absolute, coordinator, each_node, disk)
-        transaction.begin(prepare, one_folder=not each_node)
-        return transaction
+    def _transaction(self, coordinator: Coordinator, each_node: bool, disk: Disk) -> LocalTransaction:
+        return LocalTransaction(self.absolute, coordinator, each_node, disk)
 
     def open(self, verify: bool) -> OpenFolder:
         """Open the checkpoint; its files are read in place."""
@@ -104,37 +90,31 @@ class LocalFolder(Folder):
         return True
 
     def complete_checkpoints(self, prefix: str) -> list[Path]:
-        """A swap that was interrupted is undone first."""
-        if not self.path.is_dir():
-            return []
+        """List complete checkpoints; a swap that was interrupted is undone first."""
         restore_interrupted_swaps(self.path)
-        return [path for _, path in self._numbered(prefix) if LocalFolder(path).is_complete()]
+        paths = [self.path / name for _, name in self._numbered(prefix)]
+        return [path for path in paths if LocalFolder(path).is_complete()]
 
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
         """List checkpoints, complete or not, from a number on."""
-        return [path for found, path in self._numbered(prefix) if found >= number]
+        return [self.path / name for found, name in self._numbered(prefix) if found >= number]
 
-    def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
-        if not self.path.is_dir():
-            return []
-        pattern = re.compile(re.escape(prefix) + r"(\d+)")
-        matches = ((pattern.fullmatch(path.name), path) for path in self.path.iterdir())
-        return sorted((int(match.group(1)), path) for match, path in matches if match)
+    def _names(self) -> list[str]:
+        return os.listdir(self.path) if self.path.is_dir() else []
 
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
-        """Each is renamed before its files go, so that a checkpoint half removed is never taken for one."""
+        """Rename each checkpoint before its files are removed, so that no half of one is taken for a checkpoint."""
         try:
             doomed = self.complete_checkpoints(prefix)[:-keep]
         except OSError as error:  # such as a manifest of another user
             warn(
-                f"no older checkpoint in {self.path} was removed: {error}. Every save tries again",
-                once=True,
+                f"no older checkpoint in {self.path} was removed: {error}. Every save tries again", once=True
             )
             return []
         return [path for path in doomed if _prune(path, disk)]
 
     def check_for_weights(self) -> None:
-        """A folder that is not there yet is made later."""
+        """Refuse a file and a training state; a folder that does not exist yet is fine."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointSaveError(f"{self.path} is a file; weights go to a folder, choose another name")
         if (self.path / MANIFEST_NAME).exists():
@@ -144,16 +124,13 @@ class LocalFolder(Folder):
             )
 
     def publish_weights(
-        self,
-        writers: Writers,
-        index: tuple[str, str] | None,
-        disk: Disk = LOCAL,
+        self, writers: Writers, index: tuple[str, str] | None, disk: Disk = LOCAL
     ) -> tuple[str, ...]:
-        """The folder is made if it is not there; a process that has an old file mapped keeps seeing it."""
+        """Replace the weights in the folder, which is created if needed; a mapped old file stays readable."""
         return _LocalSwitch(self.path, writers, index, disk).run()
 
     def write_file(self, name: str, write: Callable[[Path, Disk], FileRecord]) -> None:
-        """The old content stays until the new one is complete; what a killed save of this file left is removed.
+        """Replace a file when its new content is complete, and remove what killed saves of it left.
 
         Raises:
             CheckpointSaveError: writing failed.
@@ -213,7 +190,7 @@ class _LocalSwitch(WeightSwitch):
         self._scratch = temporary_name(path / _WEIGHTS, host_token(secrets.token_hex(6)))
 
     def run(self) -> tuple[str, ...]:
-        """Also remove what killed saves left: before, because the room may be needed, and what is used until then."""
+        """Replace the weights; leftovers of killed saves are removed before, for room, and if still in use, after."""
         folder = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -297,7 +274,7 @@ class _LocalSwitch(WeightSwitch):
 
 
 def _nearby(folder: Path) -> str:
-    """Which checkpoint a wrong path may have meant: the newest in the nearest folder that exists."""
+    """A hint for a wrong path: the newest checkpoint in the nearest folder that exists."""
     near = next(place for place in (folder, *folder.parents) if place.is_dir())
     try:
         found = [path for path in near.iterdir() if (path / MANIFEST_NAME).is_file()]

@@ -18,14 +18,14 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from accel_ckpt.folders.folder import Contribution, Transaction
+from accel_ckpt.folders.folder import Contribution, Transaction, check_regular, files_below
 from accel_ckpt.folders.leftovers import (
     TemporaryFolder,
     clean_leftovers,
@@ -193,9 +193,7 @@ class LocalTransaction(Transaction):
             self.disk.remove_tree(old)
         except OSError as error:
             self._keep = old.exists()
-            warn(
-                f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
-            )
+            warn(f"the checkpoint is saved, but the old one could not be removed from {old}: {error}")
 
 
 def _make_folders(folder: Path, disk: Disk) -> None:
@@ -219,13 +217,6 @@ def _check_destination(directory: Path) -> None:
         )
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    for root, directories, names in os.walk(folder):
-        links = [name for name in directories if Path(root, name).is_symlink()]
-        for name in (*names, *links):
-            yield PurePosixPath(Path(root, name).relative_to(folder)).as_posix()
-
-
 def _visible_files(folder: Path, parts: Sequence[Contribution]) -> dict[str, FileRecord]:
     return {
         name: record for part in parts for name, record in part.files.items() if inside(folder, name).exists()
@@ -233,14 +224,13 @@ def _visible_files(folder: Path, parts: Sequence[Contribution]) -> dict[str, Fil
 
 
 def _unreported_files(folder: Path, reported: Mapping[str, Any], disk: Disk) -> dict[str, FileRecord]:
-    """What hooks added."""
+    """The files that hooks added."""
     records = {}
-    for name in _files_below(folder):
+    for name in files_below(folder):
         if name in reported:
             continue
         path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointSaveError(f"{path} is not a regular file, and cannot be part of a checkpoint")
+        check_regular(path)
         descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
         try:
             disk.fsync(descriptor)
@@ -272,7 +262,7 @@ def _own_files(directory: Path, new: Path) -> set[str]:
 def _carry_over(directory: Path, temporary: Path, carried: set[str], disk: Disk) -> None:
     """Give the other files of the old folder a second name in the new one, and add them to ``carried``."""
     own = _own_files(directory, temporary)
-    foreign = {name for name in _files_below(directory) if name not in own} - carried
+    foreign = {name for name in files_below(directory) if name not in own} - carried
     clashes = sorted(name for name in foreign if (temporary / name).exists())
     if clashes:
         raise CheckpointSaveError(
@@ -304,7 +294,7 @@ def link_or_copy(source: Path, target: Path, disk: Disk) -> None:
 def _rescue(old: Path, directory: Path, carried: set[str], disk: Disk) -> None:
     """Move over what appeared in the old folder while it was being replaced."""
     known = carried | _own_files(old, directory)
-    for name in _files_below(old):
+    for name in files_below(old):
         target = directory / name
         if name not in known and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)

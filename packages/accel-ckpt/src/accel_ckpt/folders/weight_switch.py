@@ -12,8 +12,8 @@ then its index, ``pytorch_model.bin``, its index; which step switches depends on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_ckpt.disk import Disk
@@ -34,7 +34,7 @@ from accel_ckpt.format.index import (
 )
 from accel_ckpt.format.writer import FileRecord
 
-__all__ = ["WeightSwitch", "Writers"]
+__all__ = ["WeightSwitch", "Writers", "explained"]
 
 Writers = Mapping[str, Callable[[Path, Disk], FileRecord]]
 """Name of a file → what writes it to the path and disk that it is given."""
@@ -45,8 +45,25 @@ _PREFERRED: Mapping[str, tuple[str, ...]] = {
     WEIGHTS_NAME: (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
     WEIGHTS_INDEX_NAME: (WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME),
 }
-"""What readers prefer to a file, in the order in which it is removed."""
+"""Files that readers prefer to a file, in the order in which they are removed."""
 _SINGLE = {SAFE_WEIGHTS_INDEX_NAME: SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME: WEIGHTS_NAME}
+
+
+@contextmanager
+def explained(failure: Callable[[OSError], CheckpointSaveError]) -> Iterator[None]:
+    """Turn errors of a file system or of object storage into the error of a save.
+
+    Args:
+        failure: makes that error. Errors that say already what is wrong with the save stay as they are.
+    """
+    try:
+        yield
+    except (ObjectStorageError, CheckpointNotFoundError) as error:
+        raise failure(error) from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise failure(error) from error
 
 
 class WeightSwitch(ABC):
@@ -65,7 +82,7 @@ class WeightSwitch(ABC):
         self.writers = writers
         self.index = index
         self.doing = "beginning"
-        """What is under way, for messages."""
+        """The step under way, for messages."""
         self._switched = False
 
     @abstractmethod
@@ -120,14 +137,8 @@ class WeightSwitch(ABC):
         Raises:
             CheckpointSaveError: writing failed, or a file stays that readers choose; says which weights they find.
         """
-        try:
+        with explained(self._failure):
             written = self._single() if self.index is None else self._shards(*self.index)
-        except (ObjectStorageError, CheckpointNotFoundError) as error:
-            raise self._failure(error) from error
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise self._failure(error) from error
         self.remove_old(sorted(set(self.there()) - {*written}, key=lambda name: not name.endswith(".json")))
         return written
 

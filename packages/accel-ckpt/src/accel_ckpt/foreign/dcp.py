@@ -58,23 +58,11 @@ class _Tensor(_Record):
     pass
 
 
-class _Value(_Record):
-    pass
-
-
-class _Properties(_Record):
-    pass
-
-
 _CLASSES: dict[str, type[_Record]] = {
     "Metadata": _Metadata,
     "TensorStorageMetadata": _Tensor,
-    "BytesStorageMetadata": _Value,
-    "TensorProperties": _Properties,
-    **dict.fromkeys(
-        ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING"),
-        _Record,
-    ),
+    **dict.fromkeys(("BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"), _Record),
+    **dict.fromkeys(("MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING"), _Record),
 }
 _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,

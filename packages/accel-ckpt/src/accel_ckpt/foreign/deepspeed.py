@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,8 +47,27 @@ _STAND_INS: tuple[Any, ...] = (
 )
 
 
-# What a file that describes something else makes of the code that takes it apart.
+# Errors of code that takes the content of a file apart, where the file describes something else.
 _ODD = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError)
+
+T = TypeVar("T")
+
+
+def _taking_apart(method: Callable[[DeepSpeedFolder], T]) -> Callable[[DeepSpeedFolder], T]:
+    """Turn errors about the structure of a file's content into a `CorruptCheckpointError` that names the folder."""
+
+    @wraps(method)
+    def call(folder: DeepSpeedFolder) -> T:
+        try:
+            return method(folder)
+        except (CheckpointError, NotAvailableError):
+            raise
+        except _ODD as error:
+            raise CorruptCheckpointError(
+                f"{folder.path} does not hold what DeepSpeed writes: {cause_of(error)}"
+            ) from error
+
+    return call
 
 
 def is_deepspeed_folder(folder: Path) -> bool:
@@ -152,10 +170,10 @@ class DeepSpeedFolder:
     # What it says
 
     @property
+    @_taking_apart
     def stage(self) -> int:
         """Stage of ZeRO; 0: none."""
-        with _taking_apart(self.path):
-            return int(self._ranks[0].get("zero_stage", 0)) if self._ranks else 0
+        return int(self._ranks[0].get("zero_stage", 0)) if self._ranks else 0
 
     @property
     def has_optimizer(self) -> bool:
@@ -169,12 +187,9 @@ class DeepSpeedFolder:
 
     # Weights
 
+    @_taking_apart
     def weights(self) -> dict[str, Tensor]:
         """Whole weights by name: float32 where the optimizer updates float32 copies; buffers as they are."""
-        with _taking_apart(self.path):
-            return self._weights()
-
-    def _weights(self) -> dict[str, Tensor]:
         found = {name: value for name, value in self._model["module"].items() if isinstance(value, Tensor)}
         if self.stage == 0:
             return {**found, **self._float32_copies(found)}
@@ -279,19 +294,16 @@ class DeepSpeedFolder:
 
     # Optimizer
 
+    @_taking_apart
     def optimizer(self) -> dict[str, Any]:
         """The optimizer's state dict: parameters by name, without ZeRO by position.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: the folder holds no optimizer's state.
             NotAvailableError: the state was saved in the elastic form, which later versions do not write.
         """
         if not self.has_optimizer:
             raise CheckpointNotFoundError(f"{self.path} holds no state of an optimizer")
-        with _taking_apart(self.path):
-            return self._optimizer()
-
-    def _optimizer(self) -> dict[str, Any]:
         if not self._parts:
             whole = self._model["optimizer"]
             return dict(whole.get("optimizer_state_dict", whole))
@@ -329,23 +341,6 @@ class DeepSpeedFolder:
             for group in base["param_groups"]
         ]
         return {"state": state, "param_groups": groups}
-
-
-@contextmanager
-def _taking_apart(path: Path) -> Iterator[None]:
-    """Turn errors about the structure of a file's content into one that names the file.
-
-    Raises:
-        CorruptCheckpointError: the content lacks what the code inside looks for.
-    """
-    try:
-        yield
-    except (CheckpointError, NotAvailableError):
-        raise
-    except _ODD as error:
-        raise CorruptCheckpointError(
-            f"{path} does not hold what DeepSpeed writes: {cause_of(error)}"
-        ) from error
 
 
 def _is_part(value: Any, size: int) -> bool:

@@ -23,11 +23,13 @@ from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import tied_aliases
 from accel_state.messages import warn
 
-__all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
+__all__ = ["FSDP_FILE", "FSDP_FOLDER", "PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 
 _RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of the same writer
-_FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
-_FSDP_FILE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
+FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_(?P<n>\d+)")
+"""A folder in which Accelerate saves a model in torch's Distributed Checkpoint."""
+FSDP_FILE = re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin")
+"""A file in which Accelerate saves a whole model under FSDP; the first has no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def find_source(checkpoint: Path) -> Source:
     if (checkpoint / MANIFEST_NAME).is_file():
         return _find_own(checkpoint)
     names = sorted(path.name for path in checkpoint.iterdir())
-    for pattern, what in ((_FSDP_FOLDER, "folder"), (_FSDP_FILE, "file")):
+    for pattern, what in ((FSDP_FOLDER, "folder"), (FSDP_FILE, "file")):
         found = [checkpoint / name for name in names if pattern.fullmatch(name)]
         found = [path for path in found if path.is_file() or is_dcp_folder(path)]
         if len(found) > 1:
@@ -94,7 +96,7 @@ def find_source(checkpoint: Path) -> Source:
 def _has_weights(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     known = {DCP_METADATA, "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"}
-    return bool(names & known) or any(_FSDP_FOLDER.fullmatch(n) or _FSDP_FILE.fullmatch(n) for n in names)
+    return bool(names & known) or any(FSDP_FOLDER.fullmatch(n) or FSDP_FILE.fullmatch(n) for n in names)
 
 
 def open_pieces(source: Source) -> PiecedWeights:
@@ -160,9 +162,7 @@ def _open_dcp(folder: Path) -> PiecedWeights:
     names = {by_key[key]: plain for key, plain in entries.items()}
     left_out = [name for name in names if name not in content.tensors]
     if left_out:
-        warn(
-            f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}",
-        )
+        warn(f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}")
     return PiecedWeights(
         {plain: content.tensors[name] for name, plain in names.items() if name in content.tensors}
     )
@@ -212,7 +212,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
 
 
 def _whole_shape(parts: Sequence[tuple[Piece, tuple[int, ...] | None, torch.dtype]]) -> Sequence[int]:
-    """As a file says it; torch's writer does not, so there it is as far as the pieces reach."""
+    """The whole shape that a file gives, or for torch's writer, which gives none, the extent of all pieces."""
     said = [shape for _, shape, _ in parts if shape is not None]
     ends = [[o + n for o, n in zip(piece.offsets, piece.sizes, strict=True)] for piece, _, _ in parts]
     return said[0] if said else [max(sizes) for sizes in zip(*ends, strict=True)]

@@ -36,9 +36,9 @@ class BoxRead(NamedTuple):
     """A box of what a file holds, and the tensor of the box's shape that it goes to."""
 
     content: TensorEntry | torch.Tensor
-    """In a safetensors file, or a view of a mapped file."""
+    """The entry of a safetensors file, or a view of a mapped file."""
     box: Box
-    """Within the content."""
+    """The box within the content."""
     into: torch.Tensor
 
 
@@ -47,7 +47,7 @@ class FileSpans(NamedTuple):
 
     file: Path
     ranges: Sequence[tuple[int, int]]
-    """Begin, and end behind the last byte."""
+    """Pairs of begin and end; the end is behind the last byte."""
 
 
 def spans(read: BoxRead, gap: int) -> FileSpans | None:
@@ -79,7 +79,7 @@ def _spans(read: BoxRead, gap: int) -> Iterator[tuple[int, int]]:
 
 
 class _Copy(NamedTuple):
-    """What is left to do when values are in memory."""
+    """Values in memory, and the target that they are copied to."""
 
     into: torch.Tensor
     values: torch.Tensor
@@ -128,7 +128,7 @@ def _entry(read: BoxRead) -> TensorEntry:
 
 
 def _divided(read: BoxRead) -> Iterator[BoxRead]:
-    """The same read in pieces of at most a request, cut along the outermost dimension that can be cut."""
+    """Divide a read into requests of limited size, along the outermost dimension that can be divided."""
     size = _entry(read).dtype.itemsize
     nbytes = read.box.volume * size
     dim = next((d for d, n in enumerate(read.box.sizes) if n > 1), None)

@@ -13,11 +13,7 @@ from typing import Any
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import (
-    CheckpointNotFoundError,
-    CheckpointVersionError,
-    CorruptCheckpointError,
-)
+from accel_ckpt.errors import CheckpointNotFoundError, CheckpointVersionError, CorruptCheckpointError
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, positive
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
@@ -114,8 +110,7 @@ class Manifest:
             raw = path.read_bytes()
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"{directory} holds no {MANIFEST_NAME}: it is not a training state of this library, or is not "
-                "complete"
+                f"{directory} holds no {MANIFEST_NAME}: it is no training state of this library, or not complete"
             ) from error
         return cls.decode(raw, str(path))
 
@@ -203,7 +198,7 @@ class Manifest:
 
 
 def _size_of_file(path: Path) -> int | None:
-    """Bytes of a file; None if there is none, also if it goes while this looks."""
+    """Bytes of a regular file; None if there is no such file, or it is removed meanwhile."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):

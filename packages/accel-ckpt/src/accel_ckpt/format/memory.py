@@ -59,7 +59,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 def new_bytes(nbytes: int) -> torch.Tensor:
-    """So many bytes of new memory, as 1-D uint8, that begin at a page."""
+    """New memory of `nbytes` bytes, as 1-D uint8, that begins at a page."""
     return torch.frombuffer(_new_area(nbytes), dtype=torch.uint8)
 
 
@@ -75,7 +75,12 @@ def _new_area(nbytes: int) -> mmap.mmap:
 
 @contextmanager
 def _explained(nbytes: int, path: Path | None = None) -> Iterator[None]:
-    """Say what a system means that refuses to map so many bytes, of a file or of new memory."""
+    """Explain the error of a system that refuses to map memory.
+
+    Args:
+        nbytes: bytes of the mapping.
+        path: the mapped file; None: new memory.
+    """
     try:
         yield
     except OSError as error:
@@ -171,10 +176,10 @@ class MappedFile(mmap.mmap):
     def check_unchanged(self) -> None:
         """Refuse a file that was changed in place since it was mapped: views of it show a mixture.
 
-        A new file that was put under the same name is none of this mapping's business, which keeps the old content.
+        A new file that was put under the same name does not matter to this mapping, which keeps the old content.
 
         Raises:
-            FileChangedError: it was.
+            FileChangedError: the file was changed.
         """
         if self._look() != self._fingerprint:
             raise FileChangedError(
@@ -363,7 +368,7 @@ class HostBuffers:
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
 
     def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """At least so many bytes, as 1-D uint8, that begin at a page; ``pinned`` for copies from an accelerator."""
+        """Memory of at least `nbytes` bytes, 1-D uint8, from a page on; ``pinned`` for copies from an accelerator."""
         size = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())  # few sizes, so that what is free fits
         free = self._free.get((size, pinned))
         if free:
@@ -373,7 +378,7 @@ class HostBuffers:
         )
 
     def give_back(self, buffer: torch.Tensor, pinned: bool) -> None:
-        """Let the next save have it."""
+        """Keep a buffer for the next save."""
         self._free.setdefault((buffer.nbytes, pinned), []).append(buffer)
 
     def clear(self) -> None:

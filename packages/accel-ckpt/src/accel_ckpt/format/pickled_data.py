@@ -144,7 +144,7 @@ def _scalar(dtype: Any, raw: Any = b"") -> Any:
 
 
 def _bytes(*content: Any) -> bytes:
-    """Stands in for ``bytes``, of which empty arrays are made; a number would ask for so much memory."""
+    """Stands in for ``bytes``, of which empty arrays are made; ``bytes(n)`` would allocate n bytes."""
     if content and not isinstance(content[0], bytes):
         raise pickle.UnpicklingError("bytes of something else than bytes")
     return content[0] if content else b""
@@ -183,7 +183,7 @@ class _Walk:
         self._done: dict[int, tuple[Any, Any, int]] = {}  # the original is kept, so that its id stays its own
 
     def plain(self, value: Any) -> tuple[Any, int]:
-        """The value, and of how many values it consists."""
+        """The value without stand-ins, and the number of values in it."""
         if isinstance(value, torch.Tensor):
             _check_sparse(value)
             return value, 1
@@ -239,4 +239,4 @@ def _check_sparse(tensor: torch.Tensor) -> None:
             parts = outer, inner, tensor.values(), tensor.shape
             torch.sparse_compressed_tensor(*parts, layout=tensor.layout, check_invariants=True)
     except RuntimeError as error:
-        raise pickle.UnpicklingError(f"a sparse tensor that is none: {error}") from error
+        raise pickle.UnpicklingError(f"a sparse tensor whose indices do not fit it: {error}") from error

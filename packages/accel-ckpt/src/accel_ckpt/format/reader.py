@@ -29,7 +29,7 @@ from accel_ckpt.errors import (
     UnsupportedValueError,
 )
 from accel_ckpt.format.forms import OTHERS, check_form, natural
-from accel_ckpt.format.memory import Arena, MappedFile, pread_into
+from accel_ckpt.format.memory import MappedFile, pread_into
 from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
 from accel_ckpt.modules.versions import versions_of, with_versions
@@ -59,7 +59,6 @@ __all__ = [
     "read_json",
     "read_pickled",
     "read_pickled_weights",
-    "read_tensors",
     "refuse_expanded",
     "refuse_irregular",
     "refuse_pointer",
@@ -109,7 +108,7 @@ class Header:
     file: Path
     size: int
     entries: Mapping[str, TensorEntry]
-    """In the order of their bytes in the file."""
+    """Entries by name, in the order of their bytes in the file."""
     metadata: Mapping[str, str]
 
     @property
@@ -209,7 +208,7 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
     if not _takes(shape, dtype, end - begin):
         raise CorruptCheckpointError(
             f"{path} gives {end - begin} bytes to the tensor {name!r}, which is not what a tensor of shape "
-            f"{_short(shape)} and {dtype} takes"
+            f"{str(list(shape))[:200]} and {dtype} takes"
         )
     return TensorEntry(name, dtype, shape, path, start + begin, end - begin)
 
@@ -221,11 +220,6 @@ def _takes(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
     if 0 in shape:
         return nbytes == 0 and math.prod(size for size in shape if size) < 1 << 63
     return math.prod(shape) * dtype.itemsize == nbytes
-
-
-def _short(shape: Sequence[int]) -> str:
-    text = str(list(shape))
-    return text if len(text) < 200 else f"{text[:200]}…"
 
 
 class MappedShard:
@@ -321,22 +315,6 @@ def read_into(file: IO[bytes], view: memoryview, path: Path, offset: int) -> Non
         if not count:
             raise CorruptCheckpointError(f"{path} ended while it was read; another process is changing it")
         filled += count
-
-
-def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
-    """Read every tensor of a safetensors file into its own memory.
-
-    Args:
-        path: the file.
-        xxh3: the required checksum of the content; ``None`` does not check.
-    """
-    header, arena = MappedShard(path, xxh3).header, Arena()
-    found = {name: arena.empty(entry.shape, entry.dtype) for name, entry in header.entries.items()}
-    with open(path, "rb", buffering=0) as file:
-        for name, entry in header.entries.items():
-            if entry.nbytes:
-                read_into(file, as_bytes(found[name]), path, entry.offset)
-    return header, found
 
 
 def check_digest(path: Path, found: str, expected: str | None) -> None:

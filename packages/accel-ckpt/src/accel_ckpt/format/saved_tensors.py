@@ -25,7 +25,7 @@ from accel_ckpt.format.reader import (
     read_pickled,
     refuse_expanded,
 )
-from accel_ckpt.format.sharding import Place, places_of
+from accel_ckpt.format.sharding import EntryPlace, places_of
 from accel_ckpt.geometry import Box, overlap
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of
@@ -209,7 +209,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
 
     def __init__(self, files: Iterable[Path], check: FileChecks | None = None) -> None:
         self._check = check or FileChecks()
-        self._found: dict[str, list[tuple[Place, _Saved]]] = {}
+        self._found: dict[str, list[tuple[EntryPlace, _Saved]]] = {}
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, int] = {}
         """Name of a module → the version in which it saved its state dict, if the files have it."""
@@ -241,7 +241,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         for name, value in content.items():
             if name not in aliases:
                 refuse_expanded(name, value, str(path))
-                place = Place((0,) * value.dim(), tuple(value.shape))
+                place = EntryPlace((0,) * value.dim(), tuple(value.shape))
                 saved = _Saved(Box(place.offsets, tuple(value.shape)), path, value)
                 self._found.setdefault(name, []).append((place, saved))
         self.aliases |= aliases

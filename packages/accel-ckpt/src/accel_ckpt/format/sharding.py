@@ -16,7 +16,7 @@ from accel_ckpt.format.reader import Header, parse_json
 from accel_ckpt.parts import Part
 from accel_ckpt.tensor_storage import SHARDING_KEY
 
-__all__ = ["Place", "is_divided", "places_of", "sharding_metadata"]
+__all__ = ["EntryPlace", "is_divided", "places_of", "sharding_metadata"]
 
 _OFFSETS_KEY = "saved_offsets"
 _SHAPE_KEY = "shape"  # ours: without it a missing last part could not be noticed
@@ -36,22 +36,22 @@ def is_divided(header: Header) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EntryPlace:
     """The position of a file's entry in its tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...] | None
-    """Of the whole tensor, if the file gives it; torch's writer does not."""
+    """The shape of the whole tensor, if the file gives it; torch's writer does not."""
 
 
-def places_of(header: Header) -> dict[str, Place]:
+def places_of(header: Header) -> dict[str, EntryPlace]:
     """Find the position of every entry of a safetensors file; an entry is a whole tensor unless the metadata has one.
 
     Raises:
         CorruptCheckpointError: the metadata does not fit the entries.
     """
     if not is_divided(header):
-        return {n: Place((0,) * len(entry.shape), entry.shape) for n, entry in header.entries.items()}
+        return {n: EntryPlace((0,) * len(entry.shape), entry.shape) for n, entry in header.entries.items()}
     try:
         raw = header.metadata[SHARDING_KEY].encode("utf-8", "surrogatepass")
         saved = parse_json(raw, f"the field {SHARDING_KEY} of {header.file}")
@@ -73,8 +73,8 @@ def places_of(header: Header) -> dict[str, Place]:
     return places
 
 
-def _place(about: Mapping[str, Any]) -> Place:
+def _place(about: Mapping[str, Any]) -> EntryPlace:
     shape = about.get(_SHAPE_KEY)
-    return Place(
+    return EntryPlace(
         tuple(int(n) for n in about[_OFFSETS_KEY]), None if shape is None else tuple(int(n) for n in shape)
     )

@@ -44,16 +44,7 @@ INLINE_BYTES = (
 _PLAIN = 1 << 63  # integers below this magnitude are written as they are without another look
 _PLAIN_DIGITS = 4000  # Python refuses to parse decimal integers above 4300 digits
 _NUMPY_KINDS = "biufcmMSU"
-_FACTORIES = {
-    "int": int,
-    "float": float,
-    "list": list,
-    "dict": dict,
-    "set": set,
-    "str": str,
-    "tuple": tuple,
-    "bool": bool,
-}
+_FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str, tuple, bool)}
 _TORCH_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _LAYOUTS = {
     str(v): v
@@ -183,9 +174,8 @@ class Encoder:
     def refuse(value: Any, path: tuple[Any, ...], why: str = "") -> UnsupportedValueError:
         kind = type(value)
         return UnsupportedValueError(
-            f"the value at {show_path(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot "
-            f"be saved without pickling{why}; convert it to numbers, strings, lists, tuples, dictionaries, "
-            "arrays or tensors"
+            f"the value at {show_path(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot be "
+            f"saved without pickling{why}; convert it to numbers, strings, lists, tuples, dicts, arrays or tensors"
         )
 
     def items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Json]:

@@ -187,7 +187,7 @@ class FileLayout:
     entries: Mapping[str, Any]
     """Name to dtype, shape and byte range behind the header, in the order of the bytes."""
     size: int
-    """Of the file, in bytes."""
+    """Bytes of the file."""
 
     def begin(self, name: str) -> int:
         """Offset in the file of the first byte of a tensor."""
@@ -232,11 +232,11 @@ class PlannedFile:
     name: str
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] | None
-    """Of a safetensors file; ``None`` for a file of ``torch.save``."""
+    """The metadata of a safetensors file; ``None`` for a file of ``torch.save``."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What a file of ``torch.save`` holds besides tensors."""
+    """Entries of a file of ``torch.save`` that are not tensors."""
     versions: Mapping[str, int] = field(default_factory=dict)
-    """Of the state dicts of modules, for a file of ``torch.save``; in others they are metadata."""
+    """Versions of the modules' state dicts, for a file of ``torch.save``; in others they are metadata."""
 
     def content(self) -> dict[str, Any]:
         """The object that ``torch.save`` writes."""

@@ -20,12 +20,7 @@ from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
 from accel_ckpt.loading.renaming import renamed_weights
 from accel_ckpt.loading.translation import Translation, translating_modules
-from accel_ckpt.loading.weights import (
-    BroadcastWeights,
-    MappedWeights,
-    WeightSource,
-    open_weights,
-)
+from accel_ckpt.loading.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
 from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed
@@ -52,7 +47,7 @@ DeviceMap = Mapping[str, Device]
 
 CPU = torch.device("cpu")
 
-# Bytes. Whatever is done with them, it does not take long.
+# Bytes. A smaller load is so short that the garbage collector stays off until its end.
 _SMALL_LOAD = 1 << 30
 
 _PROBLEMS = {
@@ -65,7 +60,7 @@ _FATAL: Mapping[bool | None, frozenset[str]] = {
     None: frozenset({"missing", "mismatched"}),
     False: frozenset(),
 }
-"""What of it is an error, by ``strict``."""
+"""The kinds of problems that are errors, by ``strict``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,20 +255,15 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
     source, _ = _as_compared(model, open_weights(checkpoint), tensors, placer)
     plan = _compare(source, tensors, placer)
     tops = translating_modules(tensors, _names_as_in(source.about, tensors.targets))
-    _judge(_beside(plan.report, [canonical for _, canonical, _ in tops]), model, checkpoint, strict=None)
-
-
-def _beside(report: LoadReport, translated: Sequence[str]) -> LoadReport:
-    """What is known of all but the modules that translate their state dict, which only a load can tell."""
+    translated = tuple(canonical for _, canonical, _ in tops)
 
     def known(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if not any(map(name.startswith, translated)))
+        """Leave out names of modules that translate their state dict: only a load tells what they lack."""
+        return tuple(name for name in names if not name.startswith(translated))
 
-    return (
-        LoadReport(known(report.missing), known(report.unexpected), known(report.mismatched))
-        if translated
-        else report
-    )
+    report = plan.report
+    report = LoadReport(known(report.missing), known(report.unexpected), known(report.mismatched))
+    _judge(report, model, checkpoint, strict=None)
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
@@ -282,16 +272,15 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     _check_is_map(device_map)
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
-            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; use "
-            "load_checkpoint_in_model of accel-bigmodel for that (pip install accel-bigmodel). Here pass None or "
-            '{"": device}'
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk, for "
+            'which accel-bigmodel has load_checkpoint_in_model (pip install accel-bigmodel). Pass None or {"": device}'
         )
     return _existing(device_map[""], "")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which weights to load, and how: the arguments that all functions for loading weights have in common.
+    """Arguments that all functions for loading weights have in common: which weights, and how.
 
     Raises:
         NotAvailableError: ``full_state_dict`` is False.
@@ -331,7 +320,7 @@ class Step(NamedTuple):
     """Name in the checkpoint."""
     saved: torch.dtype
     nbytes: int
-    """Bytes in the checkpoint."""
+    """Bytes of the tensor in the checkpoint."""
     target: LoadTarget
     home: torch.device
 
@@ -484,16 +473,15 @@ def _fill_model(
     tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
     source, names = do_together(lambda: _as_compared(model, saved, tensors, placer), coordinator, doing=doing)
     tops = translating_modules(tensors, names)
-    if not tops:
-        load = _Load(model, source, request, placer, tensors, None)
-        return load.run(progress, resume_collector)
-    translation = Translation(source, names, tensors, tops, request.strict)
+    translation = Translation(source, names, tensors, tops, request.strict) if tops else None
+    load = _Load(model, translation or source, request, placer, tensors, translation)
     try:
-        do_together(translation.run, coordinator, doing=doing)
-        load = _Load(model, translation, request, placer, tensors, translation)
+        if translation is not None:
+            do_together(translation.run, coordinator, doing=doing)
         return load.run(progress, resume_collector)
     except BaseException:
-        translation.undo()
+        if translation is not None:
+            translation.undo()
         raise
 
 
@@ -522,9 +510,7 @@ class _Load:
         self._tensors, self._translation = tensors, translation
 
     def run(
-        self,
-        progress: Callable[[Sequence[Step]], Iterable[Step]],
-        resume_collector: Callable[[], None],
+        self, progress: Callable[[Sequence[Step]], Iterable[Step]], resume_collector: Callable[[], None]
     ) -> LoadReport:
         """Compare everything, then fill the model."""
         source, placer, coordinator = self._source, self._placer, self._request.ranks()
@@ -554,7 +540,7 @@ class _Load:
             )
             if plan.missing_extra and not self._request.strict:
                 warn(
-                    f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is",
+                    f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is"
                 )
             if not self._is_judged_after:
                 _warn(report, self._model, checkpoint)
@@ -572,7 +558,7 @@ class _Load:
         return report
 
     def _judged(
-        self, plan: _Plan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
+        self, plan: _LoadPlan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
     ) -> tuple[LoadReport, Sequence[Step]]:
         strict, checkpoint, placer = self._request.strict, self._request.checkpoint, self._placer
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
@@ -612,7 +598,7 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _LoadPlan:
     report: LoadReport
     steps: list[Step]
     targets: dict[str, LoadTarget]
@@ -625,7 +611,7 @@ class _Plan:
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Plan:
+def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _LoadPlan:
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: list[Step] = []
@@ -654,8 +640,9 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
         shape, dtype = info.shape, info.dtype
         key, tensor = id(target), target.tensor
         if name in in_parts:
+            part = next(other for other in names.values() if other.startswith(f"{name}."))
             mismatched.append(
-                f"{name}: quantised, in parts such as {_first_below(name, names.values())}, which its module does not "
+                f"{name}: quantised, in parts such as {part}, which its module does not "
                 "take (load_and_quantize_model of accel-bigmodel does)"
             )
             unusable.add(key)
@@ -681,17 +668,13 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
     missing_extra = sorted(tensors.extra.keys() - {names[raw] for raw in extra})
-    return _Plan(report, steps, targets, tensors.hidden, extra, missing_extra, ties)
+    return _LoadPlan(report, steps, targets, tensors.hidden, extra, missing_extra, ties)
 
 
 def _above(name: str) -> Iterator[str]:
-    """What could be the name of a tensor of which this one is a part."""
+    """The names of the modules above a tensor; one of them may be a tensor that is saved in parts."""
     while name := name.rpartition(".")[0]:
         yield name
-
-
-def _first_below(parent: str, names: Iterable[str]) -> str:
-    return next(name for name in names if name.startswith(f"{parent}."))
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -772,11 +755,9 @@ def _warn(report: LoadReport, model: nn.Module, checkpoint: object) -> None:
     advice = _advice_on_names(model) if report.missing and report.unexpected else ""
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
-            warn(
-                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}",
-            )
+            warn(f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}")
     if report.unexpected:
         warn(
             f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
-            f"tensors of these names: {listed(report.unexpected)}{advice}",
+            f"tensors of these names: {listed(report.unexpected)}{advice}"
         )

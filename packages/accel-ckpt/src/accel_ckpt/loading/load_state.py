@@ -279,7 +279,7 @@ class SavedWeights:
     def __init__(self, directory: Path, tensors: SavedTensors, extra: Mapping[str, Any]) -> None:
         self.directory = directory
         self.tensors: Mapping[str, SavedTensor] = tensors
-        """By name, tied names included."""
+        """Tensors by name, tied names included."""
         self.extra = extra
         """Entries of the state dict that are not tensors (``get_extra_state``)."""
         self.versions: Mapping[str, int] = tensors.versions

@@ -26,12 +26,17 @@ class LoadTarget:
     owners: list[dict[str, Any]]
     """For each name, the dictionary of a module that holds it."""
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Put a tensor into the model under all these names."""
+        for name, tensors in zip(self.names, self.owners, strict=True):
+            tensors[name.rpartition(".")[2]] = tensor
+
 
 class ModelTensors(NamedTuple):
     """All tensors of a model, and its modules."""
 
     targets: dict[str, LoadTarget]
-    """What a state dict of the model holds, by canonical name; tied names share a target."""
+    """The tensors of the model's state dict, by canonical name; tied names share a target."""
     hidden: list[LoadTarget]
     """Buffers that a state dict leaves out."""
     extra: dict[str, nn.Module]
@@ -102,11 +107,9 @@ def _refuse_unloadable(target: LoadTarget) -> None:
 
 
 def assign(target: LoadTarget, value: torch.Tensor) -> None:
-    """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
+    """Give a tensor of a model its value; a parameter that has values already stays the same object."""
     old = target.tensor
     if not old.is_meta:
         set_data(old, value)
         return
-    wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
-    for name, tensors in zip(target.names, target.owners, strict=True):
-        tensors[name.rpartition(".")[2]] = wrapped
+    target.hold(rewrap(old, value) if isinstance(old, nn.Parameter) else value)

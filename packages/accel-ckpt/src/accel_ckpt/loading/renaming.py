@@ -199,7 +199,7 @@ class RenamedWeights:
         return name not in self._by and self._source.is_mapped(self._plain[name])
 
     def begin(self, names: Sequence[str]) -> None:
-        """Ask for the tensors that these are, or are made of."""
+        """Announce the tensors of the checkpoint of which these are made."""
         self._wanted = set(names)
         raw: dict[str, None] = {}
         for name in names:

@@ -100,7 +100,7 @@ class Translation:
         self._base, self._tensors, self._tops, self._strict = source, tensors, tops, strict
         self.objects: dict[str, Any] = {names[raw]: value for raw, value in source.objects.items()}
         self.errors: list[str] = []
-        """What modules found wrong, besides names that are missing or unexpected."""
+        """Errors that modules reported, besides names that are missing or unexpected."""
         self.versions = renamed_versions(source.versions, names)
         self._raw = {canonical: raw for raw, canonical in names.items() if raw not in source.objects}
         self._values: dict[str, torch.Tensor] = {}
@@ -119,7 +119,7 @@ class Translation:
     # What modules do
 
     def run(self) -> None:
-        """Let the modules translate. What they have no values for is missing in `about` afterwards."""
+        """Let the modules translate. Tensors for which they have no values are missing in `about` afterwards."""
         below = [name for name in self._raw if self._is_below(name)]
         shared = {id(self._tensors.targets[name]) for name in below if name in self._tensors.targets}
         beside = [
@@ -159,7 +159,7 @@ class Translation:
         return read
 
     def _load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """What torch does for a module and its children."""
+        """Load a module and its children as torch's ``load_state_dict`` does."""
         self._undo.append(_restoring_attributes(module))
         if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
             self._load_by_itself(module, state, prefix)
@@ -178,7 +178,7 @@ class Translation:
                 self._load(child, {k: v for k, v in state.items() if k.startswith(inside)}, inside)
 
     def _said_of(self, prefix: str) -> dict[str, Any]:
-        """What torch tells a module of the state dict that it loads: its version, where that is known."""
+        """The ``local_metadata`` that torch passes to a module: the version of its state dict, where that is known."""
         version = self.versions.get(self._canonical[prefix].rstrip("."))
         return {} if version is None else {"version": version}
 
@@ -228,7 +228,7 @@ class Translation:
                 self._take(name, state[name])
 
     def _load_whole(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Let a model load all of it by the ``load_state_dict`` that it has instead of torch's."""
+        """Let a model load its whole state dict by its own ``load_state_dict``."""
         own = [self._own_name(name) for name in self._tensors.targets]
         self._undo += [_restoring_attributes(module) for _, _, module in self._tensors.modules]
         self._undo.append(self._give_memory(model, own))
@@ -254,7 +254,10 @@ class Translation:
                 canonical = by_prefix(name, self._canonical)
                 self._values[canonical] = tensor
                 self._made.add(canonical)
-                _hold(self._tensors.targets.get(canonical), tensor)
+                target = self._tensors.targets.get(canonical)
+                if target is not None and target.tensor is not tensor:  # the module has replaced it
+                    target.tensor = tensor
+                    target.hold(tensor)
             elif was_empty is not None:
                 was_empty()  # without values, as it was
 
@@ -344,11 +347,11 @@ class Translation:
         return found | {pair for pair in here if not _are_equal(*(self._values[name] for name in pair))}
 
     def begin(self, names: Sequence[str]) -> None:
-        """Say which tensors will be asked for."""
+        """Announce the tensors that will be read."""
         self._base.begin([self._raw[name] for name in names if name not in self._values])
 
     def finish(self) -> None:
-        """Say that no more will be asked for."""
+        """End the reading."""
         self._base.finish()
 
 
@@ -377,14 +380,6 @@ def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-def _hold(target: LoadTarget | None, tensor: torch.Tensor) -> None:
-    """Under all its names the tensor that a module may have put in the place of its old one."""
-    if target is not None and target.tensor is not tensor:
-        target.tensor = tensor
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = tensor
-
-
 def _is_filled(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or tensor.is_meta:
         return not tensor.is_meta
@@ -408,8 +403,7 @@ def _restoring_tensor(target: LoadTarget) -> Callable[[], None]:
 
     def undo() -> None:
         target.tensor = old
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = old
+        target.hold(old)
 
     return undo
 
@@ -425,8 +419,7 @@ def _restoring_values(target: LoadTarget) -> Callable[[], None]:
         old.__dict__.clear()
         old.__dict__.update(attributes)
         target.tensor = old
-        for name, tensors in zip(target.names, target.owners, strict=True):
-            tensors[name.rpartition(".")[2]] = old
+        target.hold(old)
 
     return undo
 

@@ -30,13 +30,7 @@ from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.tensor_storage import flat_bytes
 from accel_state.world.process import PartialState
 
-__all__ = [
-    "BroadcastWeights",
-    "MappedWeights",
-    "WeightSource",
-    "fingerprint_of",
-    "open_weights",
-]
+__all__ = ["BroadcastWeights", "MappedWeights", "WeightSource", "fingerprint_of", "open_weights"]
 
 
 # Bytes of tensors that are sent together.
@@ -188,14 +182,11 @@ def _differing(source: WeightSource, pairs: Sequence[Pair]) -> set[Pair]:
 
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same_memory = a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype)
-    return same_memory or torch.equal(a, b) or _are_alike(a, b)
-
-
-def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the bytes are the same, also of values that do not equal themselves (NaN)."""
-    plain = (flat_bytes(tensor.contiguous()) for tensor in (a, b))
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*plain)
+    """Whether values are equal, or their bytes, as of values that do not equal themselves (NaN)."""
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    if (alike and a.data_ptr() == b.data_ptr()) or torch.equal(a, b):
+        return True
+    return alike and torch.equal(flat_bytes(a.contiguous()), flat_bytes(b.contiguous()))
 
 
 class MappedWeights(_Files):
@@ -220,8 +211,7 @@ class MappedWeights(_Files):
         )
         if absent:
             raise CorruptCheckpointError(
-                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they "
-                "are not"
+                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they are not"
             )
 
     def _add(self, path: Path, weight_map: Mapping[str, Path] | None) -> None:
@@ -270,12 +260,12 @@ class MappedWeights(_Files):
         return self._keys.get(name, name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
+        """The pairs of names whose values differ."""
         return _differing(self, [pair for pair in pairs if self.about[pair[0]] is not self.about[pair[1]]])
 
 
 def _files_of_dcp(folder: Path) -> list[Path]:
-    """Not what else is in the folder: it may be where offloaded weights go."""
+    """The files of the checkpoint alone: the folder may also hold offloaded weights."""
     return sorted(path for path in folder.iterdir() if path.name == DCP_METADATA or path.suffix == ".distcp")
 
 
@@ -289,7 +279,7 @@ class _PiecesOfWeights(_Files):
         self.versions |= self._pieces.versions
 
     def is_mapped(self, name: str) -> bool:
-        """No."""
+        """False: tensors are put together in memory."""
         return False
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -297,7 +287,7 @@ class _PiecesOfWeights(_Files):
         return self._pieces.tensor(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
+        """The pairs of names whose values differ."""
         return _differing(self, pairs)
 
 
@@ -328,24 +318,18 @@ class BroadcastWeights:
         self._needed: set[str] = set()
 
         def open_on_rank_0() -> Any:
-            if coordinator.rank == 0:
-                self._opened = open_weights(checkpoint, revision=revision, token=token)
-                about = {
-                    n: _Announced(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()
-                }
-                return (
-                    about,
-                    self._opened.fingerprint,
-                    dict(self._opened.objects),
-                    dict(self._opened.versions),
-                )
-            return None
+            if coordinator.rank:
+                return None
+            self._opened = opened = open_weights(checkpoint, revision=revision, token=token)
+            about = {n: _Announced(tuple(info.shape), info.dtype) for n, info in opened.about.items()}
+            return about, opened.fingerprint, dict(opened.objects), dict(opened.versions)
 
+        self.about: About
+        self.fingerprint: str
+        self.objects: dict[str, Any]
+        self.versions: dict[str, int]
         answers = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
-        self.about: About = answers[0][0]
-        self.fingerprint: str = answers[0][1]
-        self.objects: dict[str, Any] = answers[0][2]
-        self.versions: dict[str, int] = answers[0][3]
+        self.about, self.fingerprint, self.objects, self.versions = answers[0]
 
     def is_mapped(self, name: str) -> bool:
         """True on rank 0 for tensors of mapped files; other ranks have no files."""
@@ -410,10 +394,5 @@ class BroadcastWeights:
             broadcast([tensor.to(device) for tensor in own])
             return list(zip(names, own, strict=True))
         about = [self.about[name] for name in names]
-        return list(
-            zip(
-                names,
-                broadcast([torch.empty(i.shape, dtype=i.dtype, device=device) for i in about]),
-                strict=True,
-            )
-        )
+        arrived = broadcast([torch.empty(info.shape, dtype=info.dtype, device=device) for info in about])
+        return list(zip(names, arrived, strict=True))

@@ -86,9 +86,7 @@ def compute_module_sizes(
 
 
 def compute_module_total_buffer_size(
-    model: nn.Module,
-    dtype: DType | None = None,
-    special_dtypes: Mapping[str, DType] | None = None,
+    model: nn.Module, dtype: DType | None = None, special_dtypes: Mapping[str, DType] | None = None
 ) -> int:
     """Compute the bytes of all buffers; the arguments are those of ``compute_module_sizes``."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)

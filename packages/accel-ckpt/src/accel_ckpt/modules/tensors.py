@@ -238,8 +238,7 @@ def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
         message += "; load their checkpoint first"
     if buffers:
         message += (
-            f". No checkpoint holds {listed(buffers)}, because non-persistent buffers are not saved: build "
-            "the model with real buffers (init_empty_weights(include_buffers=False)), or assign them before "
-            "loading"
+            f". No checkpoint holds {listed(buffers)}, because non-persistent buffers are not saved: build the "
+            "model with real buffers (init_empty_weights(include_buffers=False)), or assign them before loading"
         )
     raise UninitializedTensorError(message)

@@ -19,9 +19,7 @@ T = TypeVar("T")
 
 
 def versions_of(state_dict: Mapping[str, Any]) -> dict[str, int]:
-    """The versions that a state dict carries, by the name of the module; what is none is left out, as a file may say
-    anything.
-    """
+    """The versions that a state dict carries, by module; anything but numbers, as files may hold, is left out."""
     metadata = getattr(state_dict, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return {}

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.coordination import default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
-from accel_ckpt.folders.folder import Contribution, Transaction
+from accel_ckpt.folders.folder import Transaction
 from accel_ckpt.format.memory import HostBuffers
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
-from accel_ckpt.store_coordinator import StoreCoordinator
+from accel_ckpt.saving.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
 
 __all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
@@ -81,9 +81,6 @@ class SaveHandle:
         """Wait for the end of the save, without raising; a failure is raised later, as `SaveHandle` describes."""
         self._finished.wait()
 
-    def _start(self) -> None:
-        self._thread.start()
-
     def _settle(self) -> None:
         """Wait for the end, and raise a failure that was not raised before. An interruption ends the save, too."""
         try:
@@ -116,7 +113,8 @@ class SaveHandle:
 
     def _run(self) -> None:
         try:
-            self._transaction.complete(self._write)
+            disk = _Stoppable(self._transaction.disk, self._why_stopped)
+            self._transaction.complete(lambda folder: self._staging.write(folder, disk))
             if self._after is not None:
                 self._after()
         except BaseException as error:  # raised where the save is asked for
@@ -127,9 +125,6 @@ class SaveHandle:
             if isinstance(self._transaction.coordinator, StoreCoordinator):
                 self._transaction.coordinator.leave()
             self._finished.set()
-
-    def _write(self, folder: Path) -> Contribution:
-        return self._staging.write(folder, _Stoppable(self._transaction.disk, self._why_stopped))
 
 
 class BackgroundSaver:
@@ -191,7 +186,7 @@ class BackgroundSaver:
     def save_collected(
         self,
         directory: str | os.PathLike[str],
-        content: StateContent | StateCollector,
+        content: StateCollector,
         *,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
@@ -206,7 +201,11 @@ class BackgroundSaver:
             plan.check()
             save = SaveHandle(transaction, Staging(plan, self._buffers), after)
             staged.append(save)
-            transaction.coordinator = _in_background(ranks, transaction.token, save._why_stopped)
+            store = (
+                PartialState().connect(f"accel/save/{transaction.token}") if ranks.world_size > 1 else None
+            )
+            if store is not None:
+                transaction.coordinator = StoreCoordinator(store, ranks, save._why_stopped)
 
         try:
             transaction.together(stage)
@@ -220,7 +219,7 @@ class BackgroundSaver:
         if transaction.runs_thread_pools and not self._waits_early:
             _before_thread_pools_end(self)
             self._waits_early = True
-        save._start()
+        save._thread.start()
         return save
 
     def make_room(self, when_busy: WhenBusy = "wait") -> None:
@@ -355,9 +354,3 @@ def _before_thread_pools_end(saver: BackgroundSaver) -> None:
     register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
     if register is not None:  # no public function does it
         register(wait)
-
-
-def _in_background(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]) -> Coordinator:
-    """The ranks, for use in a thread."""
-    store = PartialState().connect(f"accel/save/{token}") if ranks.world_size > 1 else None
-    return ranks if store is None else StoreCoordinator(store, ranks, why_stopped)

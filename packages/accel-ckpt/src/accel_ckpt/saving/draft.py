@@ -30,7 +30,7 @@ from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.part_division import (
-    Held,
+    Holding,
     PartKey,
     describe_parts,
     divide_parts,
@@ -57,8 +57,8 @@ class Offer(TypedDict):
     """Bytes that this rank writes in any case."""
     alike: dict[str, tuple[int, str]]
     """Tensors that it holds like all others: name to bytes and a fingerprint."""
-    parts: dict[str, dict[str, Held]]
-    """What it holds of divided tensors: file stem, to name."""
+    parts: dict[str, dict[str, Holding]]
+    """The parts of divided tensors that it holds: file stem, to name."""
     tied: dict[str, dict[str, str]]
     """Divided tensors that repeat an earlier one: file stem, to name, to the earlier name."""
 
@@ -75,7 +75,7 @@ class StatePlan:
     problem: str | None = None
     """Why this cannot be written, where only this rank can tell."""
     drifted: str | None = None
-    """Which tensors ranks should hold alike and do not; on leading ranks."""
+    """The tensors that ranks should hold alike and do not; on leading ranks."""
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +118,13 @@ class StateDraft:
     shared: Mapping[str, torch.Tensor]
     """Whole tensors of the shared trees by name."""
     replicated: frozenset[str]
-    """Those of them that every rank holds alike, if samples agree."""
+    """Names in `shared` of tensors that every rank holds alike, if samples agree."""
     parts: Mapping[str, Mapping[str, Sequence[Part]]]
     """This rank's parts of divided tensors: file stem, to name."""
     own: Mapping[str, torch.Tensor]
     """Tensors of this rank's own trees by name."""
     versions: Mapping[str, Mapping[str, int]]
-    """Of the state dicts of modules: file stem, to name."""
+    """Versions of the modules' state dicts: file stem, to name of the module."""
 
     @classmethod
     def make(
@@ -262,7 +262,7 @@ class StateDraft:
         ]
 
     def _problem(self, offers: Sequence[Offer]) -> str | None:
-        """What other ranks hold that the leading rank, which describes the whole, does not give a place."""
+        """Why the parts of other ranks do not fit the leading rank's description of the whole; None: they do."""
         for position, offer in enumerate(offers):
             for stem, held in offer["parts"].items():
                 known = self._whole_names(stem)
@@ -275,8 +275,7 @@ class StateDraft:
                 if both := sorted(held.keys() & (known or ())):
                     return (
                         f"{listed(both)}: whole tensors on the leading rank, and parts of tensors on rank "
-                        f"{self.rank + position}; pass Part.whole(tensor) on the leading rank, too, or no part "
-                        "elsewhere"
+                        f"{self.rank + position}; pass Part.whole(tensor) on the leading rank, or no part elsewhere"
                     )
         unknown = {
             n: p for p, o in enumerate(offers) for n in o["parts"]["state"] if n not in self.parts["state"]
@@ -336,7 +335,7 @@ def _divisible(tensor: torch.Tensor) -> bool:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """For each contiguous tensor what tells it from another: dtype, shape, and a hash of elements all over it."""
+    """The fingerprint of each contiguous tensor: dtype, shape, and a hash of elements all over it."""
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().view(-1)
@@ -387,9 +386,7 @@ def encode_trees(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
     return json_bytes(encoded), tensors
 
 
-def _split_models(
-    models: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
+def _split_models(models: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
     weights, extra = [], {}
     for index, state_dict in enumerate(models):
         tensors = {name: value for name, value in state_dict.items() if is_leaf(value)}

@@ -55,5 +55,5 @@ def warn_of_drift(what: str, names: Sequence[str], marks: Sequence[str]) -> None
     warn(
         f"the replicas of {what} have drifted apart: {problem}. The checkpoint holds those of rank 0, and a run that "
         "loads it continues with them on all ranks. Replicas stay equal if every rank calls the wrapped model, "
-        "whose backward averages gradients, and changes weights alike",
+        "whose backward averages gradients, and changes weights alike"
     )

@@ -13,7 +13,7 @@ from accel_ckpt.saving.plan import divide
 from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
 
 __all__ = [
-    "Held",
+    "Holding",
     "PartKey",
     "PartsByStem",
     "check_cover",
@@ -30,34 +30,34 @@ PartsByStem: TypeAlias = Mapping[str, Mapping[str, Sequence[Part]]]
 """File stem → name of the tensor → this rank's parts of it."""
 
 
-class Held(NamedTuple):
+class Holding(NamedTuple):
     """The parts of a tensor that a rank holds; plain data, because it is sent to all ranks."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     dtype: str
-    """Empty where the rank holds nothing."""
+    """The dtype of the parts; empty where the rank holds nothing."""
     itemsize: int
     boxes: tuple[Box, ...]
 
 
 class PartKey(NamedTuple):
-    """Which part of which tensor; equal on all ranks that hold it."""
+    """The identity of a part of a tensor; equal on all ranks that hold it."""
 
     stem: str
     name: str
     box: Box
 
 
-def describe_parts(parts: PartsByStem) -> dict[str, dict[str, Held]]:
+def describe_parts(parts: PartsByStem) -> dict[str, dict[str, Holding]]:
     """Describe this rank's parts for the other ranks."""
     return {stem: {name: _held(found) for name, found in named.items()} for stem, named in parts.items()}
 
 
-def _held(parts: Sequence[Part]) -> Held:
+def _held(parts: Sequence[Part]) -> Holding:
     filled = [part for part in parts if not part.is_empty]
     dtype = filled[0].tensor.dtype if filled else None
-    return Held(
+    return Holding(
         parts[0].shape,
         "" if dtype is None else str(dtype),
         0 if dtype is None else dtype.itemsize,
@@ -80,7 +80,7 @@ def tied_parts(named: Mapping[str, Sequence[Part]]) -> dict[str, str]:
 
 
 def divide_parts(
-    held: Sequence[Mapping[str, Mapping[str, Held]]],
+    held: Sequence[Mapping[str, Mapping[str, Holding]]],
     tied: Sequence[Mapping[str, Mapping[str, str]]],
     loads: list[int],
 ) -> tuple[list[frozenset[PartKey]], dict[str, dict[str, str]]]:
@@ -100,7 +100,7 @@ def divide_parts(
     aliases: dict[str, dict[str, str]] = {}
     sizes: list[dict[PartKey, int]] = [{} for _ in held]
     for stem in sorted({stem for own in held for stem in own}):
-        by_name: dict[str, list[tuple[int, Held]]] = {}
+        by_name: dict[str, list[tuple[int, Holding]]] = {}
         for position, own in enumerate(held):
             for name, found in own.get(stem, {}).items():
                 by_name.setdefault(name, []).append((position, found))
@@ -116,7 +116,7 @@ def divide_parts(
 
 
 def _agreed_ties(
-    by_name: Mapping[str, Sequence[tuple[int, Held]]], tied: Sequence[Mapping[str, str]]
+    by_name: Mapping[str, Sequence[tuple[int, Holding]]], tied: Sequence[Mapping[str, str]]
 ) -> dict[str, str]:
     """Names that every rank that holds a part of them finds to repeat the same other name."""
     agreed = {}
@@ -128,7 +128,7 @@ def _agreed_ties(
     return agreed
 
 
-def check_cover(name: str, holders: Sequence[tuple[int, Held]]) -> None:
+def check_cover(name: str, holders: Sequence[tuple[int, Holding]]) -> None:
     """Check that the parts of all ranks together make up a whole tensor.
 
     Raises:
@@ -182,16 +182,13 @@ def share(held: Sequence[Mapping[K, int]], loads: list[int]) -> list[frozenset[K
     for key, positions in holders.items():
         groups.setdefault(tuple(positions), {})[key] = held[positions[0]][key]
     shares: list[set[K]] = [set() for _ in held]
-    for group, sizes in sorted(groups.items(), key=_by_holders):
+    for group in sorted(groups):
+        sizes = groups[group]
         divided = divide(sizes, [loads[position] for position in group])
         for position, keys in zip(group, divided, strict=True):
             shares[position] |= keys
             loads[position] += sum(sizes[key] for key in keys)
     return [frozenset(own) for own in shares]
-
-
-def _by_holders(item: tuple[tuple[int, ...], Any]) -> tuple[int, ...]:
-    return item[0]
 
 
 def files_of(keys: Iterable[PartKey], stem: str) -> int:

@@ -8,14 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = [
-    "PlannedTensor",
-    "Shard",
-    "convert_file_size_to_int",
-    "divide",
-    "plan_shards",
-    "shard_file_names",
-]
+__all__ = ["PlannedTensor", "Shard", "convert_file_size_to_int", "divide", "plan_shards", "shard_file_names"]
 
 K = TypeVar("K", bound=Hashable)
 

@@ -18,23 +18,12 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.reader import is_extra_state
-from accel_ckpt.format.writer import (
-    FileRecord,
-    check_writable,
-    lay_out,
-    write_safetensors_from,
-    write_torch,
-)
+from accel_ckpt.format.writer import FileRecord, check_writable, lay_out, write_safetensors_from, write_torch
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
 from accel_ckpt.parts import Leaf, Part, gathered, is_divided, is_leaf, parts_of, shape_of
+from accel_ckpt.saving.part_division import tied_parts
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.saving.save_model import (
-    check_extra,
-    index_of,
-    named_index,
-    no_weight,
-)
-from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
+from accel_ckpt.saving.save_model import check_extra, index_of, named_index, no_weight
 
 __all__ = ["gather_whole", "save_gathered_model"]
 
@@ -122,7 +111,7 @@ def save_gathered_model(
                 check_writable(name, torch.empty(0, dtype=_dtype_of(leaf)))
         if writes:
             folder.check_for_weights()
-        return _aliases(leaves)
+        return tied_parts({name: parts_of(leaf) for name, leaf in leaves.items()})
 
     doing = f"saving the model to {folder.path}"
     ties: dict[str, str] = {}
@@ -232,16 +221,3 @@ def _dtype_of(leaf: Leaf) -> torch.dtype:
     tensor = first.tensor if isinstance(first, Part) else first
     assert isinstance(tensor, torch.Tensor), "a leaf is a tensor, a part or parts"
     return tensor.dtype
-
-
-def _aliases(model: Mapping[str, Leaf]) -> dict[str, str]:
-    """Names of tensors that this rank holds in the memory of an earlier name; it may hold nothing of some."""
-    first: dict[Any, str] = {}
-    aliases = {}
-    for name, leaf in model.items():
-        held = tuple(same_tensor_id(part.tensor) for part in parts_of(leaf))
-        if held:
-            original = first.setdefault((held, tuple(shape_of(leaf))), name)
-            if original != name and name not in METADATA_KEYS:
-                aliases[name] = original
-    return aliases

@@ -17,20 +17,10 @@ from accel_ckpt import hub
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.find import find_folder
-from accel_ckpt.format.index import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    WEIGHTS_INDEX_NAME,
-    index_text,
-)
+from accel_ckpt.format.index import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, index_text
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import is_extra_state
-from accel_ckpt.format.writer import (
-    FileRecord,
-    PlannedFile,
-    check_writable,
-    write_safetensors,
-    write_torch,
-)
+from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, write_safetensors, write_torch
 from accel_ckpt.locations import location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
@@ -161,7 +151,7 @@ def no_weight(name: str, value: object) -> UnsupportedValueError:
 
 
 def check_extra(extra: Mapping[str, object], safe_serialization: bool) -> None:
-    """Refuse extra state of modules that a file cannot hold, or that nobody could load from it.
+    """Refuse extra state of modules that a file cannot hold, or that could not be loaded from it.
 
     Args:
         extra: by name; none of it is a tensor.
@@ -294,7 +284,7 @@ def save(
         for name, value in obj.items():
             check_writable(name, value)
         cleaned = clean_state_dict_for_safetensors(obj)
-    elif "torch_xla" in sys.modules:  # without it nobody could read the file
+    elif "torch_xla" in sys.modules:  # the file must be readable without torch_xla
         cleaned = recursively_apply(_from_xla, obj)
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:

@@ -41,6 +41,17 @@ class StateContent:
     canonical: bool = False
     """The names in ``models`` are canonical, as those of ``NamedModel``: they are used unchanged."""
 
+    def __post_init__(self) -> None:
+        """Refuse an invalid size before ranks begin anything together."""
+        convert_file_size_to_int(self.max_shard_size)
+
+    def collect(self) -> None:
+        """See `StateCollector`: this content needs no comparison between ranks."""
+
+    def content(self, collected: Sequence[Any]) -> StateContent:
+        """See `StateCollector`."""
+        return self
+
     def draft(self, rank: int, leads: bool, alone: bool) -> StateDraft:
         """Encode the state that this rank holds."""
         found = StateDraft.make(
@@ -66,7 +77,7 @@ class StateCollector(Protocol):
 
     @property
     def each_node(self) -> bool:
-        """As in ``save_training_state``; known before."""
+        """As in ``save_training_state``; read before anything is collected."""
 
     def collect(self) -> Any:
         """Take what belongs to one moment; returns plain data for the other ranks. If it fails, then on all ranks."""
@@ -143,7 +154,7 @@ def save_training_state(
 
 def save_collected(
     directory: str | os.PathLike[str],
-    content: StateContent | StateCollector,
+    content: StateCollector,
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> Path:
@@ -165,21 +176,18 @@ def save_collected(
 
 def begin_save(
     directory: str | os.PathLike[str],
-    content: StateContent | StateCollector,
+    content: StateCollector,
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[Transaction, StatePlan]:
     """Everything of ``save_collected`` but the writing, which ``transaction.complete(plan.write)`` does."""
     ranks = coordinator or default_coordinator()
-    collector = _Given(content) if isinstance(content, StateContent) else content
-    each_node = collector.each_node
-    transaction = find_folder(directory).begin(
-        ranks, each_node=each_node, disk=disk, prepare=collector.collect
-    )
+    each_node = content.each_node
+    transaction = find_folder(directory).begin(ranks, each_node=each_node, disk=disk, prepare=content.collect)
     drafts: list[StateDraft] = []
 
     def draft() -> tuple[int, Offer]:
-        found = collector.content(transaction.prepared)
+        found = content.content(transaction.prepared)
         if found.before_write is not None:
             found.before_write(transaction.scratch)
         drafts.append(found.draft(ranks.rank, transaction.leader, alone=ranks.world_size == 1))
@@ -196,25 +204,9 @@ def begin_save(
     if plan.drifted is not None:
         warn(
             f"{transaction.directory}: values that must be equal on all ranks have drifted apart: {plan.drifted}. The "
-            "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks",
+            "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks"
         )
     return transaction, plan
-
-
-class _Given:
-    """Content that need not be collected."""
-
-    def __init__(self, content: StateContent) -> None:
-        convert_file_size_to_int(content.max_shard_size)  # before ranks begin anything together
-        self.each_node = content.each_node
-        self._content = content
-
-    def collect(self) -> None:
-        """Nothing is compared."""
-
-    def content(self, collected: Sequence[Any]) -> StateContent:
-        """As given."""
-        return self._content
 
 
 def _own_group(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Staging: copies of what a save will write, so that training can continue while they are written.
 
 All of it is copied before :class:`Staging` returns. Nothing less holds the values of the call: between two steps a
-script may change any tensor by ways that nobody can observe (``.data``, NumPy views, other threads and streams).
+script may change any tensor in ways that cannot be observed (``.data``, NumPy views, other threads and streams).
 
 Cheaper ways that were tried and rejected: hooks of optimizers see only the steps of known optimizers; version counters
 miss writes through ``.data`` and NumPy; a dispatch mode sees one thread and slows every operation down; a forked child

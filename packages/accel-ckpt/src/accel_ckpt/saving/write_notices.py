@@ -88,12 +88,12 @@ def completed_by_writer(
             "the rank that writes, and wait_for_everyone() on all"
         )
     notices = WriteNotices(store, writer, ranks.rank)
-    call = Call(str(find_folder(directory).absolute), collectives_so_far(), calling_lines())
+    call = WriteCall(str(find_folder(directory).absolute), collectives_so_far(), calling_lines())
     return notices.write(call, write) if ranks.rank == writer else notices.wait(call)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class WriteCall:
     """Properties by which calls of several ranks are matched."""
 
     directory: str
@@ -108,7 +108,7 @@ def collectives_so_far() -> int:
     from accel_state.communication.torch_collectives import counters
 
     channel = PartialState().channel()
-    assert channel is not None, "a world of one has nobody to wait for"
+    assert channel is not None, "a world of one has no channel, and no rank to wait for"
     backends = {
         id(counter): counter for group in (channel.group, channel.wire) for counter in counters(group)
     }
@@ -141,7 +141,7 @@ class WriteNotices:
         self._rank = rank
         store.set_timeout(timedelta(seconds=10))  # no key is asked for that is not there
 
-    def write(self, call: Call, write: Callable[[], Sequence[str]]) -> tuple[str, ...]:
+    def write(self, call: WriteCall, write: Callable[[], Sequence[str]]) -> tuple[str, ...]:
         """Write, and post when it begins and how it ends."""
         notice = {
             "directory": call.directory,
@@ -160,7 +160,7 @@ class WriteNotices:
         self._post(number, {**notice, "written": written})
         return written
 
-    def wait(self, call: Call) -> tuple[str, ...]:
+    def wait(self, call: WriteCall) -> tuple[str, ...]:
         """Wait for the end of the write that fits a call."""
         began = looked = time.monotonic()
         pause = 0.001
@@ -170,7 +170,11 @@ class WriteNotices:
                 number, notice = self._fitting(call, last, time.monotonic() - began)
                 if notice is not None and ("written" in notice or "error" in notice):
                     self._store.set(f"seen/{self._rank}", str(number))
-                    return self._outcome(call, notice)
+                    if "error" in notice:
+                        raise CheckpointSaveError(
+                            f"rank {self._writer}, which writes {call.directory}, failed: {notice['error']}"
+                        )
+                    return tuple(notice["written"])
                 if time.monotonic() - looked >= _LOOK:
                     looked = time.monotonic()
                     self._look_around(call, last, looked - began)
@@ -184,14 +188,7 @@ class WriteNotices:
                 f"the rank that keeps it: {error}"
             ) from error
 
-    def _outcome(self, call: Call, notice: dict[str, Any]) -> tuple[str, ...]:
-        if "error" in notice:
-            raise CheckpointSaveError(
-                f"rank {self._writer}, which writes {call.directory}, failed: {notice['error']}"
-            )
-        return tuple(notice["written"])
-
-    def _fitting(self, call: Call, last: int, waited: float) -> tuple[int, dict[str, Any] | None]:
+    def _fitting(self, call: WriteCall, last: int, waited: float) -> tuple[int, dict[str, Any] | None]:
         """The first notice of the same line; after a while, the newest of another line."""
         newest: tuple[int, dict[str, Any] | None] = (0, None)
         for number, notice in self._later(call, last):
@@ -201,7 +198,7 @@ class WriteNotices:
                 newest = number, notice
         return newest if waited > _GRACE else (0, None)
 
-    def _later(self, call: Call, last: int) -> list[tuple[int, dict[str, Any]]]:
+    def _later(self, call: WriteCall, last: int) -> list[tuple[int, dict[str, Any]]]:
         """Notices that this rank has not found before, and that are not of before the last collective."""
         found = []
         for number in range(last + 1, self._count() + 1):
@@ -210,7 +207,7 @@ class WriteNotices:
                 found.append((number, notice))
         return found
 
-    def _look_around(self, call: Call, last: int, waited: float) -> None:
+    def _look_around(self, call: WriteCall, last: int, waited: float) -> None:
         """Raise if there is nothing to wait for any more."""
         later = self._later(call, last)
         for _, notice in later:

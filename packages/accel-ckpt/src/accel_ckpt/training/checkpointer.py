@@ -18,12 +18,7 @@ from accel_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_ckpt.folders.find import (
-    checkpoints_from,
-    complete_checkpoints,
-    find_folder,
-    prune_checkpoints,
-)
+from accel_ckpt.folders.find import checkpoints_from, complete_checkpoints, find_folder, prune_checkpoints
 from accel_ckpt.loading.load_module import check_weights, load_weights_into
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
 from accel_ckpt.modules.named_model import NamedModel
@@ -106,7 +101,9 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """List the steps of the complete checkpoints, in rising order."""
-        return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
+        return [
+            int(path.name.removeprefix(_PREFIX)) for path in complete_checkpoints(self.directory, _PREFIX)
+        ]
 
     @overload
     def save(
@@ -270,10 +267,6 @@ class Checkpointer:
         return self._coordinator or default_coordinator()
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(_PREFIX))
-
-
 class _Collector:
     """Collects the content of one save."""
 
@@ -330,8 +323,7 @@ class _Collector:
             for path, ranks in ranks_that_differ([marks for _, marks in collected], 0).items():
                 warn(
                     f"{path} is not the same on rank {', '.join(map(str, ranks))} as on rank 0, whose value is saved "
-                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to "
-                    "load()",
+                    "for all. Pass state that differs between ranks as save(…, per_rank=…), and to load()"
                 )
         return self._content
 
@@ -371,7 +363,7 @@ class _State:
 
     @property
     def parts(self) -> list[StatePart]:
-        """In the order in which they are loaded."""
+        """The parts of the state, in the order in which they are loaded."""
         parts: list[StatePart] = [OptimizerPart(*named, self.models) for named in self.optimizers.items()]
         return [*parts, *(ObjectPart(*named) for named in self._objects.items()), self._values]
 
@@ -389,7 +381,7 @@ class _State:
     def restore(
         self, trees: dict[str, Any], checkpoint: TrainingCheckpoint, ranks: Coordinator
     ) -> list[_Restore]:
-        """What to call to go back to the saved state, in order; everything is compared here."""
+        """Compare everything, and return the functions that restore the saved state, in order."""
         about = trees.get(_ABOUT)
         if about is None:
             raise StateMismatchError(
@@ -445,29 +437,29 @@ class _Values(StatePart):
 
     @property
     def paths(self) -> Collection[str]:
-        """Of all."""
+        """The paths of all values."""
         return self._values.keys()
 
     def _live(self) -> dict[str, Any]:
         return {path: holder[key] for path, (holder, key) in self._values.items()}
 
     def dump(self, trees: Trees) -> None:
-        """Into the tree that says what the others are."""
+        """Add the values to the tree that describes the others."""
         trees.shared[_ABOUT]["values"] = self._live()
 
     def read(self, saved: SavedTrees) -> TreeFill:
-        """What goes where; only what is divided among ranks is filled in place."""
+        """Match saved values with those here; only values that are divided among ranks are filled in place."""
         values, live = saved.shared[_ABOUT]["values"], self._live()
         for path, here in live.items():
             _check_value(path, here, values[path])
         return TreeFill(values, live, lambda saved, here, path: here if is_divided(here) else None)
 
     def check(self, taken: TreeFill, saved: SavedTrees) -> None:
-        """The content of the files."""
+        """Check the content of the files."""
         taken.check()
 
     def load(self, taken: TreeFill, saved: SavedTrees) -> None:
-        """Put everything where it was."""
+        """Put the values into their dictionaries."""
         values = taken.run()
         for path, (holder, key) in self._values.items():
             _put(holder, key, values[path])

@@ -84,41 +84,8 @@ def check_parts(
         )
 
 
-class OptimizerPart(StatePart):
-    """An optimizer as a part of a state, saved by parameter name.
-
-    Args:
-        name: name of its tree.
-        optimizer: the optimizer, which steps parameters of the models.
-        models: the models with their canonical names.
-    """
-
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, models: Sequence[NamedModel]) -> None:
-        self.name, self.optimizer, self._models = name, optimizer, models
-
-    def dump(self, trees: Trees) -> None:
-        """One tree."""
-        trees.shared[self.name] = optimizer_state_by_name(self.optimizer, self._models)
-
-    def expected(self) -> Iterator[str]:
-        """It."""
-        yield self.name
-
-    def read(self, saved: SavedTrees) -> Any:
-        """Read the tree of the optimizer, whose tensors may not have been read yet."""
-        return saved.shared[self.name]
-
-    def check(self, taken: Any, saved: SavedTrees) -> None:
-        """Check that names, shapes and classes are those of the optimizer here."""
-        check_optimizer_state(self.optimizer, taken, self._models)
-
-    def load(self, taken: Any, saved: SavedTrees) -> None:
-        """Fill the state in place."""
-        load_optimizer_state(self.optimizer, taken, self._models)
-
-
 class ObjectPart(StatePart):
-    """Any other object with a state as a part of a state.
+    """An object with a state as a part of a state: one tree.
 
     Args:
         name: name of its tree.
@@ -129,17 +96,43 @@ class ObjectPart(StatePart):
         self.name, self._item = name, item
 
     def dump(self, trees: Trees) -> None:
-        """One tree."""
+        """Add the state of the object as a tree."""
         trees.shared[self.name] = self._item.state_dict()
 
     def expected(self) -> Iterator[str]:
-        """It."""
+        """The name of the tree."""
         yield self.name
 
     def read(self, saved: SavedTrees) -> Any:
-        """Read the tree of the object."""
+        """Read the tree, whose tensors may not have been read yet."""
         return saved.shared[self.name]
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
-        """Hand it over."""
+        """Pass the tree to the object's ``load_state_dict``."""
         self._item.load_state_dict(taken)
+
+
+class OptimizerPart(ObjectPart):
+    """An optimizer as a part of a state, saved by parameter name.
+
+    Args:
+        name: name of its tree.
+        optimizer: the optimizer, which steps parameters of the models.
+        models: the models with their canonical names.
+    """
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, models: Sequence[NamedModel]) -> None:
+        super().__init__(name, optimizer)
+        self.optimizer, self._models = optimizer, models
+
+    def dump(self, trees: Trees) -> None:
+        """Add the state by parameter name as a tree."""
+        trees.shared[self.name] = optimizer_state_by_name(self.optimizer, self._models)
+
+    def check(self, taken: Any, saved: SavedTrees) -> None:
+        """Check that names, shapes and classes are those of the optimizer here."""
+        check_optimizer_state(self.optimizer, taken, self._models)
+
+    def load(self, taken: Any, saved: SavedTrees) -> None:
+        """Fill the state in place."""
+        load_optimizer_state(self.optimizer, taken, self._models)

@@ -342,7 +342,7 @@ def _check_shapes(
 
 
 def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
-    """What a state is that should have a shape; None: it has."""
+    """What a state is, in words, if it has not the shape; None: it has."""
     if key == "momentum_buffer" and value is None:  # before the first step
         return None
     if isinstance(value, SavedTensor) and shape:
@@ -389,9 +389,7 @@ def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any
 
 
 def _check_parameters(
-    names: Sequence[Sequence[str]],
-    all_names: Sequence[Sequence[str]],
-    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]], all_names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     saved = Counter(frozenset(group["params"]) for group in groups)
     here = {name for group in names for name in group}

@@ -21,7 +21,7 @@ from accel_ckpt.tensor_storage import as_bytes
 __all__ = ["Marks", "RankTree", "mark_of", "ranks_that_differ"]
 
 Marks: TypeAlias = Mapping[str, Sequence[str]]
-"""What ranks exchange: name of a tree → the marks of its ``RankTree``."""
+"""The marks that ranks exchange: name of a tree → the marks of its ``RankTree``."""
 
 _FORM = {"text": str, "tensors": {OTHERS: torch.Tensor}}
 

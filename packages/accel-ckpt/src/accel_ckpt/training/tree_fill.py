@@ -23,7 +23,7 @@ Saved: TypeAlias = SavedTensor | torch.Tensor
 Path: TypeAlias = tuple[Any, ...]
 
 _HOLDING = (SavedTensor, torch.Tensor, Mapping, list, tuple)
-"""What is, or can hold, a saved tensor; the numbers and strings of a tree are not looked at."""
+"""Classes that are, or can hold, a saved tensor; the numbers and strings of a tree are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TreeFill:
         self._apart = apart
         self._arena = Arena()
         self._saved = saved
-        # What goes where, and for what it is one new tensor if the saved tree holds it several times.
+        # Saved tensor, its target, and the entry within which it is one new tensor if it occurs several times.
         self._plan: list[tuple[Saved, Leaf | Like | None, Path]] = []
         self._collect(saved, live, ())
 
@@ -76,11 +76,12 @@ class TreeFill:
         Raises:
             CorruptCheckpointError: a file is not what was written.
         """
-        verify_all(
-            (saved, torch.empty(saved.shape, device="meta") if target is None else _model_of(target))
-            for saved, target, _ in self._plan
-            if isinstance(saved, SavedTensor)
-        )
+        pairs: list[tuple[SavedTensor, Leaf]] = []
+        for saved, target, _ in self._plan:
+            if isinstance(saved, SavedTensor):
+                whole = torch.empty(saved.shape, device="meta") if target is None else target
+                pairs.append((saved, whole.tensor if isinstance(whole, Like) else whole))
+        verify_all(pairs)
 
     def run(self) -> Tree:
         """Fill the chosen leaves; returns the saved tree with them in place of the saved tensors.
@@ -128,10 +129,6 @@ class TreeFill:
             for index, value in enumerate(saved):
                 if isinstance(value, _HOLDING):
                     self._collect(value, known[index] if index < len(known) else None, (*path, index))
-
-
-def _model_of(target: Leaf | Like) -> Leaf:
-    return target.tensor if isinstance(target, Like) else target
 
 
 def _rebuilt(saved: Any, leaves: Iterator[Leaf]) -> Any:

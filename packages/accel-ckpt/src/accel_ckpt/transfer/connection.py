@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,14 +12,14 @@ from accel_ckpt.coordination import SingleProcess, run_together
 from accel_ckpt.errors import CheckpointError, TransferError
 from accel_ckpt.geometry import Box
 from accel_ckpt.parts import Leaf, Part, parts_of, shape_of
-from accel_ckpt.saving.part_division import Held, describe_parts
+from accel_ckpt.saving.part_division import Holding, describe_parts
 from accel_ckpt.tensor_storage import copy_values
 from accel_ckpt.transfer.offers import OfferedWeights, check_plain
 from accel_ckpt.transfer.plan import (
-    Message,
-    Piece,
     RankWeights,
     TransferPlan,
+    WeightBlock,
+    WeightMessage,
     check_transfer,
     plan_transfer,
 )
@@ -55,24 +55,19 @@ class Transport(Protocol):
         """Send plain data to all ranks; returns the data of all ranks, in rank order. Collective."""
         ...
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
-        """Make the two buckets of this rank. Collective.
-
-        Args:
-            bucket_bytes: size of its largest message.
-            senders: ranks that send to it.
-        """
+    def open(self, bucket_bytes: int) -> None:
+        """Make the two buckets of this rank, of the size of its largest message. Collective."""
         ...
 
     def bucket(self, slot: int) -> torch.Tensor:
         """The memory of one of the two buckets, as bytes."""
         ...
 
-    def send(self, slot: int, message: Message) -> Work:
+    def send(self, slot: int, message: WeightMessage) -> Work:
         """Begin to send the first bytes of a bucket."""
         ...
 
-    def receive(self, slot: int, message: Message) -> Work:
+    def receive(self, slot: int, message: WeightMessage) -> Work:
         """Begin to receive a message into a bucket."""
         ...
 
@@ -80,19 +75,19 @@ class Transport(Protocol):
 class LocalTransport(SingleProcess):
     """A transfer within one process: it gives weights to itself."""
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         """Make nothing: nothing is sent."""
 
     def bucket(self, slot: int) -> torch.Tensor:
-        """Raise: there is nobody to send to."""
+        """Raise: a transfer within one process has no buckets."""
         raise TransferError("a transfer within one process has no buckets")
 
-    def send(self, slot: int, message: Message) -> Work:
-        """Raise: there is nobody to send to."""
+    def send(self, slot: int, message: WeightMessage) -> Work:
+        """Raise: a transfer within one process sends nothing."""
         raise TransferError("a transfer within one process sends nothing")
 
-    def receive(self, slot: int, message: Message) -> Work:
-        """Raise: nobody sends."""
+    def receive(self, slot: int, message: WeightMessage) -> Work:
+        """Raise: a transfer within one process receives nothing."""
         raise TransferError("a transfer within one process receives nothing")
 
 
@@ -117,8 +112,8 @@ class Targets:
             check_plain(name, parts)
             self._parts[name] = parts or [Part.nothing(shape_of(leaf))]
 
-    def describe(self) -> dict[str, Held]:
-        """What is wanted, for the other ranks."""
+    def describe(self) -> dict[str, Holding]:
+        """Describe what is wanted, for the other ranks."""
         return describe_parts({"": self._parts})[""]
 
     def by_box(self, aliases: Mapping[str, str]) -> dict[tuple[str, Box], list[torch.Tensor]]:
@@ -141,7 +136,7 @@ class WeightTransfer:
     besides its weights.
 
     Args:
-        transport: how the ranks reach each other: `GroupTransport` or `SharedMemoryTransport`.
+        transport: how the ranks reach each other, such as a `GroupTransport`.
         offers: the weights of the training; on ranks of the training.
         wants: what this rank wants; see `Targets`. On receivers.
         ignored: names of weights that this receiver's engine does not have, or patterns such as ``"*.rotary_emb.*"``.
@@ -169,22 +164,17 @@ class WeightTransfer:
         self._offers = offers
         targets: list[Targets] = []
 
-        def describe() -> dict[str, Any]:
+        def describe() -> RankWeights:
             targets.append(Targets(wants or {}))
-            own = describe_offers(offers)
-            weights = RankWeights(
-                own, {} if offers is None else offers.aliases, targets[0].describe(), tuple(ignored)
-            )
-            return {"bucket_bytes": bucket_bytes, "weights": weights.to_plain()}
+            aliases = {} if offers is None else offers.aliases
+            return RankWeights(describe_offers(offers), aliases, targets[0].describe(), tuple(ignored))
 
-        answers = run_together(describe, transport, doing="describing weights", error=TransferError)
-        ranks = read_descriptions(answers, bucket_bytes)
-        check_transfer(ranks)
+        ranks = described(describe, transport, bucket_bytes)
         self.plan: TransferPlan = plan_transfer(ranks, transport.rank, bucket_bytes)
         aliases = {alias: name for rank in ranks for alias, name in rank.aliases.items()}
         self._targets = targets[0].by_box(aliases)
         self._updates = 0
-        transport.open(self.plan.bucket_bytes, _senders(self.plan, transport.rank))
+        transport.open(self.plan.bucket_bytes)
 
     def update(self) -> None:
         """Move the weights' current values to the receivers. Collective: all ranks of the transfer call it.
@@ -236,31 +226,47 @@ def move_together(move: Callable[[], None], transport: Transport) -> None:
         raise
 
 
-def describe_offers(offers: OfferedWeights | None) -> dict[str, Held]:
-    """What this rank offers, for the other ranks."""
+def describe_offers(offers: OfferedWeights | None) -> dict[str, Holding]:
+    """Describe what this rank offers, for the other ranks."""
     found: dict[str, list[Box]] = {}
     for weight in offers or ():
         found.setdefault(weight.name, []).append(weight.box)
     about = {} if offers is None else offers.about
     return {
-        name: Held(about[name].shape, str(about[name].dtype), about[name].dtype.itemsize, tuple(boxes))
+        name: Holding(about[name].shape, str(about[name].dtype), about[name].dtype.itemsize, tuple(boxes))
         for name, boxes in found.items()
     }
 
 
-def read_descriptions(answers: Sequence[Any], bucket_bytes: int) -> list[RankWeights]:
-    """The descriptions that ranks sent.
+def described(
+    describe: Callable[[], RankWeights], transport: Transport, bucket_bytes: int
+) -> list[RankWeights]:
+    """Exchange what each rank offers and wants, and check that it fits. Collective.
+
+    Args:
+        describe: returns what this rank offers and wants.
+        transport: the ranks.
+        bucket_bytes: the most bytes of a message, which must be the same on all ranks.
 
     Raises:
-        TransferError: one is none, or ranks use buckets of different sizes.
+        StateMismatchError: see `check_transfer`.
+        TransferError: a rank failed, sent something else, or uses buckets of another size.
     """
+    answers = run_together(
+        lambda: {"bucket_bytes": bucket_bytes, "weights": describe().to_plain()},
+        transport,
+        doing="describing weights",
+        error=TransferError,
+    )
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or answer.get("bucket_bytes") != bucket_bytes:
             given = answer.get("bucket_bytes") if isinstance(answer, dict) else None
             raise TransferError(
                 f"rank {rank} has bucket_bytes={given!r}, and this rank {bucket_bytes}; give all ranks the same"
             )
-    return [RankWeights.from_plain(answer.get("weights"), rank) for rank, answer in enumerate(answers)]
+    ranks = [RankWeights.from_plain(answer.get("weights"), rank) for rank, answer in enumerate(answers)]
+    check_transfer(ranks)
+    return ranks
 
 
 def sources_of(offers: OfferedWeights | None) -> dict[tuple[str, Box], torch.Tensor]:
@@ -268,14 +274,10 @@ def sources_of(offers: OfferedWeights | None) -> dict[tuple[str, Box], torch.Ten
     return {(weight.name, weight.box): weight.tensor for weight in offers or ()}
 
 
-def _senders(plan: TransferPlan, rank: int) -> set[int]:
-    return {message.sender for message in plan.messages if message.receiver == rank}
-
-
 class _Flight(NamedTuple):
     work: Work
     slot: int
-    message: Message
+    message: WeightMessage
 
 
 @torch.no_grad()
@@ -331,7 +333,7 @@ def _land(
             _within(target, piece, piece.wanted).copy_(values)
 
 
-def _values(bucket: torch.Tensor, message: Message) -> Iterable[tuple[Piece, torch.Tensor]]:
+def _values(bucket: torch.Tensor, message: WeightMessage) -> Iterable[tuple[WeightBlock, torch.Tensor]]:
     """The blocks of a message in its bucket."""
     for piece in message.pieces:
         yield (
@@ -340,10 +342,10 @@ def _values(bucket: torch.Tensor, message: Message) -> Iterable[tuple[Piece, tor
         )
 
 
-def _source(sources: Sources, piece: Piece) -> torch.Tensor:
+def _source(sources: Sources, piece: WeightBlock) -> torch.Tensor:
     return _within(sources[piece.name, piece.offered], piece, piece.offered)
 
 
-def _within(tensor: torch.Tensor, piece: Piece, block: Box) -> torch.Tensor:
+def _within(tensor: torch.Tensor, piece: WeightBlock, block: Box) -> torch.Tensor:
     """The piece of a block that a tensor holds."""
     return tensor if piece.box == block else tensor[piece.box.within(block.offsets).slices]

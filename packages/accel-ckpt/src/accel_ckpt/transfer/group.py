@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from accel_ckpt.format import tagged_json
 from accel_ckpt.format.reader import parse_json
 from accel_ckpt.tensor_storage import as_bytes
 from accel_ckpt.transfer.connection import Work
-from accel_ckpt.transfer.plan import Message
+from accel_ckpt.transfer.plan import WeightMessage
 
 __all__ = ["GroupTransport", "join_group"]
 
@@ -123,7 +122,7 @@ class GroupTransport:
         self._group.allgather([rows], [own]).wait()
         return [row.cpu() for row in rows]
 
-    def open(self, bucket_bytes: int, senders: Collection[int]) -> None:
+    def open(self, bucket_bytes: int) -> None:
         """Make two buckets."""
         self._buckets = [torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
@@ -131,12 +130,12 @@ class GroupTransport:
         """The memory of one of the two buckets."""
         return self._buckets[slot]
 
-    def send(self, slot: int, message: Message) -> Work:
+    def send(self, slot: int, message: WeightMessage) -> Work:
         """Begin to send the first bytes of a bucket."""
         bucket = self._buckets[slot][: message.nbytes]
         return cast(Work, self._group.send([bucket], message.receiver, _TAG))
 
-    def receive(self, slot: int, message: Message) -> Work:
+    def receive(self, slot: int, message: WeightMessage) -> Work:
         """Begin to receive a message into a bucket; a message of another size is an error."""
         bucket = self._buckets[slot][: message.nbytes]
         return cast(Work, self._group.recv([bucket], message.sender, _TAG))

@@ -12,7 +12,7 @@ from accel_ckpt.errors import StateMismatchError, UnsupportedValueError
 from accel_ckpt.geometry import Box
 from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Part, is_divided, is_leaf, parts_of, shape_of
-from accel_ckpt.saving.part_division import Held, PartKey, describe_parts, divide_parts, tied_parts
+from accel_ckpt.saving.part_division import PartKey, describe_parts, divide_parts, tied_parts
 from accel_ckpt.tensor_storage import DTYPE_NAMES, parse_dtype, why_not_plain
 from accel_ckpt.transfer.plan import held_from_plain, held_to_plain
 
@@ -26,7 +26,7 @@ class WeightInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In which it is sent."""
+    """The dtype in which it is sent."""
 
 
 class OfferedWeight(NamedTuple):
@@ -34,9 +34,9 @@ class OfferedWeight(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    """In which it is sent; the values may have another."""
+    """The dtype in which it is sent; the values may have another."""
     box: Box
-    """Where it is in the whole weight."""
+    """The place of the block in the whole weight."""
     tensor: torch.Tensor
     """The values, in the memory that training uses."""
 
@@ -92,7 +92,10 @@ class OfferedWeights:
             }
 
         answers = run_together(describe, ranks, doing="listing the weights that ranks hold")
-        held = [_held_by(rank, answer) for rank, answer in enumerate(answers)]
+        held = [
+            {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
+            for rank, answer in enumerate(answers)
+        ]
         shares, aliases = divide_parts(
             [{_STEM: own} for own in held],
             [{_STEM: answer["tied"]} for answer in answers],
@@ -125,9 +128,8 @@ class OfferedWeights:
         gone = sorted({key.name for key in self._mine - found.keys()})
         if gone:
             raise StateMismatchError(
-                f"the model has changed since its weights were offered: this rank no longer holds its parts of "
-                f"{listed(gone)} in the same shape and dtype. Make a new source of weights on all ranks, and a new "
-                "transfer"
+                f"the model has changed since its weights were offered: this rank no longer holds its parts "
+                f"of {listed(gone)} in the same shape and dtype. Make a new source and transfer on all ranks"
             )
         for key, tensor in found.items():
             if key in self._mine:
@@ -147,7 +149,7 @@ class OfferedWeights:
         return {name: sent(name, leaf) for name, leaf in self._state().items() if is_leaf(leaf)}
 
     def _parts(self) -> dict[str, list[Part]]:
-        """This rank's parts by name; of what another rank gives alone, an empty one."""
+        """This rank's parts by name; an empty part of a weight that another rank gives alone."""
         found: dict[str, list[Part]] = {}
         for name, leaf in self._state().items():
             if not is_leaf(leaf):
@@ -169,10 +171,6 @@ def check_plain(name: str, parts: Collection[Part]) -> None:
             reason = f"has the dtype {part.tensor.dtype}, which a transfer does not know; convert it first"
         if reason is not None:
             raise UnsupportedValueError(f"the weight {name!r} {reason}")
-
-
-def _held_by(rank: int, answer: Mapping[str, Any]) -> dict[str, Held]:
-    return {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
 
 
 def _sent_as(dtype: torch.dtype | str) -> torch.dtype:

@@ -14,15 +14,15 @@ from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, Transf
 from accel_ckpt.format.forms import OTHERS, check_form, natural
 from accel_ckpt.geometry import Box, first_gap, flat_boxes, overlap
 from accel_ckpt.modules.names import listed
-from accel_ckpt.saving.part_division import Held, check_cover
+from accel_ckpt.saving.part_division import Holding, check_cover
 from accel_ckpt.tensor_storage import DTYPES
 
 __all__ = [
     "SMALLEST_BUCKET",
-    "Message",
-    "Piece",
     "RankWeights",
     "TransferPlan",
+    "WeightBlock",
+    "WeightMessage",
     "check_transfer",
     "held_from_plain",
     "held_to_plain",
@@ -39,12 +39,12 @@ _FORM = {"offers": {OTHERS: list}, "aliases": {OTHERS: str}, "wants": {OTHERS: l
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """What a rank offers, and what it wants."""
+    """Descriptions of what a rank offers and wants."""
 
-    offers: Mapping[str, Held]
+    offers: Mapping[str, Holding]
     aliases: Mapping[str, str]
     """Tied names, to the name that is offered."""
-    wants: Mapping[str, Held]
+    wants: Mapping[str, Holding]
     ignored: tuple[str, ...] = ()
     """Names, or patterns of names, that receivers do not need."""
 
@@ -62,7 +62,7 @@ class RankWeights:
         """Read the description that another rank sent.
 
         Raises:
-            TransferError: it is none.
+            TransferError: it is something else than a description.
         """
         where = f"the weights that rank {rank} described"
         try:
@@ -80,18 +80,25 @@ class RankWeights:
             ) from error
 
 
-def held_to_plain(held: Held) -> list[Any]:
-    """What a rank holds of a weight, as JSON can hold it."""
+def held_to_plain(held: Holding) -> list[Any]:
+    """Convert what a rank holds of a weight to plain data for JSON."""
     return [list(held.shape), held.dtype, [[list(box.offsets), list(box.sizes)] for box in held.boxes]]
 
 
-def held_from_plain(data: Any, where: str) -> Held:
+def held_from_plain(data: Any, where: str) -> Holding:
     """Read what another rank holds of a weight.
 
     Raises:
         CorruptCheckpointError: it is no such description; says where.
     """
-    shape, dtype, boxes = _entries(data, where)
+    if not isinstance(data, list) or len(data) != 3:
+        raise CorruptCheckpointError(f"{where}: a weight is a shape, a dtype and boxes")
+    shape, dtype, boxes = data
+    check_form(shape, [natural], where)
+    check_form(dtype, str, where)
+    check_form(boxes, [[[natural]]], where)
+    if any(len(box) != 2 for box in boxes):
+        raise CorruptCheckpointError(f"{where}: a box is offsets and sizes")
     found = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
     for box in found:
         inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
@@ -101,60 +108,49 @@ def held_from_plain(data: Any, where: str) -> Held:
             raise CorruptCheckpointError(f"{where}: {box} is no box of a tensor of shape {shape}")
     if dtype not in _DTYPES and (found or dtype):
         raise CorruptCheckpointError(f"{where}: {dtype!r} is no dtype of weights")
-    return Held(tuple(shape), dtype, _DTYPES[dtype].itemsize if dtype else 0, found)
+    return Holding(tuple(shape), dtype, _DTYPES[dtype].itemsize if dtype else 0, found)
 
 
-def _entries(data: Any, where: str) -> tuple[list[int], str, list[Any]]:
-    if not isinstance(data, list) or len(data) != 3:
-        raise CorruptCheckpointError(f"{where}: a weight is a shape, a dtype and boxes")
-    check_form(data[0], [natural], where)
-    check_form(data[1], str, where)
-    check_form(data[2], [[[natural]]], where)
-    if any(len(box) != 2 for box in data[2]):
-        raise CorruptCheckpointError(f"{where}: a box is offsets and sizes")
-    return data[0], data[1], data[2]
-
-
-class Piece(NamedTuple):
+class WeightBlock(NamedTuple):
     """A block that goes from one rank to another, within one message."""
 
     name: str
-    """Under which it is offered."""
+    """The name under which the weight is offered."""
     box: Box
-    """In the whole weight."""
+    """The place of the block in the whole weight."""
     offered: Box
     """The block of the sender that it is part of."""
     wanted: Box
     """The block of the receiver that it is part of."""
     dtype: torch.dtype
-    """In which it is sent."""
+    """The dtype in which it is sent."""
     begin: int
-    """Its first byte in the message; a multiple of the size of an element."""
+    """The offset of its first byte in the message; a multiple of the size of an element."""
     nbytes: int
 
 
-class Message(NamedTuple):
-    """What one rank sends to another at once: blocks without gaps between them."""
+class WeightMessage(NamedTuple):
+    """A message of one rank to another: blocks without gaps between them."""
 
     sender: int
     receiver: int
     number: int
-    """Among the messages of this sender to this receiver."""
-    pieces: tuple[Piece, ...]
+    """The position among the messages of this sender to this receiver."""
+    pieces: tuple[WeightBlock, ...]
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What one rank sends and receives, in an order that all ranks keep.
+    """The messages that one rank sends and receives, in an order that all ranks keep.
 
     Every rank starts its messages in this order and has at most two under way. The first unfinished message of all
     ranks is then always started on both sides, so no rank waits for ever.
     """
 
-    messages: tuple[Message, ...]
-    copies: tuple[Piece, ...]
-    """What this rank gives to itself."""
+    messages: tuple[WeightMessage, ...]
+    copies: tuple[WeightBlock, ...]
+    """Blocks that this rank gives to itself."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -181,7 +177,7 @@ def check_transfer(ranks: Sequence[RankWeights]) -> None:
     offers = _by_name((position, rank.offers) for position, rank in enumerate(ranks))
     for name, holders in offers.items():
         check_cover(name, holders)
-    wants: dict[str, list[tuple[int, str, Held]]] = {}
+    wants: dict[str, list[tuple[int, str, Holding]]] = {}
     for position, rank in enumerate(ranks):
         for name, held in rank.wants.items():
             wants.setdefault(aliases.get(name, name), []).append((position, name, held))
@@ -204,20 +200,20 @@ def _aliases(ranks: Iterable[RankWeights]) -> dict[str, str]:
     return {alias: name for rank in ranks for alias, name in rank.aliases.items()}
 
 
-def _by_name(ranks: Iterable[tuple[int, Mapping[str, Held]]]) -> dict[str, list[tuple[int, Held]]]:
-    found: dict[str, list[tuple[int, Held]]] = {}
+def _by_name(ranks: Iterable[tuple[int, Mapping[str, Holding]]]) -> dict[str, list[tuple[int, Holding]]]:
+    found: dict[str, list[tuple[int, Holding]]] = {}
     for position, named in ranks:
         for name, held in named.items():
             found.setdefault(name, []).append((position, held))
     return found
 
 
-def _offered(holders: Sequence[tuple[int, Held]]) -> Held:
+def _offered(holders: Sequence[tuple[int, Holding]]) -> Holding:
     """A weight as ranks offer it: of one shape and dtype, as was checked."""
     return next((held for _, held in holders if held.dtype), holders[0][1])
 
 
-def _unknown(offers: Mapping[str, Any], wants: Mapping[str, Sequence[tuple[int, str, Held]]]) -> list[str]:
+def _unknown(offers: Mapping[str, Any], wants: Mapping[str, Sequence[tuple[int, str, Holding]]]) -> list[str]:
     unknown = {
         wanted: position for name in wants.keys() - offers.keys() for position, wanted, _ in wants[name]
     }
@@ -230,7 +226,7 @@ def _unknown(offers: Mapping[str, Any], wants: Mapping[str, Sequence[tuple[int, 
     ]
 
 
-def _other_dtypes(wants: Mapping[str, tuple[Held, Sequence[tuple[int, str, Held]]]]) -> Iterator[str]:
+def _other_dtypes(wants: Mapping[str, tuple[Holding, Sequence[tuple[int, str, Holding]]]]) -> Iterator[str]:
     """Weights that are wanted in another dtype than they are sent in, by the two dtypes."""
     found: dict[tuple[str, str], dict[str, int]] = {}
     for offered, holders in wants.values():
@@ -244,8 +240,8 @@ def _other_dtypes(wants: Mapping[str, tuple[Held, Sequence[tuple[int, str, Held]
         )
 
 
-def _misfits(offered: Held, holders: Sequence[tuple[int, str, Held]]) -> Iterator[str]:
-    """What is wrong with the blocks in which receivers want one weight."""
+def _misfits(offered: Holding, holders: Sequence[tuple[int, str, Holding]]) -> Iterator[str]:
+    """Problems of the blocks in which receivers want one weight."""
     boxes: dict[int, set[Box]] = {}
     for position, name, held in holders:
         if held.shape != offered.shape:
@@ -260,8 +256,8 @@ def _misfits(offered: Held, holders: Sequence[tuple[int, str, Held]]) -> Iterato
 
 
 def _not_covered(
-    offers: Mapping[str, Sequence[tuple[int, Held]]],
-    wants: Mapping[str, Sequence[tuple[int, str, Held]]],
+    offers: Mapping[str, Sequence[tuple[int, Holding]]],
+    wants: Mapping[str, Sequence[tuple[int, str, Holding]]],
     aliases: Mapping[str, str],
     ignored: Collection[str],
 ) -> Iterator[str] | list[str]:
@@ -319,16 +315,17 @@ def plan_transfer(
     }
     wanted = [_wanted_boxes(r.wants, aliases) for r in ranks]
 
-    def between(sender: int, receiver: int) -> Iterator[_Block]:
+    def between(sender: int, receiver: int) -> Iterator[WeightBlock]:
         offers = ranks[sender].offers
         for name in sorted(offers.keys() & wanted[receiver].keys() & order.keys(), key=order.__getitem__):
             for box in offers[name].boxes:
                 for target in wanted[receiver][name]:
                     common = box.meet(target)
                     if common is not None:
-                        yield _Block(name, common, box, target, _DTYPES[offers[name].dtype])
+                        dtype = _DTYPES[offers[name].dtype]
+                        yield WeightBlock(name, common, box, target, dtype, 0, common.volume * dtype.itemsize)
 
-    messages: list[Message] = []
+    messages: list[WeightMessage] = []
     for other in range(len(ranks)):
         if other != rank:
             messages += _messages(rank, other, between(rank, other), bucket_bytes)
@@ -342,24 +339,10 @@ def plan_transfer(
         for place, receiver in enumerate(receivers)
     }
     messages.sort(key=lambda m: (m.number, turn[m.sender, m.receiver], m.sender))
-    copies = tuple(
-        Piece(b.name, b.box, b.offered, b.wanted, b.dtype, 0, b.box.volume * b.dtype.itemsize)
-        for b in between(rank, rank)
-    )
-    return TransferPlan(tuple(messages), copies)
+    return TransferPlan(tuple(messages), tuple(between(rank, rank)))
 
 
-class _Block(NamedTuple):
-    """What a sender has of what a receiver wants."""
-
-    name: str
-    box: Box
-    offered: Box
-    wanted: Box
-    dtype: torch.dtype
-
-
-def _wanted_boxes(wants: Mapping[str, Held], aliases: Mapping[str, str]) -> dict[str, list[Box]]:
+def _wanted_boxes(wants: Mapping[str, Holding], aliases: Mapping[str, str]) -> dict[str, list[Box]]:
     """The blocks that a rank wants, by the name under which they are offered; of tied names once."""
     found: dict[str, dict[Box, None]] = {}
     for name, held in wants.items():
@@ -367,27 +350,29 @@ def _wanted_boxes(wants: Mapping[str, Held], aliases: Mapping[str, str]) -> dict
     return {name: list(boxes) for name, boxes in found.items()}
 
 
-def _messages(sender: int, receiver: int, blocks: Iterable[_Block], limit: int) -> Iterator[Message]:
+def _messages(
+    sender: int, receiver: int, blocks: Iterable[WeightBlock], limit: int
+) -> Iterator[WeightMessage]:
     """Messages of one rank to another, filled up to the limit.
 
     Wide elements come first, so that every block begins at a multiple of its element's size without padding.
     """
     number, used = 0, 0
-    pieces: list[Piece] = []
+    pieces: list[WeightBlock] = []
     for block in sorted(blocks, key=lambda block: -block.dtype.itemsize):
         done = 0
         while done < block.box.volume:
             room = (limit - used) // block.dtype.itemsize
             if not room:
-                yield Message(sender, receiver, number, tuple(pieces), used)
+                yield WeightMessage(sender, receiver, number, tuple(pieces), used)
                 number, used, pieces = number + 1, 0, []
                 continue
             end = min(block.box.volume, done + room)
             for run in flat_boxes(done, end, block.box.sizes):
                 box = Box(tuple(map(add, run.offsets, block.box.offsets)), run.sizes)
                 nbytes = box.volume * block.dtype.itemsize
-                pieces.append(Piece(block.name, box, block.offered, block.wanted, block.dtype, used, nbytes))
+                pieces.append(block._replace(box=box, begin=used, nbytes=nbytes))
                 used += nbytes
             done = end
     if pieces:
-        yield Message(sender, receiver, number, tuple(pieces), used)
+        yield WeightMessage(sender, receiver, number, tuple(pieces), used)

@@ -28,14 +28,14 @@ class TensorParallelLayout:
         degree: number of ranks of that group.
 
     Raises:
-        ValueError: the rank is none of the group's.
+        ValueError: the rank is not below the degree.
     """
 
     rank: int
     degree: int
 
     def __post_init__(self) -> None:
-        """Refuse a rank that is none of the group's."""
+        """Refuse a rank that is not below the degree."""
         if not 0 <= self.rank < self.degree:
             raise ValueError(
                 f"rank={self.rank} is none of degree={self.degree} ranks; give one from 0 to degree - 1"

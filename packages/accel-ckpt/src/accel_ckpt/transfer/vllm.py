@@ -24,19 +24,19 @@ import torch
 from accel_ckpt.coordination import run_together
 from accel_ckpt.errors import TransferError
 from accel_ckpt.geometry import Box
-from accel_ckpt.saving.part_division import Held
+from accel_ckpt.saving.part_division import Holding
 from accel_ckpt.transfer.connection import (
     BUCKET_BYTES,
     LocalTransport,
     Transport,
     carry_out,
     describe_offers,
+    described,
     move_together,
-    read_descriptions,
     sources_of,
 )
 from accel_ckpt.transfer.offers import OfferedWeights, WeightInfo
-from accel_ckpt.transfer.plan import RankWeights, TransferPlan, check_transfer, plan_transfer
+from accel_ckpt.transfer.plan import RankWeights, TransferPlan, plan_transfer
 
 __all__ = ["Broadcaster", "VLLMClient", "VLLMServer", "VLLMWeightTransfer"]
 
@@ -189,25 +189,17 @@ class VLLMWeightTransfer:
         self._packed = packed
         leads = self._transport.rank == 0
 
-        def describe() -> dict[str, Any]:
+        def describe() -> RankWeights:
             wants = dict(_whole(offers, ignored)) if leads else {}
-            weights = RankWeights(describe_offers(offers), offers.aliases, wants, tuple(ignored))
-            return {"bucket_bytes": bucket_bytes, "weights": weights.to_plain()}
+            return RankWeights(describe_offers(offers), offers.aliases, wants, tuple(ignored))
 
-        answers = run_together(describe, self._transport, doing="describing weights", error=TransferError)
-        ranks = read_descriptions(answers, bucket_bytes)
-        check_transfer(ranks)
+        ranks = described(describe, self._transport, bucket_bytes)
         self._about = {name: offers.about[name] for name in ranks[0].wants}
         self._chunks = list(_chunks(self._about, packed_buffer_bytes if packed else None))
         self._plans: list[TransferPlan] = [
             plan_transfer(ranks, self._transport.rank, bucket_bytes, chunk.names) for chunk in self._chunks
         ]
-        senders = {message.sender for plan in self._plans for message in plan.messages} - {
-            self._transport.rank
-        }
-        self._transport.open(
-            max((plan.bucket_bytes for plan in self._plans), default=0), senders if leads else set()
-        )
+        self._transport.open(max((plan.bucket_bytes for plan in self._plans), default=0))
         largest = max((chunk.nbytes for chunk in self._chunks), default=0) if leads else 0
         self._buffer = torch.empty(largest, dtype=torch.uint8, device=device)
         order = [name for chunk in self._chunks for name in chunk.names]
@@ -229,11 +221,11 @@ class VLLMWeightTransfer:
 
         def join() -> None:
             if leads:
-                call = _Call(lambda: client.init_weight_transfer_engine(init_info))
+                call = _BackgroundCall(lambda: client.init_weight_transfer_engine(init_info))
                 try:
                     self._group = connect()
                 except Exception:
-                    call.raise_if_failed()  # why nobody came
+                    call.raise_if_failed()  # says why the workers did not join
                     raise
                 call.result()
 
@@ -248,12 +240,12 @@ class VLLMWeightTransfer:
         """
         leads = self._transport.rank == 0
         sources: dict[tuple[str, Box], torch.Tensor] = {}
-        calls: list[_Call] = []
+        calls: list[_BackgroundCall] = []
 
         def begin() -> None:
             if leads:
                 self._client.start_weight_update()
-                calls.append(_Call(lambda: self._client.update_weights(self.update_info)))
+                calls.append(_BackgroundCall(lambda: self._client.update_weights(self.update_info)))
 
         def finish() -> None:
             if leads:
@@ -278,7 +270,7 @@ class VLLMWeightTransfer:
         chunk: _Chunk,
         plan: TransferPlan,
         sources: Mapping[tuple[str, Box], torch.Tensor],
-        calls: Sequence[_Call],
+        calls: Sequence[_BackgroundCall],
     ) -> None:
         """Collect the weights of a chunk on rank 0, and broadcast them."""
         if self._transport.rank:
@@ -289,7 +281,7 @@ class VLLMWeightTransfer:
             for name, begin in zip(chunk.names, chunk.begins, strict=True)
         }
         carry_out(plan, self._transport, sources, targets)
-        calls[0].raise_if_failed()  # nobody would take part in the broadcast
+        calls[0].raise_if_failed()  # the workers would not take part in the broadcast
         assert self._group is not None, "rank 0 joined the group"
         values = self._buffer[: chunk.nbytes] if self._packed else self._values(chunk.names[0], 0)
         self._group.broadcast(values, src=0)
@@ -305,11 +297,11 @@ def _box(about: WeightInfo) -> Box:
     return Box((0,) * len(about.shape), about.shape)
 
 
-def _whole(offers: OfferedWeights, ignored: Collection[str]) -> Iterator[tuple[str, Held]]:
+def _whole(offers: OfferedWeights, ignored: Collection[str]) -> Iterator[tuple[str, Holding]]:
     """All weights that are offered, whole; tied names once."""
     for name, about in offers.about.items():
         if name not in offers.aliases and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored):
-            yield name, Held(about.shape, str(about.dtype), about.dtype.itemsize, (_box(about),))
+            yield name, Holding(about.shape, str(about.dtype), about.dtype.itemsize, (_box(about),))
 
 
 def _chunks(about: Mapping[str, WeightInfo], limit: int | None) -> Iterator[_Chunk]:
@@ -332,7 +324,7 @@ def _chunks(about: Mapping[str, WeightInfo], limit: int | None) -> Iterator[_Chu
 
 
 @dataclass(slots=True)
-class _Call:
+class _BackgroundCall:
     """A call in a thread of its own, which nothing waits for if this process fails."""
 
     function: Callable[[], None]

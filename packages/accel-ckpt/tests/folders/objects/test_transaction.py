@@ -19,7 +19,7 @@ from accel_ckpt import (
     prune_checkpoints,
     save_training_state,
 )
-from accel_ckpt.folders.objects import listing as folders
+from accel_ckpt.folders.objects import leftovers
 from accel_ckpt.folders.objects.store import PART
 from accel_ckpt.format.writer import BLOCK_HASHED
 from testkit.object_storage import Objects, objects
@@ -342,5 +342,5 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_keep_others_nor_stop_saves
 def save_from_another_process(bucket):
     """As after a restart: whoever began the removal has ended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders, "has_ended", lambda owner: True)
+        patch.setattr(leftovers, "has_ended", lambda owner: True)
         save_training_state(f"{bucket}/checkpoint_4", **content(4))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from accel_cli.dialect import App
-from accel_cli.progress import Progress, on_terminal, progress
+from accel_cli.progress import ProgressLine, on_terminal, progress
 from accel_cli.render import indented, show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.environment import snapshot
@@ -100,7 +100,7 @@ def doctor(context: typer.Context) -> int:
     return int(any(finding.status == "problem" for finding in findings))
 
 
-def _this_machine(folder: Path, shown: Progress) -> Iterator[Finding]:
+def _this_machine(folder: Path, shown: ProgressLine) -> Iterator[Finding]:
     from accel_cli.doctor.checks import examine_here
 
     try:
@@ -135,12 +135,12 @@ class _Report:
         self.of_world = of_world
         self.width = len("speed of ranks" if of_world else "configuration")
 
-    def add(self, finding: Finding, shown: Progress | None = None) -> None:
+    def add(self, finding: Finding, shown: ProgressLine | None = None) -> None:
         """Report a finding; ``shown`` is the progress that its line replaces."""
         self.findings.append(finding)
         if self.silent:
             return
-        with (shown or Progress()).paused():
+        with (shown or ProgressLine()).paused():
             self._print(finding)
 
     def tell(self, text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from accel_cli.dialect import App, Command, repeated
 from accel_cli.models import LIBRARIES, LibraryOption, ModelArgument, TrustOption
-from accel_cli.progress import Progress, progress
+from accel_cli.progress import ProgressLine, progress
 from accel_cli.render import show_table, show_text
 from accel_state.errors import ConfigError
 
@@ -173,7 +173,7 @@ def _of_model(model: Any, name: str, names: list[str], batch_size: int, length: 
 
 
 def _add_activations(
-    facts: dict[str, Any], model: Any, batch_size: int, length: int, shown: Progress
+    facts: dict[str, Any], model: Any, batch_size: int, length: int, shown: ProgressLine
 ) -> None:
     from accel_bigmodel import EstimateError
     from accel_bigmodel.planning.timelines import text_inputs, timelines_of

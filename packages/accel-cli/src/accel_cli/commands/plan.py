@@ -12,7 +12,7 @@ import typer
 from accel_bigmodel.planning.devices import DEVICES
 from accel_cli.dialect import App, Command
 from accel_cli.models import LIBRARIES, LibraryOption, ModelArgument, TrustOption
-from accel_cli.progress import Progress, progress
+from accel_cli.progress import ProgressLine, progress
 from accel_cli.sizes import bytes_of
 from accel_state.errors import ConfigError
 
@@ -155,7 +155,7 @@ class _Source:
     """The model, and its shape and timelines for a plan, with and without adapters."""
 
     def __init__(
-        self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: Progress
+        self, name: str, library: str | None, trust: bool, length: int, workload: Any, shown: ProgressLine
     ) -> None:
         from accel_cli.models import build_model, find_model
 
@@ -236,7 +236,7 @@ def _cluster(
 ) -> Any:
     """The cluster to train on."""
     from accel_bigmodel.planning.devices import device_memory
-    from accel_bigmodel.planning.footprints.base import Cluster
+    from accel_bigmodel.planning.footprints.base import DeviceCluster
 
     if memory is not None and device is not None:
         raise ConfigError("--memory and --device both give the memory of a device; leave one of them out")
@@ -257,7 +257,7 @@ def _cluster(
             + (f"; is --memory {memory} meant in GB? Write {memory}GB" if str(memory).isdecimal() else "")
         )
     host = None if host_memory is None else bytes_of("--host_memory", host_memory)
-    return Cluster(devices, machines, size, kept, host)
+    return DeviceCluster(devices, machines, size, kept, host)
 
 
 def _detected() -> tuple[int, int]:

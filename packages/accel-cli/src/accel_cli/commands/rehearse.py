@@ -12,7 +12,7 @@ import typer
 
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
-from accel_cli.progress import Progress, progress
+from accel_cli.progress import ProgressLine, progress
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.merge import resolve
@@ -101,7 +101,7 @@ def rehearse_script(context: typer.Context) -> int:
     ranks = []
     silent = "json" in flags.others
     # Without the progress line where the script's own output is shown.
-    with contextlib.nullcontext(Progress()) if show_output else progress("starting") as shown:
+    with contextlib.nullcontext(ProgressLine()) if show_output else progress("starting") as shown:
         for rank in _ranks(flags, world.size):
             shown.now(f"rehearsing rank {rank} of {world.size:,}: {target.name}")
             ranks.append(

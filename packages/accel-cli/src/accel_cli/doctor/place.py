@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from accel_cli.doctor.checks import Finding
-from accel_cli.doctor.world import Place
+from accel_cli.doctor.world import RankPlace
 from accel_state.clusters.topology import detect
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
@@ -35,7 +35,7 @@ class FoundPlace:
     """
 
     config: LaunchConfig
-    place: Place
+    place: RankPlace
     tells: bool
     names: list[Finding]
 
@@ -80,7 +80,7 @@ def find_place(flags: ParsedFlags, environ: Mapping[str, str]) -> FoundPlace | N
         raise ConfigError(
             "ranks that a scheduler starts meet at MASTER_PORT, which is not set: set it to a free port"
         )
-    place = Place(world, first, count, address, port)
+    place = RankPlace(world, first, count, address, port)
     return FoundPlace(config, place, tells, _unknown_names(address))
 
 

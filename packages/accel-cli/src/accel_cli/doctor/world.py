@@ -26,7 +26,7 @@ from accel_state.launching.plan import World, plan_rank
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.processes import CommandProcess, start_command
 
-__all__ = ["Place", "examine_world"]
+__all__ = ["RankPlace", "examine_world"]
 
 _POLL = 0.05
 _GRACE = 4.0
@@ -35,7 +35,7 @@ _CLOCK_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where this doctor's ranks are.
 
     Attributes:
@@ -54,7 +54,7 @@ class Place:
 
 def examine_world(
     config: LaunchConfig,
-    place: Place,
+    place: RankPlace,
     environ: Mapping[str, str],
     timeout: float,
     tell: Callable[[str], None] = lambda text: None,
@@ -93,7 +93,7 @@ def examine_world(
         _let_end(started)
 
 
-def _host(place: Place, timeout: float) -> tuple[Any, int]:
+def _host(place: RankPlace, timeout: float) -> tuple[Any, int]:
     import torch.distributed as dist
 
     wait = timedelta(seconds=timeout)
@@ -108,7 +108,7 @@ def _host(place: Place, timeout: float) -> tuple[Any, int]:
 
 
 def _start(
-    config: LaunchConfig, place: Place, port: int, local: int, environ: Mapping[str, str], timeout: float
+    config: LaunchConfig, place: RankPlace, port: int, local: int, environ: Mapping[str, str], timeout: float
 ) -> CommandProcess:
     rank = place.first + local
     job = RankJob(
@@ -127,7 +127,7 @@ def _start(
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
 
 
-def _follow(started: list[CommandProcess], place: Place) -> list[Finding]:
+def _follow(started: list[CommandProcess], place: RankPlace) -> list[Finding]:
     """Findings of a doctor on another machine, whose ranks report to machine 0."""
     while any(process.poll() is None for process in started):
         time.sleep(_POLL)
@@ -155,7 +155,7 @@ class _Coordinator:
     def __init__(
         self,
         store: Any,
-        place: Place,
+        place: RankPlace,
         started: list[CommandProcess],
         timeout: float,
         tell: Callable[[str], None],

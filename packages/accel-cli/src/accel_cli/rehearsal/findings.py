@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 from accel_cli.rehearsal.run import Rehearsed
 from accel_state.launching.watching.tracebacks import fold_frames
 
-__all__ = ["Finding", "find", "first_difference", "lost_message"]
+__all__ = ["RehearsalFinding", "find", "first_difference", "lost_message"]
 
 
-class Finding(NamedTuple):
+class RehearsalFinding(NamedTuple):
     """One result of a rehearsal.
 
     Attributes:
@@ -26,24 +26,24 @@ class Finding(NamedTuple):
     traceback: str = ""
 
 
-def find(ranks: Sequence[Rehearsed], size: int) -> list[Finding]:
+def find(ranks: Sequence[Rehearsed], size: int) -> list[RehearsalFinding]:
     """All findings, errors first, each once.
 
     Args:
         ranks: the rehearsed ranks of one world.
         size: number of ranks of the world.
     """
-    found: list[Finding] = []
+    found: list[RehearsalFinding] = []
     for rank in ranks:
         found += _of_rank(rank, size)
     for one, other in itertools.pairwise(ranks):
         difference = first_difference(one, other)
         if difference is not None:
-            found.append(Finding("error", difference))
+            found.append(RehearsalFinding("error", difference))
     for sender, receiver in itertools.permutations(ranks, 2):
         lost = lost_message(sender, receiver)
         if lost is not None:
-            found.append(Finding("error", lost))
+            found.append(RehearsalFinding("error", lost))
     order = ("error", "warning", "note")
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.kind))
 
@@ -54,17 +54,17 @@ def accelerators(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [section for title, section in sections.items() if title.startswith("accelerator")]
 
 
-def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
+def _of_rank(rank: Rehearsed, size: int) -> Iterator[RehearsalFinding]:
     found = rank.found
     error = found["error"]
     if error is not None:
         kind = f"{error['type']}: " if error["type"] else ""
         first = next(iter(error["message"].splitlines()), "")
         text = f"rank {rank.rank} of {size} would fail here: {kind}{first}"
-        yield Finding("error", text, _shown_once(error["traceback"], first))
+        yield RehearsalFinding("error", text, _shown_once(error["traceback"], first))
     if found["sections"] is None:
         if error is None:
-            yield Finding(
+            yield RehearsalFinding(
                 "error",
                 "the script created no Accelerator or PartialState, so it would run as "
                 f"{size} independent processes",
@@ -73,11 +73,13 @@ def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
     for section in accelerators(found):
         for loader in section["loaders"]:
             for problem in loader["problems"]:
-                yield Finding(problem["kind"], problem["text"])
+                yield RehearsalFinding(problem["kind"], problem["text"])
         if error is None and section["models"] and not section["optimizer steps taken"]:
-            yield Finding("warning", f"the script of rank {rank.rank} ended before its first optimizer step")
+            yield RehearsalFinding(
+                "warning", f"the script of rank {rank.rank} ended before its first optimizer step"
+            )
     for note in found["notes"]:
-        yield Finding("note", note)
+        yield RehearsalFinding("note", note)
 
 
 def _shown_once(traceback: str, first: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_cli.rehearsal.findings import Finding, accelerators
+from accel_cli.rehearsal.findings import RehearsalFinding, accelerators
 from accel_cli.rehearsal.run import Rehearsed
 from accel_state.host.colors import Colors
 from accel_state.launching.plan import World
@@ -91,7 +91,7 @@ def _memory(sizes: Mapping[str, int]) -> dict[str, str]:
     return {name: readable_size(size) for name, size in sizes.items() if size}
 
 
-def as_text(findings: Sequence[Finding], ranks: Sequence[Rehearsed], colors: Colors) -> str:
+def as_text(findings: Sequence[RehearsalFinding], ranks: Sequence[Rehearsed], colors: Colors) -> str:
     """The findings, and the end of the output of a rank that failed."""
     words = {
         "error": colors("red", "error"),
@@ -133,7 +133,7 @@ def _reach(ranks: Sequence[Rehearsed]) -> str:
     )
 
 
-def as_json(findings: Sequence[Finding], ranks: Sequence[Rehearsed], world: World) -> dict[str, Any]:
+def as_json(findings: Sequence[RehearsalFinding], ranks: Sequence[Rehearsed], world: World) -> dict[str, Any]:
     """The same as plain data, with sizes in bytes."""
     return {
         "world_size": world.size,

@@ -45,8 +45,7 @@ class TorchrunVariables(Scheduler):
         if backend == "static" and rank is None and not endpoint:
             raise ConfigError(
                 f"environment variable PET_NNODES is {text}, but neither PET_NODE_RANK nor PET_RDZV_ENDPOINT is set, "
-                f"so "
-                "the rank of this machine is unknown; set one of them, or pass --cluster none and --machine_rank"
+                "so the rank of this machine is unknown; set one of them, or pass --cluster none and --machine_rank"
             )
         if rank is not None:
             options["machine_rank"] = Described(rank, f"PET_NODE_RANK={rank}")

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 from accel_state.communication.serialization import aligned
 from accel_state.communication.torch_collectives import all_gather_single, hold_outside_python
 
-__all__ = ["Blocks", "Plan"]
+__all__ = ["BlockPlan", "Blocks"]
 
 _HEADER = struct.Struct("<Qqq8x")
 """Fingerprint, bytes of payload, flags. A payload starts at a multiple of the largest item size."""
@@ -36,7 +36,7 @@ _WITHOUT_COPY = frozenset(getattr(torch, f"{kind}{bits}") for kind in ("int", "u
 Wait = Callable[[dist.Work], None]
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """How tensors of some dtypes and shapes travel in the blocks; made once for all calls with such tensors.
 
     Attributes:
@@ -99,7 +99,7 @@ class Blocks:
         if backend == "gloo":
             self._send = Blocks._directly if ranks <= _DIRECT else Blocks._by_way_of_the_first
 
-    def plan(self, fingerprint: int, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> Plan:
+    def plan(self, fingerprint: int, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> BlockPlan:
         """A plan for tensors of these dtypes and shapes.
 
         Args:
@@ -114,14 +114,14 @@ class Blocks:
             offset += aligned(math.prod(shape) * dtype.itemsize)
             copyable = copyable and dtype not in _WITHOUT_COPY
         if tensors is None or offset > self.capacity or not copyable:
-            return Plan(fingerprint, 0, False, [], [])
+            return BlockPlan(fingerprint, 0, False, [], [])
         given, got = [], []
         for dtype, shape, start in places:
             count, first = math.prod(shape), start // dtype.itemsize
             inside = slice(first, first + count)
             given.append(self._payload.view(dtype)[inside].view(shape))
             got.append(self.payloads.view(dtype)[:, inside].view(self._ranks, *shape))
-        return Plan(fingerprint, offset, True, given, got)
+        return BlockPlan(fingerprint, offset, True, given, got)
 
     def put(self, payload: Tensor) -> None:
         """Write this rank's payload, uint8 and 1-D, unless it does not fit."""

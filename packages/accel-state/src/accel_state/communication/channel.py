@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state.communication.blocks import Blocks, Plan
+from accel_state.communication.blocks import BlockPlan, Blocks
 from accel_state.communication.torch_collectives import (
     all_gather_single,
     break_connections,
@@ -150,7 +150,7 @@ class Channel:
         self._streams = 0
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
         self._blocks = Blocks(self.wire, self._backends.get("cpu", ""))
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans: dict[Hashable, BlockPlan] = {}
         self._held: Any = None
         self.watchdog = watchdog
         self._patience = timedelta(seconds=0.2)
@@ -311,7 +311,7 @@ class Channel:
             return RankPayloads(blocks.payloads, sizes)
         return RankPayloads(self._share(payload, largest, source), sizes)
 
-    def plan(self, key: Hashable, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> Plan:
+    def plan(self, key: Hashable, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> BlockPlan:
         """How calls with ``key`` exchange their tensors, for ``meet``; kept in ``plans``.
 
         Args:
@@ -323,7 +323,7 @@ class Channel:
         plan = self.plans[key] = self._blocks.plan(fingerprint(key), tensors)
         return plan
 
-    def meet(self, plan: Plan, describe: Callable[[], str]) -> None:
+    def meet(self, plan: BlockPlan, describe: Callable[[], str]) -> None:
         """Compare the calls of all ranks, and exchange the data in the places of ``plan``.
 
         Raises:

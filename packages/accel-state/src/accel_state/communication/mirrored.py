@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["BACKEND", "Call", "MirroredGroup", "Record", "register"]
+__all__ = ["BACKEND", "EnteredCollective", "MirroredGroup", "Record", "register"]
 
 BACKEND = "mirrored"
 """Name of the backend in torch."""
 
 
-class Call(NamedTuple):
+class EnteredCollective(NamedTuple):
     """One collective that this rank entered.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     peer: int | None = None
 
 
-Record = Callable[[Sequence[int], Call], None]
+Record = Callable[[Sequence[int], EnteredCollective], None]
 """Called with the global ranks of the group, and the call."""
 
 
@@ -114,7 +114,7 @@ class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given[:4])
         more = f" and {len(given) - 4} more" if len(given) > 4 else ""
         size = sum(t.numel() * t.element_size() for t in given)
-        self._record(self._ranks, Call(operation, shapes + more, size, peer))
+        self._record(self._ranks, EnteredCollective(operation, shapes + more, size, peer))
 
     # What all ranks get
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as native
 
 __all__ = [
-    "Pending",
+    "PendingCollective",
     "Waits",
     "all_gather_single",
     "break_connections",
@@ -44,7 +44,7 @@ _AGAIN = 2.0
 """Seconds between two looks into the recorder, which grow with the time that nothing has begun."""
 
 
-class Pending(NamedTuple):
+class PendingCollective(NamedTuple):
     """The first collective of a group that this process has begun and that has not completed.
 
     Attributes:
@@ -73,9 +73,9 @@ class Waits:
         self._begun: dict[str, int] = {}
         self._looked = 0.0
         self.since = 0.0
-        self.found: dict[str, Pending] = {}
+        self.found: dict[str, PendingCollective] = {}
 
-    def look(self, now: float, patience: float) -> dict[str, Pending]:
+    def look(self, now: float, patience: float) -> dict[str, PendingCollective]:
         """The collectives in progress by the names of their groups, once none has begun for ``patience`` seconds."""
         begun = issued()
         if begun != self._begun:
@@ -89,12 +89,12 @@ class Waits:
         return self.found
 
 
-def _recorded() -> dict[str, Pending]:
+def _recorded() -> dict[str, PendingCollective]:
     """The first collective in progress of each group; empty where torch does not record them."""
     dump: Any = getattr(native, "_dump_fr_trace_json", None)
     if dump is None:
         return {}
-    found: dict[str, Pending] = {}
+    found: dict[str, PendingCollective] = {}
     with contextlib.suppress(RuntimeError):  # a build without a recorder
         for entry in json.loads(dump(True, True)).get("entries", []):
             group = entry["process_group"][0]
@@ -104,7 +104,7 @@ def _recorded() -> dict[str, Pending]:
             kinds = ", ".join(dict.fromkeys(entry.get("input_dtypes", [])))
             shown = sizes if len(sizes) <= _LARGEST else f"{sizes[:_LARGEST]}…"
             name = entry["profiling_name"].rpartition(":")[2]
-            found[group] = Pending(entry["collective_seq_id"], name, f"{kinds} {shown}")
+            found[group] = PendingCollective(entry["collective_seq_id"], name, f"{kinds} {shown}")
     return found
 
 
@@ -196,7 +196,7 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def not_begun(theirs: Mapping[str, Pending], begun: Mapping[str, int]) -> list[Pending]:
+def not_begun(theirs: Mapping[str, PendingCollective], begun: Mapping[str, int]) -> list[PendingCollective]:
     """The collectives in which another rank waits and that this process, a member of the group, has not begun.
 
     Args:
@@ -207,9 +207,9 @@ def not_begun(theirs: Mapping[str, Pending], begun: Mapping[str, int]) -> list[P
 
 
 def cannot_meet(
-    mine: Mapping[str, Pending],
+    mine: Mapping[str, PendingCollective],
     begun: Mapping[str, int],
-    theirs: Mapping[str, Pending],
+    theirs: Mapping[str, PendingCollective],
     begun_there: Mapping[str, int],
 ) -> bool:
     """Whether two ranks wait in collectives of which each has begun one that the other has not, or differently.

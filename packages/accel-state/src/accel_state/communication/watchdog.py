@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 
 from accel_state.communication.signed_store import prefixed
 from accel_state.communication.torch_collectives import (
-    Pending,
+    PendingCollective,
     Waits,
     cannot_meet,
     end_collectives,
@@ -136,7 +136,7 @@ class RankStatus:
     site: str | None = None
     gone: str | None = None
     reach: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    torch: Mapping[str, Pending] = field(default_factory=dict)
+    torch: Mapping[str, PendingCollective] = field(default_factory=dict)
     begun: Mapping[str, int] = field(default_factory=dict)
     torch_site: str | None = None
 
@@ -662,7 +662,7 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
     gone = record["gone"]
     if gone is None and has_ended(record):
         gone = f"process {record['pid']} has ended"
-    torch = {group: Pending(*entry) for group, entry in record["torch"].items()}
+    torch = {group: PendingCollective(*entry) for group, entry in record["torch"].items()}
     return RankStatus(
         rank, number, operation, site, gone, record["reach"], torch, record["begun"], record["torch at"]
     )

@@ -68,7 +68,7 @@ class _MergedOptions:
         return next((each for each in strategies if each.distributed_type == kind), None)
 
     def rules(self) -> tuple[Callable[[_MergedOptions], None], ...]:
-        """Those of every run, and those of the selected strategy."""
+        """The checks of every run, and those of the selected strategy."""
         return (*_RULES, *(self.strategy.rules if self.strategy is not None else ()))
 
     def contradictions(self) -> Iterator[ConfigError]:

@@ -11,7 +11,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import JsonObject
 from accel_state.config.roots import complete_root, root_for, selects_installed
 from accel_state.config.schema import BoundOption, Schema, all_of, build, schema_of, unknown
-from accel_state.config.sources import Place
+from accel_state.config.sources import FilePlace
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 from accel_state.messages import shown, without_secrets
 from accel_state.whole_files import read_whole, write_whole
@@ -38,7 +38,7 @@ __all__ = [
 
 _NAME = "default_config.yaml"
 _MOST_VALUES = 100_000
-_MOST_BYTES = 10_000_000  # more than so many values take; a device such as /dev/zero never ends
+_MOST_BYTES = 10_000_000  # far more than a configuration takes; a device such as /dev/zero never ends
 
 # Keys of older versions without effect: reported in a note, not an error.
 _RETIRED: Mapping[str, str] = {
@@ -91,7 +91,7 @@ class FileLayer:
     root: type[LaunchConfig] | type[SageMakerConfig]
     values: dict[str, Any]
     notes: tuple[str, ...]
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, FilePlace] = dataclasses.field(default_factory=dict)
 
 
 def load_config(path: str | Path) -> LaunchConfig | SageMakerConfig:
@@ -340,7 +340,10 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         ) from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # the latter for dates and numbers that there are not
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     finally:
         loader.dispose()
@@ -397,7 +400,7 @@ class _Reader:
         self.lines = lines
         self.source = source
         self.values: dict[str, Any] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, FilePlace] = {}
         self.notes: list[str] = []
         self.problems: list[ConfigError] = []
 
@@ -420,7 +423,7 @@ class _Reader:
                 self._entry(known, None, key, value)
         if fp16 is True and self.values.get("mixed_precision") is None:
             self.values["mixed_precision"] = "fp16"
-            self.places["mixed_precision"] = Place("fp16", self.lines.get(("fp16",)))
+            self.places["mixed_precision"] = FilePlace("fp16", self.lines.get(("fp16",)))
         if issubclass(root, LaunchConfig):
             self._derive()
             root = root_for(self.values)  # Accelerate writes empty sections of what a run does not use
@@ -503,7 +506,7 @@ class _Reader:
                 "but both set the same option; keep one of them"
             )
         self.values[bound.path] = value
-        self.places[bound.path] = Place(full, line)
+        self.places[bound.path] = FilePlace(full, line)
 
     def _derive(self) -> None:
         if self.values.get("distributed_type") == "NO":

@@ -14,11 +14,11 @@ from accel_state.config.roots import root_for
 from accel_state.config.schema import BoundOption, Schema, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
-__all__ = ["Layer", "named_layer"]
+__all__ = ["OptionLayer", "named_layer"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class OptionLayer:
     """The option values of one origin.
 
     Attributes:
@@ -32,7 +32,7 @@ class Layer:
 
 def named_layer(
     given: ParsedFlags | Mapping[str, Any] | None, root: type[Section] | None, what: str
-) -> Layer:
+) -> OptionLayer:
     """Build the layer of flags or of code.
 
     Args:
@@ -65,7 +65,7 @@ def named_layer(
             raise ConfigError(f"{spelled[bound.path]} and {name} exclude each other; keep one of them")
         found[bound.path] = value
         spelled[bound.path] = name
-    return Layer(found, tuple(denied))
+    return OptionLayer(found, tuple(denied))
 
 
 def _find(known: Schema, name: str) -> tuple[BoundOption, str | None] | None:

@@ -13,7 +13,7 @@ from accel_state.config.codec import decode_layer
 from accel_state.config.files import FileLayer, find_default, read_layer
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.layers import Layer, named_layer
+from accel_state.config.layers import OptionLayer, named_layer
 from accel_state.config.roots import root_for, root_of_environment
 from accel_state.config.schema import build, flatten, schema_of, unknown, value_of
 from accel_state.config.sources import Origin, Source, Sources, variable_in_use
@@ -117,8 +117,8 @@ def resolve_config(
         named = (root_for(typed), root_for(code or {}), root_of_environment(environ))
         root = next((each for each in named if each is not LaunchConfig), LaunchConfig)
     layers = {
-        Origin.FILE: Layer(found.values),
-        Origin.ENVIRONMENT: Layer(decode_layer(environ, root)),
+        Origin.FILE: OptionLayer(found.values),
+        Origin.ENVIRONMENT: OptionLayer(decode_layer(environ, root)),
         Origin.FLAG: named_layer(flags, root, "flag"),
         Origin.CODE: named_layer(code, root, "option"),
     }

@@ -15,7 +15,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.schema import BoundOption, plain_flag, schema_of
 
-__all__ = ["PER_MACHINE", "Origin", "Place", "Source", "Sources", "variable_in_use"]
+__all__ = ["PER_MACHINE", "FilePlace", "Origin", "Source", "Sources", "variable_in_use"]
 
 PER_MACHINE = frozenset({"nproc_per_node"})
 """torchrun's flags that count for each machine, where our option counts all machines; as ``plain_flag`` spells them."""
@@ -32,7 +32,7 @@ class Origin(IntEnum):
     CODE = 5
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A key in a configuration file.
 
     Attributes:

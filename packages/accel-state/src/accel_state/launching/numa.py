@@ -84,8 +84,7 @@ def _cores(mode: str, topology: CpuTopology, node: int, index: int, count: int) 
     if len(cores) < count:
         raise ConfigError(
             f"--numa_binding exclusive: NUMA node {node} has {len(cores)} cores for {count} ranks; start fewer, or "
-            f"pass "
-            "--numa_binding node"
+            "pass --numa_binding node"
         )
     share, rest = divmod(len(cores), count)
     begin = index * share + min(index, rest)

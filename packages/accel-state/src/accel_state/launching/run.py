@@ -171,8 +171,7 @@ def _signals(config: LaunchConfig) -> tuple[str, ...]:
         if number is None or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
             raise ConfigError(
                 f"--signals_to_handle {','.join(names)} names {name}, which cannot be passed on; expected names such "
-                f"as "
-                "SIGTERM,SIGUSR2"
+                "as SIGTERM,SIGUSR2"
             )
     return names
 
@@ -329,8 +328,7 @@ def _prepare(
     if joins and config.virtual_local_rank:
         raise ConfigError(
             "--virtual_local_rank: the scheduler has started this rank, so it also chooses the devices that the rank "
-            "sees "
-            "(Slurm: --gpus-per-task=1); leave it out"
+            "sees (Slurm: --gpus-per-task=1); leave it out"
         )
     if uses_deepspeed_launcher(config):
         check_deepspeed(config, environ)

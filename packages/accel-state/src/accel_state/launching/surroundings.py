@@ -123,8 +123,7 @@ def _check_ranks(found: Allocation, resolved: Resolved, config: LaunchConfig) ->
     if restarts:
         raise ConfigError(
             f"{restarts[0]} cannot restart a world whose ranks {found.scheduler} has started one by one; start one "
-            f"task "
-            "per machine (--ntasks-per-node=1), so that this launcher starts the ranks"
+            "task per machine (--ntasks-per-node=1), so that this launcher starts the ranks"
         )
 
 

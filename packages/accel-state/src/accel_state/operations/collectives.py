@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_state.communication.blocks import Plan
+from accel_state.communication.blocks import BlockPlan
 from accel_state.communication.channel import Channel, CheckSettings, RankPayloads
 from accel_state.communication.serialization import (
     aligned,
@@ -382,7 +382,7 @@ class _Tree(NamedTuple):
 
     def plan(
         self, channel: Channel, call: tuple[Hashable, ...], work: _WorkDtype | None = None
-    ) -> Plan | None:
+    ) -> BlockPlan | None:
         """How the tensors travel in the blocks; None if the call is not checked.
 
         Args:
@@ -460,7 +460,7 @@ def _index_of(channel: Channel, rank: int) -> int:
     return channel.ranks.index(rank)
 
 
-def _put(plan: Plan, leaves: Iterable[Tensor]) -> None:
+def _put(plan: BlockPlan, leaves: Iterable[Tensor]) -> None:
     """Copy tensors to their places in this rank's block."""
     for place, leaf in zip(plan.given, leaves, strict=True):
         place.copy_(leaf.detach() if leaf.requires_grad else leaf)
@@ -660,7 +660,9 @@ def _int64_rows(rows: RankPayloads, ranks: int, count: int) -> Tensor:
     return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
 
 
-def _broadcast_separately(channel: Channel, tree: _Tree, source: int, plan: Plan | None, mine: bool) -> None:
+def _broadcast_separately(
+    channel: Channel, tree: _Tree, source: int, plan: BlockPlan | None, mine: bool
+) -> None:
     """Broadcast each tensor in a separate message, after the check if there is a ``plan``."""
     if plan is not None:
         channel.meet(plan, tree.describe)

@@ -26,7 +26,7 @@ from accel_state.world.process_group import Membership
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Entered", "Message", "Rehearsal", "rehearse"]
+__all__ = ["Entered", "Rehearsal", "RehearsedMessage", "rehearse"]
 
 _OURS = "accel_state.communication."
 _TORCH = ("torch", "typing_extensions", "contextlib", "functools")
@@ -50,7 +50,7 @@ class Entered:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RehearsedMessage:
     """A tensor that the rehearsed rank sent to another rank, or received from it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Rehearsal:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.entered: list[Entered] = []
-        self.messages: list[Message] = []
+        self.messages: list[RehearsedMessage] = []
         self.bytes_given: dict[str, int] = {}
         self.notes: list[str] = []
         self.sections: dict[str, Callable[[], Any]] = {}
@@ -104,7 +104,7 @@ class Rehearsal:
         if text not in self.notes:
             self.notes.append(text)
 
-    def record(self, ranks: Sequence[int], call: mirrored.Call) -> None:
+    def record(self, ranks: Sequence[int], call: mirrored.EnteredCollective) -> None:
         """Record a collective or a message that torch runs."""
         if self._aside:
             return
@@ -115,7 +115,7 @@ class Rehearsal:
         if call.operation in ("send", "recv"):
             if call.peer is not None:
                 sent = call.operation == "send"
-                self.messages.append(Message(ranks[call.peer], sent, call.shapes, call_site(frame)))
+                self.messages.append(RehearsedMessage(ranks[call.peer], sent, call.shapes, call_site(frame)))
             return
         shown = f"{call.operation}({call.shapes})"
         # Sizes of pickled objects and of what ranks exchange in pairs may differ.

@@ -120,8 +120,7 @@ def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
     parts = ", ".join(f"{count} {name}" for name, count in checkpoint.parts().items() if count)
     warn(
         f"{checkpoint.directory} was written by Accelerate ({checkpoint.kind}, {len(checkpoint.ranks)} ranks; "
-        f"{parts}). "
-        "Nothing in it tells a complete save from one that was cut off."
+        f"{parts}). Nothing in it tells a complete save from one that was cut off."
         + "".join(f" {note[0].upper()}{note[1:]}." for note in notes),
     )
 
@@ -130,8 +129,7 @@ def trees(directory: Path) -> list[str]:
     """Read the shared trees of a checkpoint, besides weights, under this library's names."""
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory)
     counts = checkpoint.parts()
-    kinds = {name: kind for kind, name in _NAMES.items()}
-    found = [f"{kinds[name]}_{i}" for name in kinds if name in counts for i in range(counts[name])]
+    found = [f"{kind}_{i}" for kind, name in _NAMES.items() for i in range(counts[name])]
     return [*found, *(["scaler"] if counts["scalers"] else [])]
 
 

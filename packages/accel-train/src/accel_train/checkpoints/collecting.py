@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess
@@ -20,7 +20,7 @@ from accel_train.checkpoints import rank_differences
 from accel_train.checkpoints.chosen_parts import part_of
 from accel_train.checkpoints.replica_state import replicated_buffers
 from accel_train.setup.prepared import Prepared
-from accel_train.state_part import StatePart, Trees, leaves
+from accel_train.state_part import StatePart, Trees
 from accel_train.strategies.state_adapter import StateAdapter
 
 __all__ = ["collect", "replicated_optimizers"]
@@ -95,8 +95,17 @@ def replicated_optimizers(
     return [
         f"optimizer_{number}"
         for number, optimizer in enumerate(optimizers)
-        if steps_only(optimizer, alike) and not any(map(is_divided, leaves(trees[f"optimizer_{number}"])))
+        if steps_only(optimizer, alike) and not _has_parts(trees[f"optimizer_{number}"]["state"])
     ]
+
+
+def _has_parts(state: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a rank lists only its part of any value of an optimizer's state."""
+    for values in state.values():
+        for value in values.values():
+            if type(value) is not Tensor and is_divided(value):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

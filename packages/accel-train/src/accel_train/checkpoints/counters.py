@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel_train.setup.prepared import Prepared
-from accel_train.state_part import SavedTrees, StatePart, Trees
+from accel_train.state_part import SavedTrees, StatePart, Trees, check_order
 
 __all__ = ["Counters"]
 
 
 class Counters(StatePart):
-    """`accelerator.step`, and the number of the next automatic checkpoint.
+    """`accelerator.step`, the number of the next automatic checkpoint, and the classes of the models.
 
     Args:
         prepared: has both.
@@ -22,13 +22,21 @@ class Counters(StatePart):
         self._prepared = prepared
 
     def dump(self, trees: Trees) -> None:
-        """A shared number, and one of progress."""
+        """A shared number; the others are progress."""
         trees.shared["step"] = self._prepared.step
         trees.progress["save_iteration"] = self._prepared.project.iteration + 1
+        trees.progress["models"] = self._classes()
+
+    def _classes(self) -> list[str]:
+        return [type(model).__name__ for model in self._prepared.models]
 
     def expected(self) -> Iterator[str]:
         """The number of the step."""
         yield "step"
+
+    def check(self, taken: Any, saved: SavedTrees) -> None:
+        """Weights go to a model of the same class, if there is one."""
+        check_order("model", self._classes(), saved, "models")
 
     def load(self, taken: Any, saved: SavedTrees) -> None:
         """Count on from there."""

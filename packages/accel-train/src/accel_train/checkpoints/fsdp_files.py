@@ -9,8 +9,9 @@ under ``optimizer``. ``Accelerator.save_state`` uses another format: its checkpo
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,15 +60,8 @@ def save_fsdp_model(
     Raises:
         OptionError: ``use_dcp`` is False.
     """
-    folder = _prepared_folder(output_dir, use_dcp)
-    full = _is_full(fsdp_plugin)
-    state = _model_state(model, adapter_only, full)
-    if full:
-        if accelerator.is_main_process:
-            _write(state, folder / _file(FSDP_MODEL_NAME, model_index))
-    else:
-        save({"model": state}, checkpoint_id=folder / f"{FSDP_MODEL_NAME}_{model_index}")
-    accelerator.wait_for_everyone()
+    files = _StateFiles("model", model_index, output_dir, fsdp_plugin, accelerator, use_dcp)
+    files.write(_model_state(model, adapter_only, files.full))
 
 
 def load_fsdp_model(
@@ -91,19 +85,12 @@ def load_fsdp_model(
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
-    folder = _existing_folder(input_dir, use_dcp)
-    plain = plain_module(model)
-    if _is_full(fsdp_plugin):
-        path = _found(folder / _file(FSDP_MODEL_NAME, model_index), fsdp_plugin)
-        state = _read(path) if accelerator.is_main_process else {}
-        options = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=_several(), strict=not adapter_only
-        )
-        return set_model_state_dict(plain, _names_of_model(state, model, adapter_only), options=options)
-    state = _model_state(model, adapter_only, full=False)
-    _load_parts({"model": state}, _parts(folder, f"{FSDP_MODEL_NAME}_{model_index}", fsdp_plugin))
-    state = _names_of_model(state, model, adapter_only)
-    return set_model_state_dict(plain, state, options=StateDictOptions(strict=not adapter_only))
+    files = _StateFiles("model", model_index, input_dir, fsdp_plugin, accelerator, use_dcp)
+    state = files.read(lambda: _model_state(model, adapter_only, full=False))
+    options = files.reading_options(strict=not adapter_only)
+    return set_model_state_dict(
+        plain_module(model), _names_of_model(state, model, adapter_only), options=options
+    )
 
 
 def save_fsdp_optimizer(
@@ -129,16 +116,9 @@ def save_fsdp_optimizer(
     Raises:
         OptionError: ``use_dcp`` is False.
     """
-    folder = _prepared_folder(output_dir, use_dcp)
-    full = _is_full(fsdp_plugin)
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-    state = get_optimizer_state_dict(plain_module(model), _inner(optimizer), options=options)
-    if full:
-        if accelerator.is_main_process:
-            _write(state, folder / _file(OPTIMIZER_NAME, optimizer_index))
-    else:
-        save({"optimizer": state}, checkpoint_id=folder / f"{OPTIMIZER_NAME}_{optimizer_index}")
-    accelerator.wait_for_everyone()
+    files = _StateFiles("optimizer", optimizer_index, output_dir, fsdp_plugin, accelerator, use_dcp)
+    options = StateDictOptions(full_state_dict=files.full, cpu_offload=files.full)
+    files.write(get_optimizer_state_dict(plain_module(model), _inner(optimizer), options=options))
 
 
 def load_fsdp_optimizer(
@@ -168,49 +148,95 @@ def load_fsdp_optimizer(
         StateMismatchError: they hold other names or shapes.
         OptionError: ``use_dcp`` is False.
     """
-    folder, plain, inner = _existing_folder(input_dir, use_dcp), plain_module(model), _inner(optimizer)
-    if _is_full(fsdp_plugin):
-        path = _found(folder / _file(OPTIMIZER_NAME, optimizer_index), fsdp_plugin)
-        state = _read(path) if accelerator.is_main_process else {}
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=_several())
-        set_optimizer_state_dict(plain, inner, state, options=options)
-        return
-    state = get_optimizer_state_dict(plain, inner)
-    _load_parts({"optimizer": state}, _parts(folder, f"{OPTIMIZER_NAME}_{optimizer_index}", fsdp_plugin))
-    set_optimizer_state_dict(plain, inner, state)
+    files = _StateFiles("optimizer", optimizer_index, input_dir, fsdp_plugin, accelerator, use_dcp)
+    plain, inner = plain_module(model), _inner(optimizer)
+    state = files.read(lambda: get_optimizer_state_dict(plain, inner))
+    set_optimizer_state_dict(plain, inner, state, options=files.reading_options())
 
 
-def _is_full(plugin: FullyShardedDataParallelPlugin) -> bool:
-    kind: str = plugin.state_dict_type.name
-    return kind == "FULL_STATE_DICT"
+class _StateFiles:
+    """The files of a model or an optimizer: one file of the whole state, or a folder to which all ranks write.
 
+    Args:
+        what: "model" or "optimizer"; also the name of the state in a folder.
+        index: the number of the model or optimizer.
+        folder: the folder of the checkpoint; for reading also that of the state itself.
+        plugin: says which of the two it is.
+        accelerator: the ``Accelerator`` that prepared the model.
+        use_dcp: must be True.
+    """
 
-def _several() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+    def __init__(
+        self,
+        what: Literal["model", "optimizer"],
+        index: int,
+        folder: str | Path,
+        plugin: FullyShardedDataParallelPlugin,
+        accelerator: Any,
+        use_dcp: bool,
+    ) -> None:
+        if not use_dcp:
+            raise OptionError(
+                "use_dcp=False asks for one file per rank, which only the same number of ranks can read; leave it "
+                "True: any number of ranks can read PyTorch's distributed checkpoints"
+            )
+        self._what = what
+        self._folder = Path(folder)
+        self._kind = plugin.state_dict_type.name
+        self._accelerator = accelerator
+        self.full = self._kind == "FULL_STATE_DICT"
+        name = FSDP_MODEL_NAME if what == "model" else OPTIMIZER_NAME
+        numbered = f"{name}_{index}" if index or not self.full else name
+        self._path = self._folder / (f"{numbered}.bin" if self.full else numbered)
 
+    def write(self, state: dict[str, Any]) -> None:
+        """Write a state; all ranks return when it is complete."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self.full:
+            save({self._what: state}, checkpoint_id=self._path)
+        elif self._accelerator.is_main_process:
+            # Under another name first, so that a file under this one is complete.
+            draft = self._path.with_name(f".{self._path.name}.draft")
+            torch.save(state, draft)
+            os.replace(draft, self._path)
+        self._accelerator.wait_for_everyone()
 
-def _file(name: str, index: int) -> str:
-    return f"{name}.bin" if index == 0 else f"{name}_{index}.bin"
+    def read(self, own_parts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Read a state: all of it on the main process, and nothing on others; or, from a folder, each rank's parts.
+
+        Args:
+            own_parts: returns the tensors that a folder's values are read into.
+        """
+        path = self._path
+        if not self.full and self._folder.name == path.name:
+            path = self._folder
+        if not (path if self.full else path / ".metadata").is_file():
+            what = "does not exist" if self.full else "is no folder of a distributed checkpoint"
+            raise CheckpointNotFoundError(
+                f"{path} {what}, which state_dict_type={self._kind} expects; {self._folder} has "
+                f"{_listing(self._folder)}"
+            )
+        if self.full:
+            return read_pickled(path) if self._accelerator.is_main_process else {}
+        state = own_parts()
+        try:
+            load({self._what: state}, checkpoint_id=path)
+        except CheckpointException as error:
+            reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+            raise StateMismatchError(f"{path} does not fit: {'; '.join(reasons)}") from error
+        return state
+
+    def reading_options(self, strict: bool = True) -> StateDictOptions:
+        """How torch takes up what was read."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return StateDictOptions(
+            full_state_dict=self.full, broadcast_from_rank0=self.full and several, strict=strict
+        )
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def _prepared_folder(folder: str | Path, use_dcp: bool) -> Path:
-    path = _existing_folder(folder, use_dcp)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def _existing_folder(folder: str | Path, use_dcp: bool) -> Path:
-    if not use_dcp:
-        raise OptionError(
-            "use_dcp=False asks for one file per rank, which only the same number of ranks can read; leave it True: "
-            "any number of ranks can read PyTorch's distributed checkpoints"
-        )
-    return Path(folder)
 
 
 def _model_state(model: nn.Module, adapter_only: bool, full: bool) -> dict[str, Any]:
@@ -234,45 +260,6 @@ def _names_of_model(state: dict[str, Any], model: nn.Module, adapter_only: bool)
     return {own[name]: value for name, value in state.items() if name in own}
 
 
-def _write(state: dict[str, Any], path: Path) -> None:
-    """Under another name first, so that a file under this one is complete."""
-    draft = path.with_name(f".{path.name}.draft")
-    torch.save(state, draft)
-    os.replace(draft, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = read_pickled(path)
-    return state
-
-
-def _found(path: Path, plugin: FullyShardedDataParallelPlugin) -> Path:
-    if not path.is_file():
-        raise CheckpointNotFoundError(
-            f"{path} does not exist, which state_dict_type={plugin.state_dict_type.name} expects; "
-            f"{path.parent} has {_listing(path.parent)}"
-        )
-    return path
-
-
-def _parts(folder: Path, name: str, plugin: FullyShardedDataParallelPlugin) -> Path:
-    path = folder if folder.name == name else folder / name
-    if not (path / ".metadata").is_file():
-        raise CheckpointNotFoundError(
-            f"{path} is no folder of a distributed checkpoint, which state_dict_type={plugin.state_dict_type.name} "
-            f"expects; {folder} has {_listing(folder)}"
-        )
-    return path
-
-
 def _listing(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return ", ".join(names[:8]) + (" …" if len(names) > 8 else "") if names else "no files"
-
-
-def _load_parts(state: dict[str, Any], path: Path) -> None:
-    try:
-        load(state, checkpoint_id=path)
-    except CheckpointException as error:
-        reasons = {f"{reason}" for reason, *_ in [(value[0],) for value in error.failures.values()]}
-        raise StateMismatchError(f"{path} does not fit: {'; '.join(sorted(reasons))}") from error

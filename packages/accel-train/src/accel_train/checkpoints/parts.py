@@ -37,13 +37,18 @@ def parts_of(prepared: Prepared, named: Sequence[NamedModel], trusted: bool = Fa
         named,
         engine_optimizers=strategy.capabilities.prepares_together,
     )
+    places = {id(strategy.plain(model)): place for place, model in enumerate(prepared.prepared_models)}
+    averages = {
+        id(each): f"an average (decay {each.decay}) of model {places.get(id(each.plain))}"
+        for each in strategy.weight_averages
+    }
     return [
         ReplicaStates(strategy.states, prepared.prepared_models, named, several),
         *strategy.states.parts(prepared.optimizers, named),
         OptimizerStates(strategy.states, prepared.optimizers, prepared.models, named),
         SchedulerStates(prepared.schedulers, prepared.optimizers),
         ScalerState(prepared.plan.precision, prepared.optimizers),
-        RegisteredStates(prepared.registered, trusted),
+        RegisteredStates(prepared.registered, trusted, averages),
         LoaderStates(prepared.loaders),
         WindowStates(prepared.accumulator, trained, strategy),
         *prepared.parts,

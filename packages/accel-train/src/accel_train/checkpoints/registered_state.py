@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import accel_ckpt
 from accel_ckpt.format import tagged_json
-from accel_ckpt.format.forms import check_form
 from accel_train.errors import OptionError
 from accel_train.setup.prepared import Registered
-from accel_train.state_part import SavedTrees, StatePart, Trees
+from accel_train.state_part import SavedTrees, StatePart, Trees, check_order
 
 __all__ = ["RegisteredStates"]
 
@@ -22,16 +21,17 @@ class RegisteredStates(StatePart):
     Args:
         registered: the objects.
         trusted: the caller of `load_state` allows loading pickles.
+        averages: descriptions of averages of weights, of which a script may have several, by `id`.
     """
 
     group: ClassVar[str | None] = "registered"
 
-    def __init__(self, registered: Sequence[Registered], trusted: bool) -> None:
-        self._registered, self._trusted = registered, trusted
+    def __init__(self, registered: Sequence[Registered], trusted: bool, averages: Mapping[int, str]) -> None:
+        self._registered, self._trusted, self._averages = registered, trusted, averages
 
     def dump(self, trees: Trees) -> None:
-        """A shared tree for each; their classes are shared progress."""
-        trees.progress["registered"] = self._classes()
+        """A shared tree for each; what they are is shared progress."""
+        trees.progress["registered"] = self._kinds()
         for index, registered in enumerate(self._registered):
             kind, tree = _dump(registered, index)
             trees.shared[f"{kind}_{index}"] = tree
@@ -40,23 +40,12 @@ class RegisteredStates(StatePart):
         """A tree for each."""
         yield from (f"custom_{index}" for index in range(len(self._registered)))
 
-    def _classes(self) -> list[str]:
-        return [type(registered.item).__name__ for registered in self._registered]
-
-    def _check_order(self, saved: SavedTrees) -> None:
-        """A class may get another name, but no state goes to an object of a class that has another state."""
-        here, there = self._classes(), saved.progress.get("registered", [])
-        check_form(there, [str], f"{saved.directory}: registered")
-        for index, (one, other) in enumerate(zip(here, there, strict=False)):
-            if one != other and one in there and other in here:
-                raise accel_ckpt.StateMismatchError(
-                    f"{saved.directory}: the registered object {index} is {other} there and {one} here. Register the "
-                    f"same objects in the same order: {', '.join(there)}"
-                )
+    def _kinds(self) -> list[str]:
+        return [self._averages.get(id(known.item), type(known.item).__name__) for known in self._registered]
 
     def read(self, saved: SavedTrees) -> list[Any]:
         """Read the states. Pickles are loaded only for objects registered as trusted, and if the caller allows it."""
-        self._check_order(saved)
+        check_order("registered object", self._kinds(), saved, "registered")
         for index, registered in enumerate(self._registered):
             if f"pickled_{index}" in saved.shared and not (registered.trusted and self._trusted):
                 self._refuse(index, registered, saved)

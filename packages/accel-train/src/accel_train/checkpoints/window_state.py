@@ -438,7 +438,7 @@ def _own_gradient(packed: Any, placements: Sequence[str] = ()) -> OwnGradient | 
 
 
 def _held_back(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gradients beside those of `parameter.grad`; states of before have none."""
+    """The saved gradients that ranks had not reduced; older states have no such entry."""
     found: Mapping[str, Any] = tree.get("held_back", {})
     return found
 

@@ -116,7 +116,7 @@ class WorkerStates:
                 known[worker] = states
 
     def dump(self, handed_out: int) -> dict[str, Any]:
-        """The states after so many batches, as plain data and tensors."""
+        """The states after this number of batches, as plain data and tensors."""
         known = dict(self._states)
         known |= {
             w: states for number, w, states in self._recent if number < handed_out and states is not None

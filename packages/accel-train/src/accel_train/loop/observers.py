@@ -16,7 +16,7 @@ from accel_state.monitoring.heartbeat import BACKWARD, FORWARD, OTHER, STEP, Hea
 if TYPE_CHECKING:
     from accel_state.world.stop_consensus import Boundaries
 
-__all__ = ["Progress", "StepCount", "StepObserver"]
+__all__ = ["StepCount", "StepObserver", "StepReporter"]
 
 
 class StepObserver:
@@ -59,7 +59,7 @@ class StepObserver:
         """The prepared objects are released."""
 
 
-class Progress(StepObserver):
+class StepReporter(StepObserver):
     """Tells the launcher in which phase of a step this rank is.
 
     Args:

@@ -254,7 +254,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         window = accumulator.window_for(self)
         if window is None:
             return accumulator.sync_gradients
-        return window.synchronising and (window is accumulator.current or not self._waits)
+        unused = window is accumulator.current or window.entered != self._used
+        return window.synchronising and (unused or not self._waits)
 
     def _observed(self, observers: list[StepObserver], closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Step, unless an observer decides about it."""
@@ -265,7 +266,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._strategy.step(self.optimizer, closure)
 
     def _check(self, closure: bool) -> None:
-        """The first steps are checked, and then every doubling of their number, or after so many."""
+        """Check this step, and choose the next: one of the first, or after the same number again, up to a limit."""
         steps = self._steps
         self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
         if not closure:

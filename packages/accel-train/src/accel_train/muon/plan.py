@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from accel_ckpt.geometry import Box
 from accel_train.muon.newton_schulz import flops
 
-__all__ = ["Item", "Matrices", "Piece", "Plan", "matrices_of", "plan_of"]
+__all__ = ["Matrices", "MuonItem", "MuonPiece", "MuonPlan", "matrices_of", "plan_of"]
 
 _BYTES = 2  # of bfloat16, in which updates are sent and orthogonalised
 
@@ -46,7 +46,7 @@ def matrices_of(shape: Sequence[int], flatten: bool) -> Matrices | None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MuonPiece:
     """A box of an item that a rank holds.
 
     Attributes:
@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Item:
+class MuonItem:
     """Matrices of one parameter that one rank orthogonalises together: one, or some of a stack.
 
     Attributes:
@@ -82,18 +82,18 @@ class Item:
 
     parameter: int
     sizes: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[MuonPiece, ...], ...]
     elements: int
     cost: int
     home: int | None
 
 
-Dealt = tuple[tuple[tuple[Item, ...], ...], ...]
+Dealt = tuple[tuple[tuple[MuonItem, ...], ...], ...]
 """The items of a round, by copy and by the rank that computes them."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class MuonPlan:
     """The rounds of a step; the same on all ranks that hold the parameters.
 
     Attributes:
@@ -115,7 +115,7 @@ def plan_of(
     copies: int,
     steps: Sequence[int],
     largest: int,
-) -> Plan:
+) -> MuonPlan:
     """Deal the matrices of parameters to ranks: the most expensive first, each to the rank with the least so far.
 
     Args:
@@ -136,7 +136,7 @@ def plan_of(
         if item.elements
     ]
     load = [[0] * owners for _ in range(copies)]
-    dealt: list[list[list[Item]]] = [[[] for _ in range(owners)] for _ in range(copies)]
+    dealt: list[list[list[MuonItem]]] = [[[] for _ in range(owners)] for _ in range(copies)]
     for item in sorted(items, key=lambda item: -item.cost):  # stable, so all ranks agree
         places = [
             (load[copy][owner], copy, owner)
@@ -148,7 +148,7 @@ def plan_of(
         dealt[copy][owner].append(item)
     cut = [[_rounds(owned, largest) for owned in copy] for copy in dealt]
     count = max((len(rounds) for copy in cut for rounds in copy), default=0)
-    return Plan(
+    return MuonPlan(
         tuple(
             tuple(tuple(rounds[number] if number < len(rounds) else () for rounds in copy) for copy in cut)
             for number in range(count)
@@ -164,7 +164,7 @@ def _items(
     copies: int,
     steps: int,
     largest: int,
-) -> Iterable[Item]:
+) -> Iterable[MuonItem]:
     cost = flops(matrices.rows, matrices.columns, steps)
     if matrices.count is None:
         yield _item(place, Box((0,) * len(shape), shape), held, cost)
@@ -188,23 +188,23 @@ def _ranges(count: int, inner: tuple[int, ...], held: Sequence[Sequence[Box]]) -
     return [(0, count, len(held))]
 
 
-def _item(place: int, box: Box, held: Sequence[Sequence[Box]], cost: int) -> Item:
+def _item(place: int, box: Box, held: Sequence[Sequence[Box]], cost: int) -> MuonItem:
     pieces = tuple(tuple(_pieces(box, rank)) for rank in held)
     homes = [rank for rank, its in enumerate(pieces) if any(piece.sizes == box.sizes for piece in its)]
-    return Item(place, box.sizes, pieces, box.volume, cost, homes[0] if homes else None)
+    return MuonItem(place, box.sizes, pieces, box.volume, cost, homes[0] if homes else None)
 
 
-def _pieces(item: Box, boxes: Sequence[Box]) -> Iterable[Piece]:
+def _pieces(item: Box, boxes: Sequence[Box]) -> Iterable[MuonPiece]:
     for part, box in enumerate(boxes):
         common = box.meet(item)
         if common is not None:
             where, within = common.within(box.offsets), common.within(item.offsets)
-            yield Piece(part, where.slices, within.slices, common.sizes)
+            yield MuonPiece(part, where.slices, within.slices, common.sizes)
 
 
-def _rounds(owned: Sequence[Item], largest: int) -> list[tuple[Item, ...]]:
-    rounds: list[tuple[Item, ...]] = []
-    current: list[Item] = []
+def _rounds(owned: Sequence[MuonItem], largest: int) -> list[tuple[MuonItem, ...]]:
+    rounds: list[tuple[MuonItem, ...]] = []
+    current: list[MuonItem] = []
     size = 0
     for item in owned:
         if current and size + _BYTES * item.elements > largest:

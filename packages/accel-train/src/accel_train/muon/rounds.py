@@ -16,7 +16,7 @@ from accel_ckpt.parts import parts_of
 from accel_train.errors import PrepareError
 from accel_train.muon.holders import Holders
 from accel_train.muon.newton_schulz import orthogonalize
-from accel_train.muon.plan import Item, Matrices, Piece, Plan, matrices_of, plan_of
+from accel_train.muon.plan import Matrices, MuonItem, MuonPiece, MuonPlan, matrices_of, plan_of
 
 __all__ = ["Rounds", "Stepped"]
 
@@ -72,7 +72,7 @@ class Rounds:
             found: list[Any] = [None] * holders.parts.size
             dist.all_gather_object(found, own, group=holders.parts.group)
             boxes = found
-        self.plan: Plan = plan_of(
+        self.plan: MuonPlan = plan_of(
             self._matrices,
             [tuple(parameter.shape) for parameter in parameters],
             boxes,
@@ -105,11 +105,11 @@ class Rounds:
         if leaving is not None:
             self._apply(leaving, stepped)
 
-    def _owned(self, number: int) -> Iterator[tuple[int, Item]]:
+    def _owned(self, number: int) -> Iterator[tuple[int, MuonItem]]:
         """This rank's items of a round, numbered."""
         return enumerate(self.plan.rounds[number][self._holders.copies.index][self._holders.parts.index])
 
-    def _orthogonal(self, item: Item, whole: Tensor, parameter: Stepped) -> Tensor:
+    def _orthogonal(self, item: MuonItem, whole: Tensor, parameter: Stepped) -> Tensor:
         if parameter.gradients is None and item.home is not None:
             return torch.zeros_like(whole)  # no rank has one, or uses it
         group, matrices = parameter.group, self._matrices[item.parameter]
@@ -142,7 +142,7 @@ class Rounds:
         }
         return _Arriving(work, received, owned, local, parts.index)
 
-    def _update(self, item: Item, piece: Piece, stepped: Sequence[Stepped]) -> Tensor:
+    def _update(self, item: MuonItem, piece: MuonPiece, stepped: Sequence[Stepped]) -> Tensor:
         """What is orthogonalised, of this rank's piece of an item: in bfloat16, where the holders communicate."""
         parameter = stepped[item.parameter]
         if parameter.gradients is None or parameter.momenta is None:
@@ -228,7 +228,7 @@ class Rounds:
             torch.split(values[: sum(each)], each) for values, each in zip(together, sizes, strict=True)
         ]
 
-    def _pieces(self, number: int, copy: int) -> list[tuple[Item, Piece]]:
+    def _pieces(self, number: int, copy: int) -> list[tuple[MuonItem, MuonPiece]]:
         """What this rank holds of the items of a round that the ranks of a copy compute, in the order of sending."""
         owners = self.plan.rounds[number][copy]
         index = self._holders.parts.index
@@ -245,7 +245,7 @@ class Rounds:
             for (item, piece), update in zip(self._pieces(leaving.number, copy), updates, strict=True):
                 self._step(item, piece, update, stepped[item.parameter])
 
-    def _step(self, item: Item, piece: Piece, update: Tensor, parameter: Stepped) -> None:
+    def _step(self, item: MuonItem, piece: MuonPiece, update: Tensor, parameter: Stepped) -> None:
         if parameter.gradients is None:
             return
         group = parameter.group
@@ -274,7 +274,7 @@ class _Arriving:
 
     work: Any
     received: Sequence[Tensor]
-    owned: Sequence[Item]
+    owned: Sequence[MuonItem]
     local: Mapping[int, Sequence[Tensor]]
     index: int
 
@@ -338,7 +338,7 @@ def _ratio(group: Mapping[str, Any], matrices: Matrices) -> float:
     return math.sqrt(max(1, out / into))
 
 
-def _elements(pieces: Iterable[Piece]) -> int:
+def _elements(pieces: Iterable[MuonPiece]) -> int:
     return sum(piece.elements for piece in pieces)
 
 

@@ -60,12 +60,12 @@ class MuonSplit:
 
     @property
     def muon(self) -> list[MuonParameter]:
-        """Those that Muon steps."""
+        """The parameters that Muon steps."""
         return [item for item in self.parameters if item.use_muon]
 
     @property
     def adamw(self) -> list[MuonParameter]:
-        """Those that AdamW steps."""
+        """The parameters that AdamW steps."""
         return [item for item in self.parameters if not item.use_muon]
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from accel_train.sequence.exchange import (
     heads_to_sequence,
     sequence_to_heads,
 )
-from accel_train.sequence.layout import WHOLE, Layout
+from accel_train.sequence.layout import WHOLE, SequenceLayout
 from accel_train.sequence.ring import ring_attention
 
 __all__ = ["DividedAttention"]
@@ -46,7 +46,7 @@ class DividedAttention:
     sp_group: Any = None
     cp_group: Any = None
     rotation: str = "allgather"
-    layout: Layout = WHOLE
+    layout: SequenceLayout = WHOLE
 
     def __call__(
         self,
@@ -213,7 +213,7 @@ def _mask(length: int, known: int, documents: Tensor | None, device: torch.devic
 
 
 def _repeated(tensor: Tensor, heads: int, ranks: int) -> Tensor:
-    """Keys or values with so many heads that the ranks can divide them; each is repeated in its place."""
+    """Keys or values, with heads repeated in place until their number divides among the ranks."""
     own = tensor.shape[HEADS]
     if own % ranks == 0:
         return tensor

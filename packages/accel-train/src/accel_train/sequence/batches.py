@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from accel_state.trees import flatten, recursively_apply
 from accel_train.errors import IncompatibleOptionsError
-from accel_train.sequence.layout import WHOLE, Layout
+from accel_train.sequence.layout import WHOLE, SequenceLayout
 
-__all__ = ["IGNORED", "ModelFacts", "Place", "cut_batch", "source_nodes", "takes"]
+__all__ = ["IGNORED", "ModelFacts", "SequencePart", "cut_batch", "source_nodes", "takes"]
 
 IGNORED = -100
 """Label that losses leave out: the default `ignore_index` of torch's cross entropy."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SequencePart:
     """The part of each sequence that a rank has.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
     parts: int
     name: str
     length: int | None = None
-    layout: Layout = WHOLE
+    layout: SequenceLayout = WHOLE
 
     @property
     def multiple(self) -> int:
@@ -159,7 +159,7 @@ def source_nodes(function: Callable[..., Any]) -> list[ast.AST]:
         return []
 
 
-def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
+def cut_batch(batch: Any, place: SequencePart, facts: ModelFacts) -> Any:
     """Cut every tensor of (samples, positions, …) to the positions of this rank.
 
     A mapping with `input_ids` or `inputs_embeds` also gets arguments that a model of transformers, or one whose forward
@@ -246,7 +246,7 @@ def _positions(some: Tensor, length: int, padding: int | None) -> Tensor:
     return kept.cumsum(1) * kept + padding
 
 
-def _check_mask(mask: Any, facts: ModelFacts, place: Place) -> None:
+def _check_mask(mask: Any, facts: ModelFacts, place: SequencePart) -> None:
     """Attention over divided sequences has no mask: see that none is needed."""
     if mask is None:
         return

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["WHOLE", "Layout"]
+__all__ = ["WHOLE", "SequenceLayout"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """How positions are divided among ranks.
 
     Balanced: each sequence is cut into twice as many pieces as there are ranks, and a rank has one from each end: the
@@ -48,5 +48,5 @@ class Layout:
         return torch.cat([*pieces[::2], *pieces[:0:-2]], dim)
 
 
-WHOLE = Layout()
+WHOLE = SequenceLayout()
 """One rank has all positions."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -20,9 +21,10 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.sequence.attention import DividedAttention
-from accel_train.sequence.batches import IGNORED, ModelFacts, Place, cut_batch, source_nodes, takes
+from accel_train.sequence.batches import IGNORED, ModelFacts, SequencePart, cut_batch, source_nodes, takes
 from accel_train.sequence.documents import PackedDocuments, check_documents, is_of_transformers
-from accel_train.sequence.layout import Layout
+from accel_train.sequence.layout import SequenceLayout
+from accel_train.sequence.trial import try_turned
 
 __all__ = ["SequenceParallel"]
 
@@ -51,8 +53,8 @@ class SequenceParallel:
             part = mesh.submesh(name)
             index = index * mesh.degrees[name] + (0 if part is None else part.get_local_rank())
         named = " and ".join(f"{name}_size {size}" for name, size in (("cp", cp), ("sp", sp)) if size > 1)
-        layout = Layout(cp, balanced and cp > 1)
-        self._place = Place(index, cp * sp, named, length, layout)
+        layout = SequenceLayout(cp, balanced and cp > 1)
+        self._place = SequencePart(index, cp * sp, named, length, layout)
         self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation, layout)
         self._facts: ModelFacts | None = None
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -82,6 +84,12 @@ class SequenceParallel:
                     "the shifted labels of this rank's positions, and num_items_in_batch, by which to divide the sum "
                     "of its losses.",
                 )
+            if facts.shifts and not facts.counts and self._place.index == 0:
+                warn(
+                    f"The forward of {type(model).__name__} takes shift_labels and not num_items_in_batch. An average "
+                    f"over the labels of a rank, of which {self._place.name} gives some ranks fewer than others, is no "
+                    "part of the average over all: let it take num_items_in_batch too, and divide the sum by it.",
+                )
         self._prepared.add(model)
         documents = PackedDocuments(model, self._attention.gather)
         watch = _Watch(self._attention, self._place.name, documents)
@@ -91,6 +99,10 @@ class SequenceParallel:
                 module.register_forward_pre_hook(watch.enter, prepend=True, with_kwargs=True)
                 module.register_forward_hook(watch.leave, always_call=True)
         watch.root = weakref.ref(model)
+        own = not is_of_transformers(model) and not hasattr(model, "get_base_model")
+        own = own and not isinstance(model, FSDPModule)  # divided by the script, and gathered after `enter`
+        watch.tries = set(_TRIED) if own else set()
+        watch.tries_losses = not facts.may_shift
         if facts.averages:
             model.register_forward_hook(self._weigh, with_kwargs=True)
         return model
@@ -132,7 +144,7 @@ class SequenceParallel:
         counted = (labels != IGNORED).sum()
         share = counted * self._place.parts / self._attention.sum(counted).clamp_(min=1)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
-        # The average of no labels is no number.
+        # Without labels on this rank the mean loss is NaN; it counts nothing.
         loss = torch.where(counted > 0, loss * share.to(loss.dtype), 0)
         if isinstance(output, Mapping):
             output["loss"] = loss  # type: ignore[index]  # of transformers
@@ -217,6 +229,10 @@ class _Mode(TorchFunctionMode):
         return self._attention(*args, **{**kwargs, "documents": self.documents})
 
 
+_TRIED = (1, 16, 256)
+"""The forwards before which a model of the script's own is tried: what begins as zeros tells nothing in the first."""
+
+
 class _Watch(threading.local):
     """Enters the mode with the outermost module that runs in a thread; autograd has threads of its own."""
 
@@ -227,11 +243,29 @@ class _Watch(threading.local):
         self._mode: _Mode | None = None
         self._calls = [0]
         self._seen = False
+        self.tries: set[int] = set()
+        self.tries_losses = False
+        self._forwards = 0
+        self._trying = False
+
+    def _try(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forwards += 1
+        if self._forwards not in self.tries or _is_compiled(model):
+            return
+        self._trying = True
+        try:
+            try_turned(model, args, kwargs, self._name, losses=self.tries_losses)
+        finally:
+            self._trying = False
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._trying:
+            return None
+        if not self._depth and self.tries and self.root is not None and module is self.root():
+            self._try(module, args, kwargs)
         self._depth += 1
         if self._depth == 1:
             self._calls[0] = 0
@@ -255,6 +289,8 @@ class _Watch(threading.local):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._trying:
+            return
         self._depth -= 1
         if self._depth or self._mode is None:
             return
@@ -280,6 +316,10 @@ def _without_mask(
     if "attention_mask" not in names or names.index("attention_mask") < len(args):
         return None
     return args, {**kwargs, "attention_mask": torch.ones_like(positions)}
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
 
 
 def _may_attend(module: nn.Module) -> bool:

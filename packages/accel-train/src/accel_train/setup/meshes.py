@@ -19,7 +19,7 @@ __all__ = ["asked_degrees", "make_mesh", "sequences"]
 
 
 def asked_degrees(parallelism: ParallelismConfig | None, num_processes: int) -> dict[str, int] | None:
-    """Ranks of each dimension; None where nobody asks for any.
+    """Ranks of each dimension; None where neither the script nor the launcher sets a degree.
 
     Raises:
         IncompatibleOptionsError: they do not multiply to the number of ranks.

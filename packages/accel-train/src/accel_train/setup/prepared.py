@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from accel_train.loop.preemption import Preemption
     from accel_train.loop.scheduler import AcceleratedScheduler
     from accel_train.plugins import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
-    from accel_train.setup.resolve import Plan
+    from accel_train.setup.resolve import RunPlan
     from accel_train.state_part import StatePart
 
-__all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook", "mark_prepared"]
+__all__ = ["Hooks", "LoadHook", "PrepareOptions", "Prepared", "Registered", "SaveHook", "mark_prepared"]
 
 SaveHook: TypeAlias = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook: TypeAlias = Callable[[list[nn.Module], str], Any]
@@ -71,7 +71,7 @@ def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
 
 
 @dataclass
-class Options:
+class PrepareOptions:
     """Options of preparing objects; the script may change them between two calls of `prepare()`.
 
     Attributes:
@@ -120,8 +120,8 @@ class Prepared:
     """
 
     process: PartialState
-    plan: Plan
-    options: Options
+    plan: RunPlan
+    options: PrepareOptions
     project: ProjectConfiguration
     accumulator: Accumulator
     ledger: ActiveLoaders

@@ -37,14 +37,14 @@ from accel_train.strategies.registry import STRATEGIES
 if TYPE_CHECKING:
     from accel_train.sequence.parallel import SequenceParallel
 
-__all__ = ["Given", "Plan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
+__all__ = ["Given", "RunPlan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
 
 _MODULES = {"megatron-core": "megatron"}
 """Import names that are not those of the packages."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The decisions of an `Accelerator`, made once: strategy, precision and mesh.
 
     Attributes:
@@ -88,7 +88,7 @@ class Given:
     sync_each_batch: bool = False
 
 
-def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan:
+def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> RunPlan:
     """Decide both axes.
 
     Raises:
@@ -145,7 +145,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     parallelism = given.parallelism
     if parallelism is not None:
         parallelism = parallelism.on(mesh.degrees, mesh.device_mesh)
-    return Plan(
+    return RunPlan(
         strategy,
         precision,
         mesh,

@@ -31,9 +31,11 @@ class AveragesWeights(Protocol):
 
     Attributes:
         plain: the model without wrappers.
+        decay: the weight of the average in each update.
     """
 
     plain: nn.Module
+    decay: float | None
 
     def shared(self) -> AbstractContextManager[list[Tensor]]:
         """Context in which the caller makes its tensors equal on all ranks, the number of updates among them."""

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from accel_train.errors import AccumulationError, PrepareError
-from accel_train.strategies.deepspeed.changes import Watch
+from accel_train.strategies.deepspeed.changes import NewParameterGuard
 
 
 class Engine(nn.Module):
@@ -25,7 +25,7 @@ def made(stage=2):
     model[1].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(model, stage)
-    return model, engine, optimizer, Watch(engine, model, optimizer)
+    return model, engine, optimizer, NewParameterGuard(engine, model, optimizer)
 
 
 X = torch.ones(1, 2)
@@ -103,7 +103,7 @@ def test_a_group_that_is_added_to_the_optimizer():
 def test_an_engine_that_only_evaluates():
     model = nn.Linear(2, 2)
     engine = Engine(model, 3)
-    watch = Watch(engine, model)
+    watch = NewParameterGuard(engine, model)
     with torch.no_grad():
         engine(X)
     watch.check()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_train.errors import AccumulationError, OptionError
-from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.gradients import DeepSpeedGradients
 
 
 class Engine:
@@ -99,7 +99,7 @@ def filled(model, times=1.0):
 def begun(stage=0, clip=0.0, **options):
     model = plain()
     engine = Engine(model, stage, clip, **options)
-    gradients = EngineGradients(engine, model)
+    gradients = DeepSpeedGradients(engine, model)
     gradients.before_backward(torch.ones(()))
     filled(model)
     return model, engine, gradients
@@ -263,7 +263,7 @@ def test_an_engine_that_steps_without_torchs_hooks_is_refused():
 def test_without_a_backward_nothing_steps():
     model = plain()
     engine = Engine(model)
-    gradients = EngineGradients(engine, model)
+    gradients = DeepSpeedGradients(engine, model)
     assert gradients.step() is True
     gradients.complete()
     assert engine.reductions == 0

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from accel_ckpt.parts import is_sharded
 from accel_state import PartialState
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.changes import Watch
+from accel_train.strategies.fsdp2.changes import ParameterWatch
 from testkit import worlds
 
 WIDTH = 4
@@ -47,7 +47,7 @@ class Divided:
         self.model = made()
         for unit in (*self.model.blocks, self.model):
             fully_shard(unit, mesh=mesh, ignored_params={self.model.scale})
-        self.watch = Watch(self.model, self._tell)
+        self.watch = ParameterWatch(self.model, self._tell)
         self.model.register_forward_pre_hook(self.watch, prepend=True)
         self.parts = dict(self.model.named_parameters())
 

@@ -10,7 +10,7 @@ from accel_train import MegatronLMPlugin
 from accel_train.errors import OptionError
 from accel_train.strategies.megatron.build import build, empty_out, rule_of
 from accel_train.strategies.megatron.families import architecture_of
-from accel_train.strategies.megatron.layout import FusedHeads, Gated, Heads, Vocabulary, Whole
+from accel_train.strategies.megatron.layout import FusedHeads, Gated, Heads, Vocabulary, WholeTensor
 
 CPU = torch.device("cpu")
 GROUPS = SimpleNamespace(tp_rank=1, tp_size=2, is_first=True, is_last=False)
@@ -36,7 +36,7 @@ def gpt2():
 IN_LLAMA = {
     "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
     "output_layer.weight": Vocabulary("lm_head.weight"),
-    "decoder.layers.0.input_layernorm.weight": Whole("model.layers.4.input_layernorm.weight"),
+    "decoder.layers.0.input_layernorm.weight": WholeTensor("model.layers.4.input_layernorm.weight"),
     "decoder.layers.1.self_attention.linear_qkv.weight": Heads(
         (
             "model.layers.5.self_attn.q_proj.weight",
@@ -47,16 +47,16 @@ IN_LLAMA = {
     "decoder.layers.0.mlp.linear_fc1.weight": Gated(
         ("model.layers.4.mlp.gate_proj.weight", "model.layers.4.mlp.up_proj.weight")
     ),
-    "decoder.layers.11.mlp.linear_fc2.weight": Whole("model.layers.15.mlp.down_proj.weight", dim=1),
-    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+    "decoder.layers.11.mlp.linear_fc2.weight": WholeTensor("model.layers.15.mlp.down_proj.weight", dim=1),
+    "decoder.final_layernorm.weight": WholeTensor("model.norm.weight"),
 }
 IN_GPT2 = {
-    "embedding.position_embeddings.weight": Whole("transformer.wpe.weight"),
+    "embedding.position_embeddings.weight": WholeTensor("transformer.wpe.weight"),
     "decoder.layers.1.self_attention.linear_qkv.weight": FusedHeads(
         "transformer.h.5.attn.c_attn.weight", True
     ),
-    "decoder.layers.0.mlp.linear_fc1.bias": Whole("transformer.h.4.mlp.c_fc.bias", dim=0),
-    "decoder.final_layernorm.bias": Whole("transformer.ln_f.bias"),
+    "decoder.layers.0.mlp.linear_fc1.bias": WholeTensor("transformer.h.4.mlp.c_fc.bias", dim=0),
+    "decoder.final_layernorm.bias": WholeTensor("transformer.ln_f.bias"),
 }
 
 
@@ -136,12 +136,12 @@ def test_a_model_of_the_scripts_own_is_named_as_a_whole():
     assert built.architecture is None
     # Megatron counts from 1: two layers are in stages before.
     assert built.rules == {
-        "decoder.layers.0.fc.weight": Whole("decoder.layers.2.fc.weight", dim=1),
-        "decoder.layers.0.fc.bias": Whole("decoder.layers.2.fc.bias"),
-        "decoder.layers.1.fc.weight": Whole("decoder.layers.3.fc.weight", dim=1),
-        "decoder.layers.1.fc.bias": Whole("decoder.layers.3.fc.bias"),
-        "head.weight": Whole("head.weight"),
-        "head.bias": Whole("head.bias"),
+        "decoder.layers.0.fc.weight": WholeTensor("decoder.layers.2.fc.weight", dim=1),
+        "decoder.layers.0.fc.bias": WholeTensor("decoder.layers.2.fc.bias"),
+        "decoder.layers.1.fc.weight": WholeTensor("decoder.layers.3.fc.weight", dim=1),
+        "decoder.layers.1.fc.bias": WholeTensor("decoder.layers.3.fc.bias"),
+        "head.weight": WholeTensor("head.weight"),
+        "head.bias": WholeTensor("head.bias"),
     }
     assert [id(parameter) for _, parameter in built.parameters()] == [id(p) for p in own.parameters()]
     assert {p.dtype for p in own.parameters()} == {own.config.pipeline_dtype} == {torch.bfloat16}

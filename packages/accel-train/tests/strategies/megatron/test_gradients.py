@@ -10,8 +10,8 @@ from torch import nn
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.megatron.build import Built
-from accel_train.strategies.megatron.gradients import EngineGradients, regrouped
-from accel_train.strategies.megatron.layout import Dims, Heads, Whole
+from accel_train.strategies.megatron.gradients import MegatronGradients, regrouped
+from accel_train.strategies.megatron.layout import Dims, Heads, WholeTensor
 
 DIMS = Dims(0, 1, 7, 2, 1, 3)  # two groups of one query, a key and a value of 3 elements each
 
@@ -33,8 +33,8 @@ class Stage(nn.Module):
 def built(architecture="any"):
     rules = {
         "qkv": Heads(("q.weight", "k.weight", "v.weight")),
-        "weight": Whole("out.weight"),
-        "bias": Whole("out.bias"),
+        "weight": WholeTensor("out.weight"),
+        "bias": WholeTensor("out.bias"),
     }
     return Built(Stage(), None, architecture, rules, DIMS)
 
@@ -114,7 +114,7 @@ def gradients(chunk):
         step=lambda: (True, None, None),
         zero_grad=lambda set_to_none: None,
     )
-    return EngineGradients(chunk, optimizer, SimpleNamespace(), ComputedLosses())
+    return MegatronGradients(chunk, optimizer, SimpleNamespace(), ComputedLosses())
 
 
 def test_a_window_begins_with_its_first_backward():

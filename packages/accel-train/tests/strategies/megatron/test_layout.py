@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel_train.strategies.megatron.families import FAMILIES, architecture_of
-from accel_train.strategies.megatron.layout import Dims, FusedHeads, Gated, Heads, Vocabulary, Whole
+from accel_train.strategies.megatron.layout import Dims, FusedHeads, Gated, Heads, Vocabulary, WholeTensor
 from accel_train.strategies.megatron.state import run_parts
 
 HIDDEN, GROUPS, QUERIES, HEAD, VOCABULARY = 6, 4, 2, 3, 7
@@ -96,7 +96,7 @@ def test_whole(dim, ranks, transposed, cuts):
     values = numbered(8, HIDDEN)
     shares = [values] if dim is None else [piece.contiguous() for piece in values.chunk(ranks, dim)]
     expected = values.t() if transposed else values
-    found = joined(Whole("w", dim, transposed), shares, cuts)
+    found = joined(WholeTensor("w", dim, transposed), shares, cuts)
     torch.testing.assert_close(found, {"w": expected}, rtol=0, atol=0)
 
 
@@ -137,7 +137,9 @@ def test_an_architecture_in_megatrons_words():
     assert (found.transformer["add_bias_linear"], found.transformer["num_query_groups"]) == (True, 2)
     assert (found.heads, found.eod_token, found.tied) == ((2, 2, 4), 7, None)
     assert found.top["output_layer.weight"] == Vocabulary("lm_head.weight")
-    assert found.layer(2)["mlp.linear_fc2.weight"] == Whole("model.layers.2.mlp.down_proj.weight", dim=1)
+    assert found.layer(2)["mlp.linear_fc2.weight"] == WholeTensor(
+        "model.layers.2.mlp.down_proj.weight", dim=1
+    )
     tied = architecture_of(llama(tie_word_embeddings=True, eos_token_id=None))
     assert tied.top["output_layer.weight"] == Vocabulary("model.embed_tokens.weight")
     assert (tied.eod_token, tied.gpt["share_embeddings_and_output_weights"]) == (None, True)

@@ -8,8 +8,8 @@ from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
 from accel_train.strategies.megatron.build import Built
-from accel_train.strategies.megatron.layout import Dims, FusedHeads, Gated, Heads, Vocabulary, Whole
-from accel_train.strategies.megatron.state import EngineState, run_parts
+from accel_train.strategies.megatron.layout import Dims, FusedHeads, Gated, Heads, Vocabulary, WholeTensor
+from accel_train.strategies.megatron.state import MegatronState, run_parts
 
 # The second of two ranks; two groups of two queries, a key and a value of one element each. The vocabulary has six
 # entries, so that the last two of this rank's four rows are padding.
@@ -38,7 +38,7 @@ def run(rule, start, end, shape=(4, 3)):
 
 
 def test_a_run_that_starts_and_ends_within_a_row():
-    assert run(Whole("w", dim=0), 2, 10) == {
+    assert run(WholeTensor("w", dim=0), 2, 10) == {
         "w": [
             ((4, 2), (8, 3), [[2]]),
             ((5, 0), (8, 3), [[3, 4, 5], [6, 7, 8]]),
@@ -48,15 +48,15 @@ def test_a_run_that_starts_and_ends_within_a_row():
 
 
 def test_a_run_within_one_row():
-    assert run(Whole("w", dim=1), 4, 5) == {"w": [((1, 4), (4, 6), [[4]])]}
+    assert run(WholeTensor("w", dim=1), 4, 5) == {"w": [((1, 4), (4, 6), [[4]])]}
 
 
 def test_a_run_of_a_bias():
-    assert run(Whole("b", dim=0), 1, 3, shape=(4,)) == {"b": [((5,), (8,), [1, 2])]}
+    assert run(WholeTensor("b", dim=0), 1, 3, shape=(4,)) == {"b": [((5,), (8,), [1, 2])]}
 
 
 def test_a_transposed_part():
-    assert run(Whole("w", dim=1, transposed=True), 2, 10) == {
+    assert run(WholeTensor("w", dim=1, transposed=True), 2, 10) == {
         "w": [
             ((5, 0), (6, 4), [[2]]),
             ((3, 1), (6, 4), [[3, 6], [4, 7], [5, 8]]),
@@ -71,7 +71,7 @@ def test_a_transposed_part():
     ids=["column", "row"],
 )
 def test_a_transposed_part_with_one_row_or_column(shape, expected):
-    assert run(Whole("w", dim=1, transposed=True), 1, 3, shape) == {"w": [expected]}
+    assert run(WholeTensor("w", dim=1, transposed=True), 1, 3, shape) == {"w": [expected]}
 
 
 def test_a_run_across_fused_parts():
@@ -106,19 +106,19 @@ def test_padding_is_nobodys():
 
 
 def test_a_single_value():
-    assert run(Whole("s"), 0, 1, shape=()) == {"s": [((), (), 0)]}
-    assert run(Whole("s"), 0, 0, shape=()) == {"s": []}
+    assert run(WholeTensor("s"), 0, 1, shape=()) == {"s": [((), (), 0)]}
+    assert run(WholeTensor("s"), 0, 0, shape=()) == {"s": []}
 
 
 @pytest.mark.parametrize("place", [0, 5, 12])
-@pytest.mark.parametrize("rule", [Whole("w", dim=0), Whole("w", dim=1, transposed=True)])
+@pytest.mark.parametrize("rule", [WholeTensor("w", dim=0), WholeTensor("w", dim=1, transposed=True)])
 def test_an_empty_run(rule, place):
     assert run(rule, place, place) == {"w": []}
 
 
 def test_a_run_beyond_the_tensor_is_refused():
     with pytest.raises(ValueError, match=r"elements 10 to 13, of shape \[3\], are no run .*\[4, 3\]"):
-        run_parts(Whole("w"), DIMS, (4, 3), torch.zeros(3), 10)
+        run_parts(WholeTensor("w"), DIMS, (4, 3), torch.zeros(3), 10)
 
 
 # A stage alone: no pipeline, so that no process group is needed
@@ -133,10 +133,10 @@ class Stage(nn.Module):
 
 
 def made(stage=None, optimizer=None, tied=None):
-    rules = {"table": Vocabulary("embed"), "qkv": Heads(("q", "k", "v")), "scale": Whole("norm")}
+    rules = {"table": Vocabulary("embed"), "qkv": Heads(("q", "k", "v")), "scale": WholeTensor("norm")}
     stage = stage or Stage()
     built = Built(stage, None, SimpleNamespace(tied=tied), rules, DIMS)
-    return stage, EngineState(built, SimpleNamespace(pp_size=1), None, optimizer)
+    return stage, MegatronState(built, SimpleNamespace(pp_size=1), None, optimizer)
 
 
 def boxes(leaf):

@@ -11,7 +11,7 @@ from torch import nn
 from accel_train.errors import PrepareError
 from accel_train.plugins import PipelineParallelConfig
 from accel_train.strategies.pipeline.cut import cut_model
-from accel_train.strategies.pipeline.schedules import Layout, run_forward
+from accel_train.strategies.pipeline.schedules import StageLayout, run_forward
 from accel_train.strategies.pipeline.stages import make_stages
 from accel_train.strategies.pipeline.trial import try_cut
 from testkit.language_models import config_of
@@ -267,7 +267,7 @@ class Unpooled(Net):
 
 def in_stages(model, cut, ids):
     stages = make_stages(copy.deepcopy(model), cut, range(len(cut.stages)), None, None)
-    alone = Layout(1, len(stages))
+    alone = StageLayout(1, len(stages))
     [found] = run_forward(stages, alone, 0, None, [((), {"input_ids": ids})], {}, trains=False).outputs
     return found["logits"]
 

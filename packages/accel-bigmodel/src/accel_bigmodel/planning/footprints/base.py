@@ -15,7 +15,7 @@ from accel_bigmodel.planning.shape import ModelShape, Phase, Timeline
 
 __all__ = [
     "FP32",
-    "Cluster",
+    "DeviceCluster",
     "Footprint",
     "Moment",
     "Setting",
@@ -93,7 +93,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class DeviceCluster:
     """The devices and machines to train on.
 
     Attributes:
@@ -226,7 +226,7 @@ class StrategyFootprint:
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """List the settings in which the strategy can train the model on these devices.
 
@@ -250,14 +250,14 @@ class StrategyFootprint:
         return "float16" if precision == "fp16" else "bfloat16"
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """Options of ``accel launch`` that select the setting, by path; None: only a script can select it.
 
         Without a ``distributed_type`` the run has one replica of the model on each device.
         """
         return {"distributed_type": "NO"}
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Bytes that a rank sends in a step: gradients, in rings that send every byte to all but one of the ranks."""
         return 2 * self.reduced_bytes()
 

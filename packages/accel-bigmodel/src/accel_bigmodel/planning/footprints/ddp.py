@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_bigmodel.planning.footprints.base import (
     FP32,
-    Cluster,
+    DeviceCluster,
     Moment,
     Setting,
     StrategyFootprint,
@@ -24,14 +24,14 @@ class DDPFootprint(StrategyFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """One, on several devices."""
         if cluster.devices > 1:
             yield Setting("ddp", "ddp", cluster.devices, checkpointing=checkpointing)
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """Replicas are what several devices train without an option."""
         return {}
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accel_bigmodel.planning.footprints.base import (
     FP32,
-    Cluster,
+    DeviceCluster,
     Moment,
     Setting,
     StrategyFootprint,
@@ -35,7 +35,7 @@ class DeepSpeedFootprint(StrategyFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """The stages of ZeRO, each without and with offload."""
         if workload.precision == "fp8" or workload.optimizer == "muon":
@@ -67,7 +67,7 @@ class DeepSpeedFootprint(StrategyFootprint):
         return "float32" if precision == "no" else cls.low_dtype(precision)
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """A configuration of DeepSpeed's own."""
         zero: dict[str, Any] = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
         if setting.offload_optimizer:
@@ -82,7 +82,7 @@ class DeepSpeedFootprint(StrategyFootprint):
         values = {"distributed_type": "DEEPSPEED", "deepspeed.hf_ds_config": json.dumps(own)}
         return values | ({"deepspeed.zero3_init_flag": True} if setting.stage == 3 else {})
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Stages 2 and 3 keep divided gradients, so they reduce every micro-batch."""
         micro_batches, stage = self.workload.micro_batches, self.setting.stage
         reduced = self.low * self.shape.trainable * self.share * (micro_batches if stage > 1 else 1)

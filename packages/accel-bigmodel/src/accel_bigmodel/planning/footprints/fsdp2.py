@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accel_bigmodel.planning.footprints.base import (
     FP32,
-    Cluster,
+    DeviceCluster,
     Moment,
     Setting,
     StrategyFootprint,
@@ -17,7 +17,7 @@ from accel_bigmodel.planning.footprints.base import (
     optimizer_bytes,
     with_activations,
 )
-from accel_bigmodel.planning.shape import Layer, ModelShape, Phase
+from accel_bigmodel.planning.shape import ModelShape, Phase, UnitSizes
 
 __all__ = ["FSDP2Footprint"]
 
@@ -29,7 +29,7 @@ class FSDP2Footprint(StrategyFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """Each without and with recomputation, unless the script recomputes: resharded or not, offloaded, hybrid."""
         if cluster.devices == 1:
@@ -55,7 +55,7 @@ class FSDP2Footprint(StrategyFootprint):
         return f"{low} autocast"
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """The options of the section ``fsdp``."""
         hybrid = setting.shards < cluster.devices
         found: dict[str, Any] = {
@@ -74,7 +74,7 @@ class FSDP2Footprint(StrategyFootprint):
             }
         return found
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Weights are gathered for every micro-batch, gradients reduced once."""
         gathers = (2 if self.setting.reshard else 1) * self.workload.micro_batches
         sent = self.gathered_bytes() * gathers + self.reduced_bytes()
@@ -97,15 +97,15 @@ class FSDP2Footprint(StrategyFootprint):
         return self.low * sum(self._sent(layer.parameters, layer.experts) for layer in self.shape.layers)
 
     def _sent(self, elements: float, experts: float) -> float:
-        """Elements that a rank sends of a layer, so many of which are those of experts."""
+        """How many elements of a layer a rank sends; `experts` of them belong to experts, which fewer ranks hold."""
         holders = self.setting.shards / self.setting.experts
         return (elements - experts) * self.share + experts / self.setting.experts * (holders - 1) / holders
 
-    def _held(self, layer: Layer) -> float:
+    def _held(self, layer: UnitSizes) -> float:
         """Elements that a rank gathers of a unit: all but the experts of other ranks."""
         return layer.parameters - layer.experts * (1 - 1 / self.setting.experts)
 
-    def _trained(self, layer: Layer) -> float:
+    def _trained(self, layer: UnitSizes) -> float:
         """The trained ones of these."""
         return layer.trainable - layer.trained_experts * (1 - 1 / self.setting.experts)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accel_bigmodel.planning.footprints.base import (
     FP32,
-    Cluster,
+    DeviceCluster,
     Moment,
     Setting,
     StrategyFootprint,
@@ -17,13 +17,13 @@ from accel_bigmodel.planning.footprints.base import (
     with_activations,
 )
 from accel_bigmodel.planning.footprints.fsdp2 import FSDP2Footprint
-from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
+from accel_bigmodel.planning.shape import ModelShape, Phase, Timeline, UnitSizes
 from accel_state.balance import balanced_starts
 
 __all__ = ["PipelineFootprint", "ShardedPipelineFootprint"]
 
 _MICRO_BATCHES = 2  # for each stage, as the strategy cuts a batch by default
-_NOTHING = Layer(0, 0, 0)
+_NOTHING = UnitSizes(0, 0, 0)
 
 
 class PipelineFootprint(StrategyFootprint):
@@ -52,7 +52,7 @@ class PipelineFootprint(StrategyFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """Each number of stages that divides the devices, with replicas of the pipeline on the others."""
         for stages in _numbers_of_stages(shape, cluster, workload):
@@ -65,7 +65,7 @@ class PipelineFootprint(StrategyFootprint):
         return _Stage
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """Degrees of parallelism."""
         return {
             "use_parallelism_config": True,
@@ -73,7 +73,7 @@ class PipelineFootprint(StrategyFootprint):
             cls.degree: setting.shards,
         }
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Activations to the next stage and their gradients to the one before; replicas send gradients of a stage."""
         tokens = self.workload.batch_size * self.workload.seq_length * self.workload.micro_batches
         return 2 * FP32 * tokens * self.shape.hidden_size + super().traffic(cluster) / self.setting.stages
@@ -95,7 +95,7 @@ class ShardedPipelineFootprint(PipelineFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """Each number of stages that leaves several ranks for a stage."""
         for stages in _numbers_of_stages(shape, cluster, workload):
@@ -111,10 +111,10 @@ class ShardedPipelineFootprint(PipelineFootprint):
 
     @classmethod
     def numbers(cls, precision: str) -> str:
-        """Those of FSDP2."""
+        """The dtypes of FSDP2 inside a stage."""
         return FSDP2Footprint.numbers(precision)
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Activations as above; a stage is gathered for each micro-batch, and its gradients are reduced once."""
         calls = self.workload.micro_batches
         gathers = _MICRO_BATCHES * self.setting.stages * calls
@@ -122,7 +122,7 @@ class ShardedPipelineFootprint(PipelineFootprint):
         return super().traffic(cluster) - reduced + gathers * self.gathered_bytes() / self.setting.stages
 
 
-def _numbers_of_stages(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[int]:
+def _numbers_of_stages(shape: ModelShape, cluster: DeviceCluster, workload: Workload) -> list[int]:
     """Numbers of stages into which a model can be cut, and that divide the devices."""
     if shape.first is None or shape.adapters or workload.precision == "fp8":
         return []
@@ -220,7 +220,7 @@ class _ShardedStage(_Stage, FSDP2Footprint):
         return with_activations(moment, phase, self.workload.batch_size)
 
 
-def _joined(ends: list[Layer]) -> Layer:
+def _joined(ends: list[UnitSizes]) -> UnitSizes:
     return ends[0] if len(ends) == 1 else _NOTHING
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from accel_bigmodel.planning.footprints.base import Cluster, Moment, Setting, StrategyFootprint, Workload
+from accel_bigmodel.planning.footprints.base import (
+    DeviceCluster,
+    Moment,
+    Setting,
+    StrategyFootprint,
+    Workload,
+)
 from accel_bigmodel.planning.shape import ModelShape, Phase
 
 __all__ = ["TensorParallelFootprint"]
@@ -20,7 +26,7 @@ class TensorParallelFootprint(StrategyFootprint):
 
     @classmethod
     def settings(
-        cls, shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+        cls, shape: ModelShape, cluster: DeviceCluster, workload: Workload, checkpointing: bool
     ) -> Iterable[Setting]:
         """One, among the devices of a machine, if the model's plan divides by their number."""
         n = cluster.per_machine  # its traffic is for the links inside a machine
@@ -30,11 +36,11 @@ class TensorParallelFootprint(StrategyFootprint):
             yield Setting("tp", "tp", n, checkpointing=checkpointing)
 
     @classmethod
-    def launch_values(cls, setting: Setting, cluster: Cluster) -> Mapping[str, Any] | None:
+    def launch_values(cls, setting: Setting, cluster: DeviceCluster) -> Mapping[str, Any] | None:
         """None: the script loads the model with its plan."""
         return None
 
-    def traffic(self, cluster: Cluster) -> float:
+    def traffic(self, cluster: DeviceCluster) -> float:
         """Two sums of activations in forward and two in backward for every block, which block the computation."""
         tokens = self.workload.batch_size * self.workload.seq_length * self.workload.micro_batches
         return 8 * len(self.shape.units) * self.shape.hidden_size * self.low * tokens * self.share

@@ -16,7 +16,7 @@ class BucketStore(Store):
     """Objects in a bucket (a container, as Azure says) of its own name."""
 
     def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
-        """As of any store: a bucket that is there can be listed, or refuses to be."""
+        """See `Store.missing_bucket`: a bucket that exists can be listed, or refuses the request."""
         bucket = self.base.partition("/")[0]
         try:
             self.ask(self.fs.ls, bucket, detail=False)
@@ -25,6 +25,6 @@ class BucketStore(Store):
                 f"there is no {self.root}, its bucket is gone: {bucket!r} does not exist; check the name, and that the "
                 "bucket exists"
             )
-        except Exception:  # it was listed below a folder, so nobody says that it is not there
+        except Exception:  # listing below a folder worked, so it exists
             logger.debug("the bucket %s cannot be listed as a whole", bucket, exc_info=True)
         return None

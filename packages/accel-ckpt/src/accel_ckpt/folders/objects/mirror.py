@@ -21,7 +21,7 @@ from accel_ckpt.errors import (
     CorruptCheckpointError,
     ObjectStorageError,
 )
-from accel_ckpt.folders.objects.listing import check_sizes, open_manifest
+from accel_ckpt.folders.objects.leftovers import check_sizes, open_manifest
 from accel_ckpt.folders.objects.scratch import Scratch
 from accel_ckpt.folders.objects.store import PART, Store, in_parallel
 from accel_ckpt.folders.objects.stores import open_store
@@ -36,7 +36,7 @@ from accel_ckpt.locations import RemotePath
 __all__ = ["Mirror", "RemoteFiles", "open_remote"]
 
 
-class _Request(NamedTuple):
+class _BlockRequest(NamedTuple):
     name: str
     first: int
     """Block."""
@@ -68,7 +68,7 @@ class Mirror:
         self._store, self._prefix, self._verify = store, prefix, verify
         self._scratch = Scratch()
         self.folder = self._scratch.folder
-        """Of the local files."""
+        """The folder of the local files."""
         self.remove = self._scratch.remove
         """Remove the local files; those that are mapped stay readable."""
         self._objects = {name: _Object(inside(self.folder, name), record) for name, record in files.items()}
@@ -83,12 +83,6 @@ class Mirror:
                 raise CorruptCheckpointError(
                     f"{store.uri()} has names of files that are folders of others: {error}"
                 ) from error
-
-    def add(self, name: str, content: bytes) -> Path:
-        """Write a file into the mirror that has no object in the store."""
-        path = inside(self.folder, name)
-        path.write_bytes(content)
-        return path
 
     def fetch(self, names: Iterable[str]) -> None:
         """Bring whole files here.
@@ -135,7 +129,7 @@ class Mirror:
 
     def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
         with self._lock:
-            requests: list[_Request] = []
+            requests: list[_BlockRequest] = []
             whole: list[str] = []
             for name, blocks in wanted.items():
                 one = self._object(name)
@@ -151,7 +145,7 @@ class Mirror:
             for name, blocks in arrived.items():
                 self._there[name].update(blocks)
 
-    def _bring(self, request: _Request) -> _Request:
+    def _bring(self, request: _BlockRequest) -> _BlockRequest:
         data = self._read(request)
         descriptor = os.open(self._objects[request.name].path, os.O_WRONLY)
         try:
@@ -168,7 +162,7 @@ class Mirror:
             os.close(descriptor)
         return request
 
-    def _read(self, request: _Request) -> bytes:
+    def _read(self, request: _BlockRequest) -> bytes:
         """The bytes of some blocks; where a checksum differs they are read once more, since requests can fail, too."""
         one = self._objects[request.name]
         begin, end = request.first * BLOCK_HASHED, min(request.last * BLOCK_HASHED, one.record.size)
@@ -184,7 +178,7 @@ class Mirror:
                 )
         raise AssertionError("the last time returns or raises")
 
-    def _damaged(self, record: FileRecord, request: _Request, data: memoryview) -> int | None:
+    def _damaged(self, record: FileRecord, request: _BlockRequest, data: memoryview) -> int | None:
         if not self._verify or not record.blocks:
             return None
         for block in range(request.first, request.last):
@@ -202,17 +196,17 @@ class Mirror:
                 raise CorruptCheckpointError(f"{self._store.uri(self._prefix + name)}: {error}") from error
 
 
-def _requests(name: str, blocks: Iterable[int]) -> Iterator[_Request]:
+def _requests(name: str, blocks: Iterable[int]) -> Iterator[_BlockRequest]:
     """Blocks that follow each other in one request, up to a size."""
     first = last = -1
     for block in blocks:
         if block != last or (last - first) * BLOCK_HASHED >= PART:
             if first >= 0:
-                yield _Request(name, first, last)
+                yield _BlockRequest(name, first, last)
             first = block
         last = block + 1
     if first >= 0:
-        yield _Request(name, first, last)
+        yield _BlockRequest(name, first, last)
 
 
 class RemoteFiles(FileChecks):
@@ -273,7 +267,7 @@ def open_remote(directory: RemotePath, verify: bool) -> tuple[Manifest, Mirror, 
             ) from None
         raise
     mirror = Mirror(store, manifest.files, f"{manifest.folder}/" if manifest.folder else "", verify)
-    mirror.add(MANIFEST_NAME, raw)
+    (mirror.folder / MANIFEST_NAME).write_bytes(raw)
     headers = {
         name: record.size - max((field["data_offsets"][1] for field in record.tensors.values()), default=0)
         for name, record in manifest.files.items()

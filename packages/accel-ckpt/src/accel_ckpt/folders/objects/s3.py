@@ -41,7 +41,7 @@ class S3Store(Store):
         return _Multipart(self, name)
 
     def request(self, operation: str, name: str, **arguments: Any) -> Any:
-        """One request about an object, repeated where that may help."""
+        """Make a request about an object, and repeat it where that may help."""
         bucket, key, _ = self.fs.split_path(self.path(name))
         return self.attempt(
             lambda: self.ask(self.fs.call_s3, operation, Bucket=bucket, Key=key, **arguments),

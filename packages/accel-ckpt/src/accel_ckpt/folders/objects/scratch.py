@@ -42,7 +42,7 @@ class Scratch:
         self.folder = base / f"{_PREFIX}{host_token(secrets.token_hex(6))}"
         held = TemporaryFolder(self.folder, _Private())
         self.remove = weakref.finalize(self, _remove, self.folder, held, os.getpid())
-        """Remove the folder now; also called when nobody holds this object any more."""
+        """Remove the folder now; also called when this object is garbage."""
 
 
 def _remove(folder: Path, held: TemporaryFolder, owner: int) -> None:

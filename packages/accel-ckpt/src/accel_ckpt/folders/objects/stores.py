@@ -1,4 +1,4 @@
-"""Which kind of store a URI needs."""
+"""Choosing the class of store for a URI."""
 
 from __future__ import annotations
 

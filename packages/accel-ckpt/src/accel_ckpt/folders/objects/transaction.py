@@ -6,7 +6,6 @@ are there → manifest, in one request → what it replaces is removed → the m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from accel_ckpt.errors import (
     CorruptCheckpointError,
     ObjectStorageError,
 )
-from accel_ckpt.folders.folder import Contribution, Transaction
-from accel_ckpt.folders.objects.listing import (
+from accel_ckpt.folders.folder import Contribution, Transaction, check_regular, files_below
+from accel_ckpt.folders.objects.leftovers import (
     Mark,
     clean_leftovers,
     files_folder,
@@ -80,9 +79,7 @@ class ObjectTransaction(Transaction):
                 self._mark.remove()  # the files of other ranks may still be there: then the next save removes it
                 self._marked = False
         except CheckpointError as error:
-            warn(
-                f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}",
-            )
+            warn(f"the uploaded objects of {self.directory} could not be removed, a later save will: {error}")
         if folder is not None:
             folder.remove()
 
@@ -132,19 +129,13 @@ class ObjectTransaction(Transaction):
     def _added(self, written: Mapping[str, FileRecord], uploads: UploadDisk) -> dict[str, FileRecord]:
         """Upload what hooks put into this rank's folder."""
         records = {}
-        for root, folders, names in os.walk(self.scratch):
-            for name in (*names, *(n for n in folders if Path(root, n).is_symlink())):
-                path = Path(root, name)
-                relative = path.relative_to(self.scratch).as_posix()
-                if path.is_symlink() or not path.is_file():
-                    raise CheckpointSaveError(
-                        f"{path} is not a regular file, and cannot be part of a checkpoint"
-                    )
-                if relative in written or relative == MANIFEST_NAME:
-                    raise CheckpointSaveError(
-                        f"a save hook wrote {relative}, which is a file of the checkpoint; give it another name"
-                    )
-                records[relative] = _copy(path, uploads)
+        for name in files_below(self.scratch):
+            check_regular(self.scratch / name)
+            if name in written or name == MANIFEST_NAME:
+                raise CheckpointSaveError(
+                    f"a save hook wrote {name}, which is a file of the checkpoint; give it another name"
+                )
+            records[name] = _copy(self.scratch / name, uploads)
         return records
 
     def _publish(self, parts: Sequence[Contribution]) -> None:
@@ -196,7 +187,7 @@ class ObjectTransaction(Transaction):
             self._mark.remove()
         except CheckpointError as error:
             warn(
-                f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}",
+                f"the checkpoint {self.directory} is saved, but what it replaces could not be removed: {error}"
             )
 
 

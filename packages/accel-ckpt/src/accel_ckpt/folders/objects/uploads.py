@@ -57,7 +57,7 @@ class UploadDisk(Disk):
         return len(data)
 
     def fsync(self, descriptor: int) -> None:
-        """Say that no more will come."""
+        """End the file; its last bytes are sent."""
         self._open[descriptor].finish()
 
     def close(self, descriptor: int) -> None:
@@ -109,15 +109,10 @@ class UploadDisk(Disk):
 
 
 class _Outgoing:
-    """One file."""
+    """A file that is being uploaded."""
 
     def __init__(
-        self,
-        store: Store,
-        key: str,
-        name: str,
-        pool: ThreadPoolExecutor,
-        room: threading.BoundedSemaphore,
+        self, store: Store, key: str, name: str, pool: ThreadPoolExecutor, room: threading.BoundedSemaphore
     ) -> None:
         self.name = name
         self.hashes: list[str] = []

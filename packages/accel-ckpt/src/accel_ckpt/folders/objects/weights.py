@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from accel_ckpt.disk import Disk
-from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from accel_ckpt.folders.objects.listing import files_folder, is_files_folder, new_token
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError
+from accel_ckpt.folders.objects.leftovers import files_folder, is_files_folder, new_token
 from accel_ckpt.folders.objects.mirror import Mirror, open_remote
 from accel_ckpt.folders.objects.store import Store
 from accel_ckpt.folders.objects.stores import open_store
@@ -20,51 +19,16 @@ from accel_ckpt.format.writer import FileRecord
 from accel_ckpt.locations import RemotePath
 from accel_state.messages import warn
 
-__all__ = ["check_weights_folder", "fetch_file", "fetch_weights", "publish_weights", "write_object"]
+__all__ = ["ObjectSwitch", "fetch_file", "fetch_weights", "upload"]
 
 
-def check_weights_folder(directory: RemotePath) -> None:
-    """Refuse to write weights over a training state.
-
-    Raises:
-        CheckpointSaveError: there is a training state, or the storage cannot be read.
-    """
-    store = open_store(directory)
-    try:
-        store.read(MANIFEST_NAME)
-    except CheckpointNotFoundError:
-        return
-    except CheckpointError as error:
-        raise CheckpointSaveError(f"saving weights to {directory} failed: {error}") from error
-    raise CheckpointSaveError(
-        f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
-        "to another folder"
-    )
-
-
-def publish_weights(
-    directory: RemotePath, writers: Writers, index: tuple[str, str] | None
-) -> tuple[str, ...]:
-    """Replace the weights below a URI; see `WeightSwitch`.
+class ObjectSwitch(WeightSwitch):
+    """A replacement of weights below a URI.
 
     Objects cannot be renamed, so shards whose names readers use stay in a folder, where their index names them; the
     next save uses the plain names again.
-
-    Args:
-        directory: where.
-        writers: what writes each file.
-        index: name and text of the index, if there is to be one.
-
-    Returns:
-        The names of the objects written, the index included.
-
-    Raises:
-        CheckpointSaveError: the storage refuses, or does not answer.
     """
-    return _ObjectSwitch(directory, writers, index).run()
 
-
-class _ObjectSwitch(WeightSwitch):
     old = "readers choose {}"
 
     def __init__(self, directory: RemotePath, writers: Writers, index: tuple[str, str] | None) -> None:
@@ -72,21 +36,26 @@ class _ObjectSwitch(WeightSwitch):
         self._store = open_store(directory)
 
     def there(self) -> set[str]:
+        """Objects of weights, also those in folders of saves."""
         return {name for name in self._store.sizes() if _is_of_weights(name)}
 
     def read(self, name: str) -> bytes:
+        """Read an object."""
         return self._store.read(name)
 
     def put(self, name: str, text: str) -> None:
+        """Write an object, in one request."""
         self.doing = f"writing {name}"
         self._store.put(name, text.encode())
 
     def remove(self, name: str) -> None:
+        """Remove an object."""
         self._store.delete([name])
 
     def remove_old(self, names: Sequence[str]) -> None:
+        """Remove objects together, indexes first."""
         try:
-            for last in (False, True):  # indexes first
+            for last in (False, True):
                 self._store.delete(name for name in names if name.endswith(".json") != last)
         except CheckpointError as error:
             warn(
@@ -95,13 +64,15 @@ class _ObjectSwitch(WeightSwitch):
             )
 
     def write(self, apart: bool) -> str:
+        """Upload them, apart to a folder of this save."""
         home = files_folder(new_token())
         self.doing = f"writing {', '.join(self.writers)}"
-        _upload(self._store, self.writers, f"{home}/" if apart else "")
+        upload(self._store, self.writers, f"{home}/" if apart else "")
         return home
 
     def give_names(self) -> bool:
-        return False  # those that were not written apart have them
+        """Objects cannot be renamed."""
+        return False
 
     def sync(self) -> None:
         """An object that was put is there."""
@@ -112,21 +83,14 @@ def _is_of_weights(name: str) -> bool:
     return is_weight_file(file) and (not home or is_files_folder(home))
 
 
-def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -> None:
-    """Replace one object, in one step.
+def upload(store: Store, writers: Writers, prefix: str = "") -> None:
+    """Write objects, each in one step.
 
-    Raises:
-        CheckpointSaveError: the storage refuses, or does not answer.
+    Args:
+        store: where.
+        writers: what writes each.
+        prefix: of their names.
     """
-    try:
-        _upload(open_store(place.parent), {place.name: write})
-    except CheckpointSaveError:
-        raise
-    except CheckpointError as error:
-        raise CheckpointSaveError(f"saving {place} failed: {error}") from error
-
-
-def _upload(store: Store, writers: Writers, prefix: str = "") -> None:
     folder = Path("/")  # of names; nothing is made there
     disk = UploadDisk(store, folder, prefix)
     try:

@@ -26,7 +26,7 @@ FSDP_RESHARDS: Mapping[str, bool] = MappingProxyType(
 """Sharding strategies of version 1, and the equivalent ``reshard_after_forward`` of version 2."""
 
 FSDP_HYBRID_STRATEGIES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Those with a replica of the model on each machine."""
+"""The sharding strategies with a replica of the model on each machine."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -348,8 +348,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         except RendezvousConnectionError as error:
             raise _UnreachableError(
                 f"the connection to {meeting.host}:{meeting.port}, where the machines meet, was lost: the machine "
-                f"there "
-                f"has ended or its network has failed ({error})"
+                f"there has ended or its network has failed ({error})"
             ) from error
         except DistStoreError as error:
             raise _not_all(meeting, str(error).rstrip(".")) from None
@@ -397,10 +396,8 @@ def _wait_for(host: str, port: int, patience: float) -> None:
         if time.monotonic() >= until:
             raise _UnreachableError(
                 f"{host}:{port} did not answer within {patience:g} s ({reason}). It is the address of the machine "
-                f"with rank "
-                "0 (--main_process_ip and --main_process_port): check that its launcher runs and that no firewall "
-                "closes the "
-                "port, or raise --connect_timeout"
+                "with rank 0 (--main_process_ip and --main_process_port): check that its launcher runs and that no "
+                "firewall closes the port, or raise --connect_timeout"
             )
         time.sleep(0.2)
 

@@ -111,16 +111,14 @@ def check_deepspeed(config: LaunchConfig, environ: Mapping[str, str]) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise LaunchError(
             f"--deepspeed_multinode_launcher {launcher} needs DeepSpeed, which is not installed; pip install "
-            f"deepspeed, or "
-            "leave the option out: this launcher starts the ranks without it"
+            "deepspeed, or leave the option out: this launcher starts the ranks without it"
         )
     tool = _TOOLS.get(launcher)
     several = len(hosts) > 1
     if tool is not None and several and shutil.which(tool, path=environ.get("PATH")) is None:
         raise LaunchError(
             f"--deepspeed_multinode_launcher {launcher} needs {tool}, which was not found on PATH; install it, or "
-            f"choose "
-            "nossh and run this command on every machine"
+            "choose nossh and run this command on every machine"
         )
 
 
@@ -207,16 +205,14 @@ def _check_filters(config: LaunchConfig, launcher: str, hosts: Mapping[str, int]
         if launcher in _WHOLE_HOSTFILE:
             raise ConfigError(
                 f"--{name} {text}: DeepSpeed's {launcher} launcher uses every slot of the hostfile; leave the filter "
-                f"out "
-                "and shorten the hostfile, or choose pdsh"
+                "out and shorten the hostfile, or choose pdsh"
             )
         for part in text.split("@"):
             host, _, slots = part.partition(":")
             if hosts and host not in hosts:
                 raise ConfigError(
                     f"--{name} {text} names {host}, which is not in {config.deepspeed.deepspeed_hostfile}; its hosts "
-                    f"are "
-                    f"{', '.join(hosts)}"
+                    f"are {', '.join(hosts)}"
                 )
             for slot in filter(None, slots.split(",")):
                 if not slot.isdecimal() or (hosts and int(slot) >= hosts[host]):

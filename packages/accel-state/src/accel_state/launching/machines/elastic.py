@@ -113,6 +113,5 @@ def _check(config: LaunchConfig, cpu: bool) -> None:
     if config.numa_binding is not None and cpu:
         raise ConfigError(
             f"--numa_binding {config.numa_binding} on several machines binds each rank near its GPU, but the ranks "
-            f"compute "
-            "on the CPU; leave it out"
+            "compute on the CPU; leave it out"
         )

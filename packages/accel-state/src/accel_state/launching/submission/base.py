@@ -48,14 +48,12 @@ class Job:
         if config.num_processes is None:
             raise ConfigError(
                 "--submit cannot know how many accelerators the machines of the job have; pass --num_processes (the "
-                "total) "
-                "or --submit_gpus_per_machine, or --cpu"
+                "total) or --submit_gpus_per_machine, or --cpu"
             )
         if config.num_processes % config.num_machines:
             raise ConfigError(
-                f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; "
-                f"it is "
-                "the total over all machines"
+                f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it "
+                "is the total over all machines"
             )
         return str(config.num_processes // config.num_machines)
 

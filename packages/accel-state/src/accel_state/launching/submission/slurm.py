@@ -52,8 +52,7 @@ class SlurmSubmission(Submission):
         if tool is None:
             raise LaunchError(
                 "--submit slurm needs sbatch, which was not found on PATH; run this command on a login node of the "
-                "cluster, "
-                "or add --dry_run to see the script"
+                "cluster, or add --dry_run to see the script"
             )
         folder = Path(_output(job)).parent
         try:

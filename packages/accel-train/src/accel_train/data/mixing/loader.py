@@ -14,7 +14,7 @@ from accel_train.data.combined import CombinedLoader
 from accel_train.data.iterators import TimedIterator
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.mixing.choice import chosen
-from accel_train.data.mixing.progress import Progress, SourceCount, check_mixture_state
+from accel_train.data.mixing.progress import MixtureProgress, SourceCount, check_mixture_state
 from accel_train.data.mixing.weights import Shares, Weights, WeightsAt, shares_of
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.data.sampling.batches import length_of
@@ -56,7 +56,7 @@ class MixedDataLoader(CombinedLoader):
         stop: when an epoch of the mixture ends: with the last batch of the first source that ends
             ("first_exhausted"), with the end of the last source to end ("all_exhausted"), or "never". Until then a
             source that ends begins its next epoch. By default "first_exhausted", or "never" with `steps`.
-        steps: an epoch of the mixture has so many batches; its next one continues the sources where they are.
+        steps: number of batches in an epoch of the mixture; the next epoch continues the sources where they are.
 
     Attributes:
         loaders: the sources as they were given.
@@ -89,7 +89,7 @@ class MixedDataLoader(CombinedLoader):
         self._given: dict[str, Any] = {"weights": weights, "stop": stop, "steps": steps}
         self._set: Mapping[str, float] | None = None
         self._weights = self._planned
-        self._progress = Progress(self._names)
+        self._progress = MixtureProgress(self._names)
         self._prepared: dict[str, PreparedLoader] | None = None
         self._iterators: dict[str, Any] = {}
         self._current: PreparedLoader | None = None
@@ -498,7 +498,7 @@ class MixedDataLoader(CombinedLoader):
     # State
 
     @property
-    def epoch_state(self) -> Progress:
+    def epoch_state(self) -> MixtureProgress:
         """How far the mixture is; it has one as long as it lives."""
         return self._progress
 
@@ -655,7 +655,8 @@ def _check_end(stop: Any, steps: Any) -> None:
         raise OptionError(f"steps must be a whole number of batches above 0, got {steps!r}.")
     if stop not in (None, "never"):
         raise OptionError(
-            f"steps={steps} ends an epoch after so many batches, and stop={stop!r} with its sources. Pass one of them."
+            f"steps={steps} ends an epoch after that number of batches, and stop={stop!r} with its sources. "
+            "Pass one of them."
         )
 
 

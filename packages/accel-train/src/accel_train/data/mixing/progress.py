@@ -9,7 +9,7 @@ from typing import Any
 from accel_train.data.mixing.weights import quoted
 from accel_train.errors import DataError
 
-__all__ = ["Progress", "SourceCount", "check_mixture_state"]
+__all__ = ["MixtureProgress", "SourceCount", "check_mixture_state"]
 
 #: Version 1 also had `choice`, "random" or "balanced", and `behind`, which was empty for "random".
 _VERSION = 2
@@ -32,7 +32,7 @@ class SourceCount:
 
 
 @dataclass(slots=True)
-class Progress:
+class MixtureProgress:
     """How far a mixture is.
 
     Args:
@@ -75,7 +75,7 @@ class Progress:
         self.ended.clear()
 
     def took(self, name: str, samples: int) -> None:
-        """A batch of this source is returned; it holds so many samples over all ranks."""
+        """A batch of this source is returned; `samples` counts its rows over all ranks."""
         self.source = name
         self.step += 1
         self.in_epoch += 1

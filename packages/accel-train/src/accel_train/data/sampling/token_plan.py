@@ -104,7 +104,7 @@ def _even_budget(sizes: _Ints, max_tokens: int, ranks: int) -> int:
 
 
 def _least_budget(sizes: _Ints, enough: int, most: int) -> int:
-    """The fewest tokens that a padded batch needs if there are at most so many batches.
+    """The fewest tokens that a padded batch needs if the number of batches is limited.
 
     Args:
         sizes: of sorted samples.

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_train.errors import AccumulationError, PrepareError
 
-__all__ = ["Watch"]
+__all__ = ["NewParameterGuard"]
 
 _NEXT = (
     "Change the model before prepare(), or make a new engine on all ranks: `model = accelerator.unwrap_model(model)`, "
@@ -17,7 +17,7 @@ _NEXT = (
 )
 
 
-class Watch:
+class NewParameterGuard:
     """Forward pre-hook of an engine that refuses parameters which the engine does not know.
 
     An engine copies the trained parameters into flat partitions when it is created. A parameter that is added or

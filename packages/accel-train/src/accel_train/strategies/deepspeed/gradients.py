@@ -19,10 +19,10 @@ from accel_train.errors import AccumulationError, OptionError
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.gradients import multiply
 
-__all__ = ["EngineGradients"]
+__all__ = ["DeepSpeedGradients"]
 
 
-class EngineGradients:
+class DeepSpeedGradients:
     """The gradients of one engine, from the first backward of a window to its step.
 
     Args:

@@ -21,7 +21,7 @@ from accel_ckpt.parts import Leaf, fill_part
 from accel_ckpt.training.optimizers import names_to_find
 from accel_train.strategies.engines import check_groups
 
-__all__ = ["EngineState", "Share", "gathered_layers", "share_of"]
+__all__ = ["DeepSpeedState", "Share", "gathered_layers", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def gathered_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-class EngineState:
+class DeepSpeedState:
     """Weights and optimizer states of one engine.
 
     Args:

@@ -20,9 +20,9 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.state_part import StatePart
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
-from accel_train.strategies.deepspeed.changes import Watch
+from accel_train.strategies.deepspeed.changes import NewParameterGuard
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
-from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.gradients import DeepSpeedGradients
 from accel_train.strategies.deepspeed.loss_scale import LossScales, scale_of
 from accel_train.strategies.deepspeed.offload import EngineOffload, check_engine
 from accel_train.strategies.deepspeed.placeholders import (
@@ -32,7 +32,7 @@ from accel_train.strategies.deepspeed.placeholders import (
 )
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
-from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
+from accel_train.strategies.deepspeed.state import DeepSpeedState, gathered_layers, share_of
 from accel_train.strategies.deepspeed.window import EngineWindow
 from accel_train.strategies.engines import EngineStates, EngineStrategy, EngineWindowGradients
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
@@ -49,12 +49,12 @@ class _Trained:
     model: nn.Module
     given: torch.optim.Optimizer  # what the script prepared
     optimizer: torch.optim.Optimizer  # what the engine steps
-    gradients: EngineGradients
+    gradients: DeepSpeedGradients
     window: EngineWindow
-    state: EngineState
+    state: DeepSpeedState
     plugin: DeepSpeedPlugin
     groups: list[list[Tensor]]  # parameters, as the script grouped them
-    watch: Watch
+    watch: NewParameterGuard
 
 
 class DeepSpeedWindowGradients(EngineWindowGradients):
@@ -362,7 +362,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         )
         cast_inputs(plain, self.precision.dtypes.compute)
         steps.compile_in_place(plain)
-        gradients = EngineGradients(engine, plain)
+        gradients = DeepSpeedGradients(engine, plain)
         made = _Trained(
             engine,
             plain,
@@ -370,10 +370,10 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             engine.basic_optimizer,
             gradients,
             EngineWindow(engine, plain, gradients),
-            EngineState(engine, plain, groups),
+            DeepSpeedState(engine, plain, groups),
             self.plugin,
             groups,
-            Watch(engine, plain, engine.basic_optimizer),
+            NewParameterGuard(engine, plain, engine.basic_optimizer),
         )
         self.made.append(made)
         self.plugin.tell_of_divided_models()
@@ -401,7 +401,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             engine = make_engine(self.options.device, model=plain, config=config)
             self.evaluated.append(engine)
             self.plugin.tell_of_divided_models()
-            Watch(engine, plain)
+            NewParameterGuard(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
             prepared: nn.Module = engine

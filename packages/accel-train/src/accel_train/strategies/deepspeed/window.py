@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_ckpt import NamedModel
 from accel_train.errors import AccumulationError
-from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.gradients import DeepSpeedGradients
 from accel_train.strategies.deepspeed.loss_scale import scale_of
 
 __all__ = ["EngineWindow"]
@@ -37,7 +37,7 @@ class EngineWindow:
         place: where gradients wait; None: in a place that is not known here.
     """
 
-    def __init__(self, engine: Any, model: nn.Module, gradients: EngineGradients) -> None:
+    def __init__(self, engine: Any, model: nn.Module, gradients: DeepSpeedGradients) -> None:
         self._engine, self._model, self._gradients = engine, model, gradients
         self.place = _place_of(engine)
 

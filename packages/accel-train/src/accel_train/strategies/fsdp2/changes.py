@@ -19,7 +19,7 @@ from accel_state.operations.collectives import broadcast
 from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.start import agree
 
-__all__ = ["Watch"]
+__all__ = ["ParameterWatch"]
 
 _logger = get_logger(__name__)
 _is_trained = attrgetter("requires_grad")
@@ -74,7 +74,7 @@ class _Picture:
         )
 
 
-class Watch:
+class ParameterWatch:
     """Forward pre-hook of a divided model that looks for changes, before they could be lost or differ between ranks.
 
     FSDP manages the parameters that the model had when it was divided. A parameter that is added later (an adapter)

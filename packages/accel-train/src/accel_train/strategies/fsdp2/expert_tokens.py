@@ -123,7 +123,7 @@ class Tokens:
         return taken
 
     def _joined(self, rows: Tensor, count: int) -> Tensor:
-        """The rows of all ranks that have the same tokens, so many together."""
+        """All rows that a group of ranks with the same tokens shares, put together from the ranks' parts."""
         if self._alike.size == 1:
             return rows
         joined: Tensor = _Joined.apply(rows, count, self._alike)  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ def _share(rows: Tensor, alike: Ranks) -> Tensor:
 
 
 def _gathered(share: Tensor, count: int, alike: Ranks) -> Tensor:
-    """So many rows, of which each rank has its share. Collective."""
+    """All `count` rows, of which each rank has its share. Collective."""
     size = -(-count // alike.size)
     sent = share.new_zeros((size, *share.shape[1:]))
     sent[: share.shape[0]] = share

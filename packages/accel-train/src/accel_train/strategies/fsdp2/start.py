@@ -22,13 +22,22 @@ from accel_state.operations.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
 from accel_train.strategies.gradients import local_part
 
-__all__ = ["Held", "Start", "agree", "check_files", "lay_out", "place_whole", "read_parts", "widen"]
+__all__ = [
+    "ModelDescription",
+    "Start",
+    "agree",
+    "check_files",
+    "lay_out",
+    "place_whole",
+    "read_parts",
+    "widen",
+]
 
 _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelDescription:
     """Description of one rank's model before it is divided.
 
     Attributes:
@@ -42,7 +51,7 @@ class Held:
     kind: str
 
 
-def agree(model: nn.Module) -> list[Held]:
+def agree(model: nn.Module) -> list[ModelDescription]:
     """Exchange descriptions of the models of all ranks. Collective.
 
     Raises:
@@ -51,8 +60,10 @@ def agree(model: nn.Module) -> list[Held]:
     tensors = list(_named_tensors(model))
     text = "\n".join(f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors)
     meta = tuple(name for name, tensor in tensors if tensor.is_meta)
-    mine = Held(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), meta, type(model).__name__)
-    held: list[Held] = gather_object([mine])
+    mine = ModelDescription(
+        hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), meta, type(model).__name__
+    )
+    held: list[ModelDescription] = gather_object([mine])
     odd = [rank for rank, other in enumerate(held) if other.outline != held[0].outline]
     if odd:
         raise PrepareError(

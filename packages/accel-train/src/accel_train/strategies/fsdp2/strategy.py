@@ -29,7 +29,7 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
-from accel_train.strategies.fsdp2.changes import Watch
+from accel_train.strategies.fsdp2.changes import ParameterWatch
 from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
 from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
@@ -75,7 +75,7 @@ class FSDP2Strategy(Strategy):
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
-        self._watches: list[Watch] = []  # one for each divided model
+        self._watches: list[ParameterWatch] = []  # one for each divided model
         self._blocks: list[SameBlocks] = []  # likewise
         self._tokens: list[Tokens] = []  # one for each layer with divided experts
         self._whole: list[
@@ -144,7 +144,7 @@ class FSDP2Strategy(Strategy):
         else:
             lists = self._divide(plain)
         prepared = steps.compile(model)
-        watch = Watch(plain, self._find_whole, lists)
+        watch = ParameterWatch(plain, self._find_whole, lists)
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
         share_in_evaluation(plain, prepared, saved_buffers)
@@ -308,7 +308,7 @@ class FSDP2Strategy(Strategy):
         return super().step(optimizer, closure)
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """False: offloaded parameters are on another device than buffers, and `Watch` finds added parameters."""
+        """False: offloaded parameters and buffers are on two devices, and `ParameterWatch` finds added parameters."""
         return False
 
     def expert_tokens(self) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ class FSDPGradients(WindowGradients):
         return None
 
     def unreduced(self, parameters: Mapping[str, Tensor]) -> dict[str, UnreducedGradient]:
-        """Those of parameters that FSDP gathers."""
+        """The places of gradients of parameters that FSDP gathers."""
         held = {id(each.parameter): each for each in _gathered(self.models)}
         return {name: held[id(parameter)] for name, parameter in parameters.items() if id(parameter) in held}
 

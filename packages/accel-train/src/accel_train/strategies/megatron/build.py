@@ -15,7 +15,7 @@ from accel_state.operations.collectives import broadcast
 from accel_train.errors import OptionError, PrepareError
 from accel_train.strategies.megatron.attention import FusedAttention
 from accel_train.strategies.megatron.families import Architecture, architecture_of
-from accel_train.strategies.megatron.layout import Dims, Rule, Whole
+from accel_train.strategies.megatron.layout import Dims, Rule, WholeTensor
 from accel_train.strategies.megatron.norms import layer_specs
 from accel_train.strategies.megatron.options import (
     divide_other,
@@ -227,7 +227,7 @@ def _provided(
     config.pipeline_dtype = compute or torch.float32
     offset = _offset(module) if hasattr(module, "decoder") else 0
     rules: dict[str, Rule] = {
-        name: Whole(_global_name(name, offset), _divided_along(parameter))
+        name: WholeTensor(_global_name(name, offset), _divided_along(parameter))
         for name, parameter in module.named_parameters()
     }
     return Built(module, config, None, rules, Dims(groups.tp_rank, groups.tp_size, 0, 0, 0, 0))

@@ -1,7 +1,7 @@
 """Sequences divided among ranks, as Megatron-core's layers expect it.
 
-Each rank has a piece from each end, as the balanced `Layout` says. Megatron-core's rotary embeddings are cut in this
-order.
+Each rank has a piece from each end, as the balanced `SequenceLayout` says. Megatron-core's rotary embeddings are cut in
+this order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_train.errors import DataError
 from accel_train.sequence.exchange import gather_sequence
-from accel_train.sequence.layout import Layout
+from accel_train.sequence.layout import SequenceLayout
 
 __all__ = ["ContextPart"]
 
@@ -45,8 +45,8 @@ class ContextPart:
         return self._layout.pieces(self.index)
 
     @property
-    def _layout(self) -> Layout:
-        return Layout(self.parts, balanced=True)
+    def _layout(self) -> SequenceLayout:
+        return SequenceLayout(self.parts, balanced=True)
 
     def check(self, length: int, divisions: int = 1) -> None:
         """Check that sequences can be cut.

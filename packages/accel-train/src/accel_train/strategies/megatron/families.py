@@ -17,7 +17,7 @@ from accel_train.strategies.megatron.layout import (
     Heads,
     Rule,
     Vocabulary,
-    Whole,
+    WholeTensor,
 )
 
 __all__ = ["FAMILIES", "Architecture", "add_model_config_to_megatron_parser", "architecture_of"]
@@ -159,7 +159,7 @@ def _decoder(config: Any) -> Architecture:
     }
     top: dict[str, Rule] = {
         "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
-        "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+        "decoder.final_layernorm.weight": WholeTensor("model.norm.weight"),
         "output_layer.weight": Vocabulary("model.embed_tokens.weight" if tied else "lm_head.weight"),
     }
 
@@ -167,14 +167,14 @@ def _decoder(config: Any) -> Architecture:
         at = f"model.layers.{number}"
         queries, keys, values = (f"{at}.self_attn.{name}_proj" for name in "qkv")
         rules: dict[str, Rule] = {
-            "input_layernorm.weight": Whole(f"{at}.input_layernorm.weight"),
-            "pre_mlp_layernorm.weight": Whole(f"{at}.post_attention_layernorm.weight"),
-            "self_attention.q_layernorm.weight": Whole(f"{at}.self_attn.q_norm.weight"),
-            "self_attention.k_layernorm.weight": Whole(f"{at}.self_attn.k_norm.weight"),
-            "self_attention.linear_proj.weight": Whole(f"{at}.self_attn.o_proj.weight", dim=1),
-            "self_attention.linear_proj.bias": Whole(f"{at}.self_attn.o_proj.bias"),
-            "mlp.linear_fc2.weight": Whole(f"{at}.mlp.down_proj.weight", dim=1),
-            "mlp.linear_fc2.bias": Whole(f"{at}.mlp.down_proj.bias"),
+            "input_layernorm.weight": WholeTensor(f"{at}.input_layernorm.weight"),
+            "pre_mlp_layernorm.weight": WholeTensor(f"{at}.post_attention_layernorm.weight"),
+            "self_attention.q_layernorm.weight": WholeTensor(f"{at}.self_attn.q_norm.weight"),
+            "self_attention.k_layernorm.weight": WholeTensor(f"{at}.self_attn.k_norm.weight"),
+            "self_attention.linear_proj.weight": WholeTensor(f"{at}.self_attn.o_proj.weight", dim=1),
+            "self_attention.linear_proj.bias": WholeTensor(f"{at}.self_attn.o_proj.bias"),
+            "mlp.linear_fc2.weight": WholeTensor(f"{at}.mlp.down_proj.weight", dim=1),
+            "mlp.linear_fc2.bias": WholeTensor(f"{at}.mlp.down_proj.bias"),
         }
         for what in ("weight", "bias"):
             rules[f"self_attention.linear_qkv.{what}"] = Heads(
@@ -224,9 +224,9 @@ def _gpt2(config: Any) -> Architecture:
     embedding = "transformer.wte.weight"
     top: dict[str, Rule] = {
         "embedding.word_embeddings.weight": Vocabulary(embedding),
-        "embedding.position_embeddings.weight": Whole("transformer.wpe.weight"),
-        "decoder.final_layernorm.weight": Whole("transformer.ln_f.weight"),
-        "decoder.final_layernorm.bias": Whole("transformer.ln_f.bias"),
+        "embedding.position_embeddings.weight": WholeTensor("transformer.wpe.weight"),
+        "decoder.final_layernorm.weight": WholeTensor("transformer.ln_f.weight"),
+        "decoder.final_layernorm.bias": WholeTensor("transformer.ln_f.bias"),
         "output_layer.weight": Vocabulary(embedding),
     }
 
@@ -235,16 +235,18 @@ def _gpt2(config: Any) -> Architecture:
         rules: dict[str, Rule] = {
             "self_attention.linear_qkv.weight": FusedHeads(f"{at}.attn.c_attn.weight", transposed=True),
             "self_attention.linear_qkv.bias": FusedHeads(f"{at}.attn.c_attn.bias"),
-            "self_attention.linear_proj.weight": Whole(f"{at}.attn.c_proj.weight", dim=1, transposed=True),
-            "self_attention.linear_proj.bias": Whole(f"{at}.attn.c_proj.bias"),
-            "mlp.linear_fc1.weight": Whole(f"{at}.mlp.c_fc.weight", dim=0, transposed=True),
-            "mlp.linear_fc1.bias": Whole(f"{at}.mlp.c_fc.bias", dim=0),
-            "mlp.linear_fc2.weight": Whole(f"{at}.mlp.c_proj.weight", dim=1, transposed=True),
-            "mlp.linear_fc2.bias": Whole(f"{at}.mlp.c_proj.bias"),
+            "self_attention.linear_proj.weight": WholeTensor(
+                f"{at}.attn.c_proj.weight", dim=1, transposed=True
+            ),
+            "self_attention.linear_proj.bias": WholeTensor(f"{at}.attn.c_proj.bias"),
+            "mlp.linear_fc1.weight": WholeTensor(f"{at}.mlp.c_fc.weight", dim=0, transposed=True),
+            "mlp.linear_fc1.bias": WholeTensor(f"{at}.mlp.c_fc.bias", dim=0),
+            "mlp.linear_fc2.weight": WholeTensor(f"{at}.mlp.c_proj.weight", dim=1, transposed=True),
+            "mlp.linear_fc2.bias": WholeTensor(f"{at}.mlp.c_proj.bias"),
         }
         for what in ("weight", "bias"):
-            rules[f"input_layernorm.{what}"] = Whole(f"{at}.ln_1.{what}")
-            rules[f"pre_mlp_layernorm.{what}"] = Whole(f"{at}.ln_2.{what}")
+            rules[f"input_layernorm.{what}"] = WholeTensor(f"{at}.ln_1.{what}")
+            rules[f"pre_mlp_layernorm.{what}"] = WholeTensor(f"{at}.ln_2.{what}")
         return rules
 
     both = (embedding, "lm_head.weight")

@@ -14,7 +14,7 @@ from accel_train.strategies.computed_loss import ComputedLosses
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.plugin import MegatronLMPlugin
 
-__all__ = ["EngineGradients", "make_optimizer", "regrouped"]
+__all__ = ["MegatronGradients", "make_optimizer", "regrouped"]
 
 
 def regrouped(built: Built, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
@@ -118,7 +118,7 @@ def make_optimizer(
     return made
 
 
-class EngineGradients:
+class MegatronGradients:
     """Gradients of one engine, from the first backward to the step. They are reduced when they are first used.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_ckpt import Part
 
-__all__ = ["Dims", "FusedHeads", "Gated", "Heads", "Rule", "Vocabulary", "Whole"]
+__all__ = ["Dims", "FusedHeads", "Gated", "Heads", "Rule", "Vocabulary", "WholeTensor"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensor:
     """One tensor of the model, divided along a dimension or whole on every rank.
 
     Attributes:

@@ -22,7 +22,7 @@ from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.layout import Dims, Rule
 from accel_train.strategies.megatron.runtime import Groups
 
-__all__ = ["EngineState", "run_parts"]
+__all__ = ["MegatronState", "run_parts"]
 
 WITHOUT_STATE = "without_state"
 """Key of a saved optimizer that was saved by `no_save_optim`."""
@@ -83,7 +83,7 @@ def run_parts(
     return found
 
 
-class EngineState:
+class MegatronState:
     """Weights and optimizer states of one engine.
 
     Args:

@@ -18,7 +18,7 @@ from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strateg
 from accel_train.strategies.engines import EngineStates, EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
 from accel_train.strategies.megatron.engine import MegatronEngine
-from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
+from accel_train.strategies.megatron.gradients import MegatronGradients, make_optimizer, regrouped
 from accel_train.strategies.megatron.options import divide_other, gradient_options, optimizer_options
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler, make_scheduler
 from accel_train.strategies.megatron.plugin import MegatronLMPlugin
@@ -28,7 +28,7 @@ from accel_train.strategies.megatron.runtime import (
     restore_random_states,
     start,
 )
-from accel_train.strategies.megatron.state import EngineState
+from accel_train.strategies.megatron.state import MegatronState
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter, leaf_misfits
 
 __all__ = ["MegatronStates", "MegatronStrategy"]
@@ -40,9 +40,9 @@ class _Trained:
 
     engine: MegatronEngine
     model: nn.Module
-    state: EngineState
+    state: MegatronState
     optimizer: torch.optim.Optimizer | None = None
-    gradients: EngineGradients | None = None
+    gradients: MegatronGradients | None = None
     groups: list[list[Tensor]] | None = None
 
 
@@ -254,8 +254,8 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         chunk = self._wrapped(built)
         own = make_optimizer(optimizer, groups, options, chunk)
         engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=True)
-        gradients = EngineGradients(chunk, own, self.plugin, engine.losses)
-        state = EngineState(built, self._groups, chunk, own)
+        gradients = MegatronGradients(chunk, own, self.plugin, engine.losses)
+        state = MegatronState(built, self._groups, chunk, own)
         state.use_groups(groups)
         engine.before_backward, engine.scale = gradients.before_backward, gradients.scale
         empty_out(model)
@@ -266,7 +266,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
 
         assert self._groups is not None, "started"
         chunk = built.module if compute is None else Float16Module(built.config, built.module)
-        state = EngineState(built, self._groups, chunk, None)
+        state = MegatronState(built, self._groups, chunk, None)
         engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=False)
         empty_out(model)
         return _Trained(engine, model, state)
@@ -339,7 +339,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         assert item.optimizer is not None, "trained"
         return known | parameter_ids(item.optimizer)
 
-    def _clipped(self, parameters: Sequence[Tensor]) -> EngineGradients | None:
+    def _clipped(self, parameters: Sequence[Tensor]) -> MegatronGradients | None:
         """The engine of parameters, of which all must be given."""
         wanted = {id(parameter) for parameter in parameters}
         for item in self.made:

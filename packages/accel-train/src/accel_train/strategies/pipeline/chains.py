@@ -26,7 +26,7 @@ class _Value:
 
 
 class _Unpacked(Exception):  # noqa: N818 (no error)
-    """A module seems to return a tuple, of which nobody knows the length."""
+    """A module is indexed or unpacked, so it returns a tuple, whose length its code does not show."""
 
 
 class _StandIn(nn.Module):

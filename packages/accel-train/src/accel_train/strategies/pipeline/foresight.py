@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from accel_state.world.rehearsal import Rehearsal
 from accel_train.strategies.pipeline.cut import Cut
 from accel_train.strategies.pipeline.exchange import Form
-from accel_train.strategies.pipeline.schedules import Layout, MicroBatch, run_forward
+from accel_train.strategies.pipeline.schedules import MicroBatch, StageLayout, run_forward
 from accel_train.strategies.pipeline.stages import make_stages
 
 __all__ = ["Foreseen", "Foresight", "made_up"]
@@ -88,7 +88,7 @@ class Foresight:
 
     def _run(self, micro_batch: MicroBatch) -> Foreseen:
         forms: dict[int, list[Form]] = {}
-        everything = Layout(1, len(self._stages))
+        everything = StageLayout(1, len(self._stages))
         exchange: Any = None  # one rank holds all stages, and sends nothing
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             found = run_forward(self._stages, everything, 0, exchange, [micro_batch], forms, trains=False)

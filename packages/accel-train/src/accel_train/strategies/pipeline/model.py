@@ -25,9 +25,9 @@ from accel_train.strategies.pipeline.schedules import (
     SCHEDULES,
     Forwarded,
     Fused,
-    Layout,
     MicroBatch,
-    Schedule,
+    PipelineSchedule,
+    StageLayout,
     run_backward,
     run_forward,
 )
@@ -64,7 +64,7 @@ class PipelineModel(nn.Module):
         self,
         given: nn.Module,
         stages: Sequence[Stage],
-        layout: Layout,
+        layout: StageLayout,
         rank: int,
         group: Any,
         config: PipelineParallelConfig,
@@ -209,7 +209,7 @@ class PipelineModel(nn.Module):
                 )
         return (), {name: value for name, value in named.items() if name not in _DROPPED}
 
-    def _schedule(self, has_loss: bool) -> Schedule:
+    def _schedule(self, has_loss: bool) -> PipelineSchedule:
         name = self._config.schedule
         if name is None:
             several = self._layout.stages > self._layout.ranks
@@ -270,7 +270,7 @@ class PipelineModel(nn.Module):
             )
 
     def _cut(
-        self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: Schedule | None
+        self, inputs: tuple[Any, ...], named: dict[str, Any], schedule: PipelineSchedule | None
     ) -> tuple[list[MicroBatch], Any]:
         """Cut a batch into micro-batches; the key tells batches apart whose tensors differ in form."""
         tensors = [value for value in _tensors((inputs, named)) if value.dim()]
@@ -296,7 +296,7 @@ class PipelineModel(nn.Module):
         ]
         return micro_batches, (count, _key((inputs, named)))
 
-    def _count(self, rows: int, schedule: Schedule | None) -> int:
+    def _count(self, rows: int, schedule: PipelineSchedule | None) -> int:
         """Into how many micro-batches a batch is cut."""
         given = self._config.num_micro_batches
         wanted = given or 2 * self._layout.stages
@@ -408,7 +408,7 @@ class PipelineModel(nn.Module):
     # Forward and backward
 
     def _run_fused(
-        self, schedule: Schedule, micro_batches: list[MicroBatch], key: Any, weights: list[float]
+        self, schedule: PipelineSchedule, micro_batches: list[MicroBatch], key: Any, weights: list[float]
     ) -> EngineOutput:
         def make() -> tuple[Fused, Foreseen | None]:
             foreseen = self._foresee(micro_batches)

@@ -19,9 +19,9 @@ __all__ = [
     "SCHEDULES",
     "Forwarded",
     "Fused",
-    "Layout",
     "MicroBatch",
-    "Schedule",
+    "PipelineSchedule",
+    "StageLayout",
     "run_backward",
     "run_forward",
 ]
@@ -31,7 +31,7 @@ MicroBatch: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """Which rank of a pipeline holds which stage.
 
     Attributes:
@@ -55,7 +55,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule.
 
     Attributes:
@@ -64,7 +64,7 @@ class Schedule:
             other, with the script's loss in between.
         stages_per_rank: of each rank by default.
         any_stages: other numbers of stages are possible.
-        turns: see `Layout`.
+        turns: see `StageLayout`.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Schedule:
         """Whether gradients of weights are computed apart from those of inputs."""
         return self.name.endswith("zero_bubble")
 
-    def takes(self, micro_batches: int, layout: Layout) -> bool:
-        """Whether it can run so many micro-batches."""
+    def takes(self, micro_batches: int, layout: StageLayout) -> bool:
+        """Whether the schedule can run this number of micro-batches."""
         if self.name == "1f1b":
             return micro_batches >= layout.stages
         if self.name.startswith("interleaved"):
@@ -90,16 +90,18 @@ class Schedule:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", None, 1, any_stages=False),
-        Schedule("1f1b", schedules.Schedule1F1B, 1, any_stages=False),
-        Schedule("interleaved_1f1b", schedules.ScheduleInterleaved1F1B, 2, any_stages=True),
-        Schedule("looped_bfs", schedules.ScheduleLoopedBFS, 2, any_stages=True),
-        Schedule("interleaved_zero_bubble", schedules.ScheduleInterleavedZeroBubble, 2, any_stages=True),
-        Schedule("zbv_zero_bubble", schedules.ScheduleZBVZeroBubble, 2, any_stages=False, turns=True),
+        PipelineSchedule("gpipe", None, 1, any_stages=False),
+        PipelineSchedule("1f1b", schedules.Schedule1F1B, 1, any_stages=False),
+        PipelineSchedule("interleaved_1f1b", schedules.ScheduleInterleaved1F1B, 2, any_stages=True),
+        PipelineSchedule("looped_bfs", schedules.ScheduleLoopedBFS, 2, any_stages=True),
+        PipelineSchedule(
+            "interleaved_zero_bubble", schedules.ScheduleInterleavedZeroBubble, 2, any_stages=True
+        ),
+        PipelineSchedule("zbv_zero_bubble", schedules.ScheduleZBVZeroBubble, 2, any_stages=False, turns=True),
     )
 }
 
-FORWARD_FIRST = Schedule("gpipe", schedules.ScheduleGPipe, 1, any_stages=False)
+FORWARD_FIRST = PipelineSchedule("gpipe", schedules.ScheduleGPipe, 1, any_stages=False)
 """For batches with too few rows for "1f1b": it computes the same, and keeps no more activations of so few."""
 
 
@@ -118,7 +120,7 @@ class Forwarded:
 
 def run_forward(
     stages: Sequence[Stage],
-    layout: Layout,
+    layout: StageLayout,
     rank: int,
     exchange: Exchange,
     micro_batches: Sequence[MicroBatch],
@@ -172,7 +174,7 @@ def run_forward(
 
 def run_backward(
     stage: Stage,
-    layout: Layout,
+    layout: StageLayout,
     exchange: Exchange,
     saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]],
     outputs: Sequence[tuple[list[Tensor], list[Tensor]]],
@@ -211,7 +213,7 @@ def run_backward(
 
 
 def floating(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that can have gradients."""
+    """The tensors that can have gradients."""
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
@@ -268,9 +270,9 @@ class Fused:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         stages: Sequence[Stage],
-        layout: Layout,
+        layout: StageLayout,
         count: int,
         forms: dict[int, list[Form]],
         device: torch.device,

@@ -18,11 +18,11 @@ from accel_train.strategies.pipeline.model import PipelineModel
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.window_gradients import OwnGradient, WindowGradients
 
-__all__ = ["PipelineStates", "Whole"]
+__all__ = ["PipelineStates", "UndividedModel"]
 
 
 @dataclass
-class Whole:
+class UndividedModel:
     """What a model was before it was divided into stages.
 
     Attributes:
@@ -36,7 +36,7 @@ class Whole:
     parameters: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Whole:
+    def of(cls, module: nn.Module) -> UndividedModel:
         """Describe a model before it is divided."""
         named = NamedModel(module)
         tensors = {name: tensor for name, tensor in named.state_dict().items() if isinstance(tensor, Tensor)}
@@ -79,7 +79,7 @@ class PipelineStates(StateAdapter):
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """This rank's tensors, and the forms of all others, in the order of the whole model."""
         own = super().model_state(model, named)
-        whole: Whole | None = self.strategy.whole_of(model)
+        whole: UndividedModel | None = self.strategy.whole_of(model)
         if whole is None:
             return own
         held = {name: _held(leaf) for name, leaf in own.items()}
@@ -96,7 +96,7 @@ class PipelineStates(StateAdapter):
 
     def parameters_elsewhere(self, model: nn.Module) -> dict[str, Part]:
         """The parameters of other stages."""
-        whole: Whole | None = self.strategy.whole_of(model)
+        whole: UndividedModel | None = self.strategy.whole_of(model)
         if whole is None:
             return super().parameters_elsewhere(model)
         own = NamedModel(whole.module).parameters()

@@ -32,9 +32,9 @@ from accel_train.strategies.pickling import refuse_pickles_of_stages
 from accel_train.strategies.pipeline.cut import Cut, cut_model
 from accel_train.strategies.pipeline.foresight import Foresight
 from accel_train.strategies.pipeline.model import PipelineModel
-from accel_train.strategies.pipeline.schedules import SCHEDULES, Layout
+from accel_train.strategies.pipeline.schedules import SCHEDULES, StageLayout
 from accel_train.strategies.pipeline.stages import make_stages
-from accel_train.strategies.pipeline.states import PipelineStates, Whole
+from accel_train.strategies.pipeline.states import PipelineStates, UndividedModel
 from accel_train.strategies.pipeline.trial import try_cut
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
@@ -90,7 +90,7 @@ class PipelineStrategy(Strategy):
                     "the meta device gets its values. Leave one of them out."
                 )
         self._layout = _layout(self.pipeline, mesh.size())
-        self._made: list[tuple[PipelineModel, Whole]] = []
+        self._made: list[tuple[PipelineModel, UndividedModel]] = []
         self._gone: dict[int, weakref.ref[Tensor]] = {}  # parameters of other stages
 
     @classmethod
@@ -142,7 +142,7 @@ class PipelineStrategy(Strategy):
         cut = cut_model(plain, self.pipeline, self._layout.stages)
         units = Units.of(plain, self._sharding) if self.shards else None
         foresight = self._foresight(plain, cut, units, steps)
-        whole = Whole.of(plain)
+        whole = UndividedModel.of(plain)
         before = dict(plain.named_parameters(remove_duplicate=False))
         fill = None if start is None else start.fill
         stages = make_stages(plain, cut, self._layout.held(self._rank), self.pipeline.loss_function, fill)
@@ -269,7 +269,7 @@ class PipelineStrategy(Strategy):
         """False: parameters that are added afterwards are in no stage."""
         return False
 
-    def whole_of(self, model: nn.Module) -> Whole | None:
+    def whole_of(self, model: nn.Module) -> UndividedModel | None:
         """What a prepared model was before it was divided; None: it was prepared for evaluation alone."""
         plain = self.plain(model)
         return next((whole for _, whole in self._made if whole.module is plain), None)
@@ -360,15 +360,15 @@ def _forget(known: dict[int, Any], key: int, reference: object) -> None:
     known.pop(key, None)
 
 
-def _layout(config: PipelineParallelConfig, ranks: int) -> Layout:
+def _layout(config: PipelineParallelConfig, ranks: int) -> StageLayout:
     """Which rank holds which stage.
 
     Raises:
-        IncompatibleOptionsError: the schedule does not take so many stages on a rank.
+        IncompatibleOptionsError: the schedule does not take this number of stages on a rank.
     """
     each = config.stages_per_rank
     if config.schedule is None:
-        return Layout(ranks, ranks * (each or 1))
+        return StageLayout(ranks, ranks * (each or 1))
     schedule = SCHEDULES[config.schedule]
     each = each or schedule.stages_per_rank
     if each != schedule.stages_per_rank and not (schedule.any_stages and each > 1):
@@ -377,4 +377,4 @@ def _layout(config: PipelineParallelConfig, ranks: int) -> Layout:
             f"stages_per_rank={each}, and the schedule {schedule.name!r} takes {takes} on each rank. Change one of "
             "them."
         )
-    return Layout(ranks, ranks * each, schedule.turns)
+    return StageLayout(ranks, ranks * each, schedule.turns)

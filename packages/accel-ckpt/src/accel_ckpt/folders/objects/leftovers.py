@@ -1,4 +1,4 @@
-"""Listing the checkpoints in object storage, and removing leftovers of dead saves.
+"""Objects of saves: the marks of saves under way, and removal of what dead saves left.
 
 ```
 run/checkpoint_3/manifest.json               the last object that a save writes: a checkpoint exists when it does
@@ -18,16 +18,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_ckpt.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ObjectStorageError,
-)
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.folders.objects.store import Store, in_parallel
 from accel_ckpt.folders.objects.stores import open_store
 from accel_ckpt.format.index import inside
@@ -39,15 +33,12 @@ from accel_state.messages import warn
 
 __all__ = [
     "Mark",
-    "checkpoints_from",
+    "check_sizes",
     "clean_leftovers",
-    "complete_checkpoints",
     "files_folder",
-    "is_complete",
     "is_files_folder",
     "new_token",
     "open_manifest",
-    "prune_checkpoints",
     "read_manifest",
     "remove_unlisted",
 ]
@@ -163,79 +154,6 @@ def check_sizes(store: Store, manifest: Manifest) -> None:
                 f"{store.uri(prefix + name)} {what}, but the manifest of the checkpoint says {record.size} bytes; load "
                 "another checkpoint"
             )
-
-
-def _numbered(base: RemotePath, prefix: str) -> Iterator[tuple[int, RemotePath]]:
-    pattern = re.compile(re.escape(prefix) + r"(\d+)")
-    matches = filter(None, map(pattern.fullmatch, open_store(base).children()))
-    yield from sorted((int(match.group(1)), base / match[0]) for match in matches)
-
-
-def is_complete(directory: RemotePath) -> bool:
-    """Whether a complete checkpoint is at a URI."""
-    store = open_store(directory)
-    try:
-        check_sizes(store, read_manifest(store))
-    except ObjectStorageError:
-        raise  # nothing is known then
-    except CheckpointError as error:
-        logger.info("%s is not a complete checkpoint: %s", directory, error)
-        return False
-    return True
-
-
-def _exists(directory: RemotePath) -> bool:
-    """Whether there is a checkpoint, perhaps one that is damaged."""
-    try:
-        open_store(directory).read(MANIFEST_NAME)
-    except CheckpointNotFoundError:
-        return False
-    return True
-
-
-def complete_checkpoints(base: RemotePath, prefix: str) -> list[Path]:
-    """The complete checkpoints ``<prefix><number>``, oldest first."""
-    found = [path for _, path in _numbered(base, prefix)]
-    return [path for path, complete in zip(found, in_parallel(is_complete, found), strict=True) if complete]
-
-
-def checkpoints_from(base: RemotePath, number: int, prefix: str) -> list[Path]:
-    """The checkpoints ``<prefix><n>`` with n of at least ``number``; what has no manifest is none."""
-    found = [path for n, path in _numbered(base, prefix) if n >= number]
-    return [path for path, exists in zip(found, in_parallel(_exists, found), strict=True) if exists]
-
-
-def prune_checkpoints(base: RemotePath, keep: int, prefix: str) -> list[Path]:
-    """Remove the oldest complete checkpoints until ``keep`` are left: of each the manifest first, then its files.
-
-    One rank does it, and the others do not wait for it: so what cannot be removed is a warning, and the next save
-    tries again.
-    """
-    try:
-        doomed = complete_checkpoints(base, prefix)[:-keep]
-    except CheckpointError as error:
-        warn(f"whether there are older checkpoints to remove in {base} is not known: {error}")
-        return []
-    return [path for path in doomed if _prune(path)]
-
-
-def _prune(path: Path) -> bool:
-    assert isinstance(path, RemotePath), "below a URI"
-    mark = Mark(path, new_token())
-    try:
-        mark.write()
-        open_store(path).delete([MANIFEST_NAME])
-        remove_unlisted(path, set())
-        mark.remove()
-    except CheckpointError as error:
-        # From one place and with one text for each checkpoint, so that Python says it once.
-        warn(
-            f"the older checkpoint {path} could not be removed, and stays, whole or in part: {error}. Every save tries "
-            "again",
-            once=True,
-        )
-        return False
-    return True
 
 
 def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:

@@ -6,9 +6,13 @@ import time
 import pytest
 import torch
 
-from accel_ckpt import Checkpointer, CheckpointSaveError, complete_checkpoints, save_training_state
-from accel_ckpt.folders.objects.listing import checkpoints_from
-from accel_ckpt.locations import location
+from accel_ckpt import (
+    Checkpointer,
+    CheckpointSaveError,
+    checkpoints_from,
+    complete_checkpoints,
+    save_training_state,
+)
 from accel_state.host.process_identity import process_identity
 from testkit.object_storage import objects
 
@@ -112,6 +116,6 @@ def test_an_unfinished_checkpoint_takes_no_number(bucket, tmp_path):
     assert checkpointer.steps() == [4, 5]
     with pytest.raises(CheckpointSaveError, match=f"{bucket}/step_5 exists, so step 5 cannot be the newest"):
         checkpointer.save(5, state)
-    assert [path.name for path in checkpoints_from(location(bucket), 5, "step_")] == ["step_5"]
+    assert [path.name for path in checkpoints_from(bucket, 5, "step_")] == ["step_5"]
     checkpointer.verify()
     assert checkpointer.load(state) == 5

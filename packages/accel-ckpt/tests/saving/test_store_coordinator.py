@@ -11,8 +11,9 @@ from typing import ClassVar
 import pytest
 import torch.distributed as dist
 
-from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, UnsupportedValueError, store_coordinator
-from accel_ckpt.store_coordinator import StoreCoordinator
+from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, UnsupportedValueError
+from accel_ckpt.saving import store_coordinator
+from accel_ckpt.saving.store_coordinator import StoreCoordinator
 from accel_state.host.process_identity import machine_id, start_time_of
 
 
@@ -27,9 +28,9 @@ def impatient(monkeypatch):
     monkeypatch.setattr(store_coordinator, "_LAST_WORDS", 1.0)
 
 
-def coordinators(count, **options):
+def coordinators(count):
     store = dist.HashStore()
-    return store, [StoreCoordinator(store, Rank(rank, count), **options) for rank in range(count)]
+    return store, [StoreCoordinator(store, Rank(rank, count)) for rank in range(count)]
 
 
 def together(*calls):
@@ -134,8 +135,9 @@ def test_a_rank_whose_process_has_ended_is_named():
     reaper.join()
 
 
-def test_a_rank_that_never_answers():
-    _, (first, _) = coordinators(2, patience=0.1)
+def test_a_rank_that_never_answers(monkeypatch):
+    monkeypatch.setattr(store_coordinator, "_PATIENCE", 0.1)
+    _, (first, _) = coordinators(2)
     with pytest.raises(CheckpointSaveError, match=r"ranks \[1\] did not answer within 0.1 s"):
         first.exchange("hello")
 

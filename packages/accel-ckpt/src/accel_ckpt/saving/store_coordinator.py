@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["StoreCoordinator"]
 
 _WHO = {"machine": (None, str), "pid": int, "born": (None, str)}
-_PATIENCE = 30 * 60.0  # seconds for the slowest rank, as in torch's collectives
+_PATIENCE = 30 * 60.0  # seconds to wait for the slowest rank, as in torch's collectives
 _LOOK = 1.0  # seconds between two looks at who is still there
 _LAST_WORDS = 10.0  # seconds that rank 0 keeps the store for ranks that have not read how the save ended
 
@@ -34,22 +34,16 @@ class StoreCoordinator:
         store: a connection that nothing else uses, for keys of this save alone.
         ranks: the same ranks in their training.
         stopped: returns why this rank gives up; None while it goes on.
-        patience: seconds to wait for the other ranks.
     """
 
     def __init__(
-        self,
-        store: Store,
-        ranks: Coordinator,
-        stopped: Callable[[], str | None] = lambda: None,
-        patience: float = _PATIENCE,
+        self, store: Store, ranks: Coordinator, stopped: Callable[[], str | None] = lambda: None
     ) -> None:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank = ranks.local_rank
         self._store = store
         self._stopped = stopped
-        self._patience = patience
         self._round = 0
         store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
         store.set(f"who/{self.rank}", json.dumps(process_identity()))
@@ -132,5 +126,5 @@ class StoreCoordinator:
                 check_form(who, _WHO, "a process in the store")
                 if has_ended(who):
                     raise CheckpointSaveError(f"rank {rank} (process {who['pid']}) has ended")
-        if waited > self._patience:
-            raise CheckpointSaveError(f"ranks {absent} did not answer within {self._patience:g} s")
+        if waited > _PATIENCE:
+            raise CheckpointSaveError(f"ranks {absent} did not answer within {_PATIENCE:g} s")
