@@ -207,21 +207,23 @@ def main() -> None:
         steps=5,
         seconds=0.03,
     )
-    rows = []
-    for ranks in given.ranks if "steps" in given.parts else ():
-        found = worlds.run(measure_steps, ranks, 8, given.rounds, timeout=600)[0]
-        ms = [f"{1e3 * statistics.median(found[name]):.1f}" for name in ("torch", "ours")]
-        rows.append([ranks, *ms, f"{median_ratio(found['ours'], found['torch']):.3f}"])
-    table(["ranks", "torch's 1F1B, ms", "ours, ms", "ratio"], rows, "A step of 8 micro-batches")
-    rows = []
-    for ranks, schedule in itertools.product(given.ranks, given.schedules) if "bubble" in given.parts else ():
-        if ranks == 4 and schedule in ("gpipe", "looped_bfs"):
-            continue
-        found = worlds.run(measure_bubble, ranks, schedule, 8, given.steps, given.seconds, timeout=600)
-        means = [f"{statistics.mean(each[name] for each in found):.3f}" for name in ("ours", "torch")]
-        rows.append([schedule, ranks, *means, f"{formula(schedule, ranks, 8):.3f}"])
-    title = "The share of a step that waits, 8 micro-batches"
-    table(["schedule", "ranks", "ours", "torch's by hand", "by the formula"], rows, title)
+    if "steps" in given.parts:
+        rows = []
+        for ranks in given.ranks:
+            found = worlds.run(measure_steps, ranks, 8, given.rounds, timeout=600)[0]
+            ms = [f"{1e3 * statistics.median(found[name]):.1f}" for name in ("torch", "ours")]
+            rows.append([ranks, *ms, f"{median_ratio(found['ours'], found['torch']):.3f}"])
+        table(["ranks", "torch's 1F1B, ms", "ours, ms", "ratio"], rows, "A step of 8 micro-batches")
+    if "bubble" in given.parts:
+        rows = []
+        for ranks, schedule in itertools.product(given.ranks, given.schedules):
+            if ranks == 4 and schedule in ("gpipe", "looped_bfs"):
+                continue
+            found = worlds.run(measure_bubble, ranks, schedule, 8, given.steps, given.seconds, timeout=600)
+            means = [f"{statistics.mean(each[name] for each in found):.3f}" for name in ("ours", "torch")]
+            rows.append([schedule, ranks, *means, f"{formula(schedule, ranks, 8):.3f}"])
+        title = "The share of a step that waits, 8 micro-batches"
+        table(["schedule", "ranks", "ours", "torch's by hand", "by the formula"], rows, title)
 
 
 if __name__ == "__main__":

@@ -130,10 +130,11 @@ def measured(width: int, blocks: int, bucket: int, rounds: int) -> dict[str, tup
     assert all(torch.equal(first.halves[name], second.halves[name]) for name in sizes), (
         "both ways give the same"
     )
-    return {
-        name: (statistics.median(took), ways[name].sent(), _most(max(peaks) + ways[name].kept()))
-        for name, (took, peaks) in ((name, zip(*samples, strict=True)) for name, samples in found.items())
-    }
+    answer = {}
+    for name, samples in found.items():
+        took, peaks = zip(*samples, strict=True)
+        answer[name] = (statistics.median(took), ways[name].sent(), _most(max(peaks) + ways[name].kept()))
+    return answer
 
 
 def _most(value: int) -> int:
