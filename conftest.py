@@ -92,7 +92,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "figure"]
     if rows and config.getoption("markexpr") == "gpu":
-        from gpu.figures import table
+        from testkit.figures import table
 
         terminalreporter.section("figures")
         terminalreporter.write_line(table(rows))

@@ -1,36 +1,21 @@
-"""Draw the plots of the documentation from the tables of the benchmarks.
-
-Run from the repository root: ``hatch run draw`` writes the files in ``docs/images/plots`` by matplotlib, which has an
-environment of its own. Each file holds the figures that it shows; ``--check`` compares these with the tables, without
-matplotlib, prints the names of files that differ and exits with 1.
-"""
+"""The plots of the documentation, from the tables of the benchmarks; ``draw.py`` writes them."""
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from io import StringIO
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+from draw import IMAGES, INK, LINE, OTHER, OWN, ROOT, Drawing
+
 PAGES = tuple(
     ROOT / "docs" / f"{name}.md"
     for name in ("benchmarks", "benchmarks/command", "benchmarks/checkpoints", "benchmarks/big-models")
 )
-PLOTS = ROOT / "docs" / "images" / "plots"
+PICTURES = IMAGES / "plots"
 OURS, ACCELERATE = "accel", "Accelerate 1.15"
 PEERS = {"ours": OURS, "Accelerate": ACCELERATE}
-_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
-INK, LINE, OWN, OTHER = "#1f2430", "#b9c1cf", "#0b6e69", "#a3acbb"
-DARK = {INK: "#e6e8ee", LINE: "#566079", OWN: "#5fd3c8", OTHER: "#667089"}
-"""What each color becomes in the dark scheme."""
 
 
 class PageError(ValueError):
@@ -201,41 +186,12 @@ def wide_plots(page: Page) -> dict[str, Plot]:
     }  # fmt: skip
 
 
-def svg(plot: Plot) -> str:
-    """The file of a plot, in which its figures are the description."""
-    return rendered(lambda: _figure(plot), plot.title, shown(plot), DARK)
-
-
-def rendered(draw: Callable[[], Any], title: str, description: str, dark: Mapping[str, str]) -> str:
-    """A figure of matplotlib as SVG with its texts as text, in the colors of the light and the dark scheme.
-
-    Args:
-        draw: makes the figure.
-        title: of the file.
-        description: what the file is drawn from, by which it is checked.
-        dark: what each color of the figure becomes in the dark scheme.
-    """
-    import matplotlib
-
-    fonts = {"svg.fonttype": "none", "svg.hashsalt": "accel", "font.size": 9, "text.color": INK}
-    edges = {"axes.edgecolor": LINE, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with matplotlib.rc_context(fonts | edges | {"axes.spines.top": False, "axes.spines.right": False}):
-        file = StringIO()
-        about = {"Title": title, "Description": description, "Creator": None, "Date": None}
-        draw().savefig(file, format="svg", transparent=True, metadata=about)
-    text = re.sub(r" +$", "", file.getvalue(), flags=re.MULTILINE)
-    # A browser applies this inside an image by the scheme of the page that shows it.
-    rules = "".join(
-        f'[style*="{property}: {light}"]{{{property}:{color}!important}}'
-        for light, color in dark.items()
-        for property in ("fill", "stroke")
-    )
-    return text.replace("</style>", f"@media(prefers-color-scheme:dark){{{rules}}}</style>", 1)
-
-
-def shown(plot: Plot) -> str:
-    """What a file says about itself: all that it is drawn from."""
-    return json.dumps(asdict(plot), ensure_ascii=False)
+def drawings() -> dict[str, Drawing]:
+    """The files, by their names without suffix."""
+    return {
+        name: Drawing(plot.title, asdict(plot), lambda _, plot=plot: _figure(plot))
+        for name, plot in plots(benchmarks()).items()
+    }
 
 
 def _figure(plot: Plot) -> Any:
@@ -277,52 +233,3 @@ def _figure(plot: Plot) -> Any:
     if plot.kind == "lines" or titled:
         figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure
-
-
-def described(path: Path) -> str | None:
-    """The description in a file; None if there is no such file."""
-    return ElementTree.parse(path).findtext(f".//{_DESCRIPTION}") if path.is_file() else None
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A file to write.
-
-    Attributes:
-        description: what it is drawn from, as the file holds it.
-        text: makes its content, by matplotlib.
-    """
-
-    description: str
-    text: Callable[[], str]
-
-
-def write_or_check(drawings: Mapping[Path, Drawing], *, check: bool) -> int:
-    """Write files, or print the names of those that show other figures; the exit status."""
-    stale = 0
-    for path, drawing in drawings.items():
-        if not check:
-            path.write_text(drawing.text(), encoding="utf-8")
-        elif described(path) != drawing.description:
-            stale += 1
-            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
-    return min(stale, 1)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a plot shows other figures"
-    )
-    drawings = {
-        PLOTS / f"{name}.svg": Drawing(shown(plot), functools.partial(svg, plot))
-        for name, plot in plots(benchmarks()).items()
-    }
-    return write_or_check(drawings, check=parser.parse_args(arguments).check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,17 +14,17 @@ import io
 import itertools
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pexpect
 import pyte
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
+
+from testkit.terminals import Terminal
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "terminal"
 _LINES = 400
@@ -210,19 +210,28 @@ def show(picture: Picture) -> list[Text]:
         picture: what to run.
 
     Raises:
-        RuntimeError: the command took too long, or ended with another code.
+        RuntimeError: the command took too long, did not write what is waited for, or ended with another code.
     """
-    screen = pyte.Screen(picture.columns, _LINES)
     with tempfile.TemporaryDirectory(prefix="accel-picture-") as folder:
         for name, text in picture.files.items():
             path = Path(folder) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        output, problem = _run(picture, folder)
-    pyte.ByteStream(screen).feed(output.replace(folder.encode(), _SHOWN_FOLDER))
-    if problem:
-        shown = "\n".join(line.rstrip() for line in screen.display).strip()
-        raise RuntimeError(f"{picture.command} {problem}:\n{shown}")
+        command = ["bash", "-c", picture.command]
+        with Terminal(command, _environment(picture, folder), folder, picture.columns, _LINES) as terminal:
+            try:
+                for text, keys in picture.keys:
+                    terminal.wait_for(text, seconds=picture.seconds)
+                    terminal.send(keys)
+                code = terminal.code(picture.seconds)
+            except AssertionError as error:
+                raise RuntimeError(f"{picture.command}: {error}") from error
+    if code != picture.code:
+        raise RuntimeError(
+            f"{picture.command} ended with {code}, not {picture.code}:\n{terminal.transcript()}"
+        )
+    screen = pyte.Screen(picture.columns, _LINES)
+    pyte.ByteStream(screen).feed(terminal.raw.replace(folder.encode(), _SHOWN_FOLDER))
     lines = [_line(screen, number) for number in range(_LINES)]
     while lines and not lines[-1].plain.strip():
         lines.pop()
@@ -239,40 +248,18 @@ def draw(lines: Sequence[Text], picture: Picture) -> str:
     return console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
 
 
-def _run(picture: Picture, folder: str) -> tuple[bytes, str]:
-    """What the command wrote, and what is wrong with its end."""
+def _environment(picture: Picture, folder: str) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")
     }
-    environ = kept | {
+    return kept | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "TERM": "xterm-256color",
         "COLUMNS": str(picture.columns),
         "HF_HOME": f"{folder}/.home",
         "PS1": _PROMPT,
-        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
         "ACCEL_DEVICE_COUNT": "0",
     }
-    output, size = io.BytesIO(), (_LINES, picture.columns)
-    child = pexpect.spawn(
-        "bash", ["-c", picture.command], cwd=folder, env=environ, dimensions=size, timeout=picture.seconds
-    )
-    child.logfile_read = output
-    try:
-        for text, keys in picture.keys:
-            child.expect_exact(text)
-            child.send(keys)
-        child.expect_exact(pexpect.EOF)
-        code = child.wait()
-    except pexpect.TIMEOUT:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        return output.getvalue(), f"took more than {picture.seconds} s"
-    except pexpect.EOF:
-        return output.getvalue(), f"ended before it wrote {text!r}"
-    finally:
-        child.close(force=True)
-    return output.getvalue(), "" if code == picture.code else f"ended with {code}, not {picture.code}"
 
 
 def _line(screen: pyte.Screen, number: int) -> Text:

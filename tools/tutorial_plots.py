@@ -1,46 +1,20 @@
-"""Draw the pictures of the tutorial from the outputs that its pages show.
+"""The pictures of the tutorial, from the outputs that its pages show; ``draw.py`` writes them.
 
-Run from the repository root: ``hatch run draw`` writes the files in ``docs/images/tutorial`` by matplotlib, which has
-an environment of its own. Each file holds the figures that it shows; ``--check`` compares these with the pages, without
-matplotlib, prints the names of files that differ and exits with 1. Tests run the commands of the pages and compare
-what they print (``tests-integration/test_tutorial.py``).
+Tests run the commands of the pages and compare what they print (``tests-integration/test_tutorial.py``).
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import plots
+from draw import IMAGES, INK, LINE, OTHER, OWN, ROOT, Drawing
 
-ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "tutorial"
-PICTURES = ROOT / "docs" / "images" / "tutorial"
+PICTURES = IMAGES / "tutorial"
 STEPS = r"step +(\d+)  loss (\d\.\d{3})"
 Series = dict[str, list[list[float]]]
 """Points of each line, or numbers of each bar, by its name."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What a file shows.
-
-    Attributes:
-        title: of the file.
-        figures: what it is drawn from.
-        draw: makes a figure of matplotlib from them.
-    """
-
-    title: str
-    figures: Series
-    draw: Callable[[Series], Any]
 
 
 def output(page: str, number: int) -> str:
@@ -66,18 +40,18 @@ def numbers(pattern: str, text: str) -> list[list[float]]:
     return found
 
 
-def pictures() -> dict[str, Picture]:
+def drawings() -> dict[str, Drawing]:
     """What each file shows, by its name without suffix: that of its page."""
     alone = numbers(STEPS, output("one-process", 0))
     two = "two ranks"
     return {
-        "one-process": Picture("Loss by step, one process", {"one process": alone}, _losses),
-        "two-ranks": Picture(
+        "one-process": Drawing("Loss by step, one process", {"one process": alone}, _losses),
+        "two-ranks": Drawing(
             "Loss by step, one process and two ranks",
             {"one process": alone, two: numbers(STEPS, output("two-ranks", 0))},
             _losses,
         ),
-        "precision-and-accumulation": Picture(
+        "precision-and-accumulation": Drawing(
             "Loss by step, with accumulation and with bf16",
             {
                 "one process": alone,
@@ -86,12 +60,12 @@ def pictures() -> dict[str, Picture]:
             },
             _losses,
         ),
-        "evaluation": Picture(
+        "evaluation": Drawing(
             "Right answers of 501, by epoch",
             {"right": numbers(r"epoch (\d+): (\d+) of (\d+) right", output("evaluation", 0))},
             _accuracy,
         ),
-        "fsdp2": Picture(
+        "fsdp2": Drawing(
             "What each of two ranks holds, in kB",
             {
                 name: numbers(r"parameters (\d+) kB, gradients (\d+) kB, AdamW (\d+) kB", output("fsdp2", run))
@@ -99,7 +73,7 @@ def pictures() -> dict[str, Picture]:
             },
             _memory,
         ),
-        "resume": Picture(
+        "resume": Drawing(
             "Loss by step, killed at step 47, resumed and not interrupted",
             {
                 "not interrupted (chapter 4)": numbers(STEPS, output("evaluation", 0)),
@@ -108,7 +82,7 @@ def pictures() -> dict[str, Picture]:
             },
             _losses,
         ),
-        "answer": Picture(
+        "answer": Drawing(
             "Where the weights are, in kB",
             {
                 name: numbers(rf"device {device}: ([\d.]+) kB", output("answer", 1))
@@ -130,18 +104,18 @@ def _losses(figures: Series) -> Any:
     """One line under all; other runs are marks on it."""
     figure, axes = _axes(2.9, xlabel="step", ylabel="loss", xlim=(0, 104), ylim=(-0.05, 1.4))
     looks = [
-        {"color": plots.OTHER, "linewidth": 6, "solid_capstyle": "round"},
-        {"color": plots.OWN, "linestyle": "", "marker": "o", "markersize": 6},
-        {"color": plots.INK, "linestyle": "", "marker": "x", "markersize": 9, "markeredgewidth": 1.6},
+        {"color": OTHER, "linewidth": 6, "solid_capstyle": "round"},
+        {"color": OWN, "linestyle": "", "marker": "o", "markersize": 6},
+        {"color": INK, "linestyle": "", "marker": "x", "markersize": 9, "markeredgewidth": 1.6},
     ]
     if len(figures) == 1:
-        looks = [{"color": plots.OWN, "linewidth": 2, "marker": "o", "markersize": 5}]
+        looks = [{"color": OWN, "linewidth": 2, "marker": "o", "markersize": 5}]
     for (name, points), look in zip(figures.items(), looks, strict=False):
         axes.plot(*zip(*points, strict=True), label=name, **look)
     if "resumed" in figures:
-        axes.axvline(47, color=plots.INK, linestyle="--", linewidth=1)
+        axes.axvline(47, color=INK, linestyle="--", linewidth=1)
         axes.text(49, 0.62, "killed at step 47")
-    axes.grid(axis="y", color=plots.LINE, linewidth=0.6)
+    axes.grid(axis="y", color=LINE, linewidth=0.6)
     if len(figures) > 1:
         axes.legend(frameon=False, loc="upper right")
     return figure
@@ -151,7 +125,7 @@ def _accuracy(figures: Series) -> Any:
     rows = figures["right"]
     figure, axes = _axes(2.1, xlabel="right answers of 501", xlim=(0, 560))
     names = [f"epoch {epoch:.0f}" for epoch, _, _ in rows]
-    bars = axes.barh(names, [right for _, right, _ in rows], color=plots.OWN)
+    bars = axes.barh(names, [right for _, right, _ in rows], color=OWN)
     axes.bar_label(bars, fmt="{:.0f}", padding=4)
     _as_rows(axes, len(rows))
     return figure
@@ -163,7 +137,7 @@ def _memory(figures: Series) -> Any:
     ]
     figure, axes = _axes(2.3, xlabel="kB")
     names, left = [name for name, _ in rows], [0.0] * len(rows)
-    parts = (("parameters", plots.OWN, 1.0), ("gradients", plots.OTHER, 1.0), ("AdamW", plots.OWN, 0.45))
+    parts = (("parameters", OWN, 1.0), ("gradients", OTHER, 1.0), ("AdamW", OWN, 0.45))
     for part, (label, color, alpha) in enumerate(parts):
         widths = [row[part] for _, row in rows]
         bars = axes.barh(names, widths, left=left, color=color, alpha=alpha, label=label)
@@ -178,7 +152,7 @@ def _memory(figures: Series) -> Any:
 def _places(figures: Series) -> Any:
     figure, axes = _axes(1.2, xlabel="kB of weights")
     left = 0.0
-    for (name, [[size]]), color in zip(figures.items(), (plots.OWN, plots.OTHER), strict=True):
+    for (name, [[size]]), color in zip(figures.items(), (OWN, OTHER), strict=True):
         axes.barh(["the model"], [size], left=left, color=color, label=f"{name}: {size:.0f} kB")
         left += size
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
@@ -189,32 +163,3 @@ def _places(figures: Series) -> Any:
 def _as_rows(axes: Any, count: int) -> None:
     axes.set_ylim(count - 0.4, -0.6)
     axes.tick_params(left=False)
-
-
-def svg(picture: Picture) -> str:
-    """The file of a picture."""
-    return plots.rendered(lambda: picture.draw(picture.figures), picture.title, shown(picture), plots.DARK)
-
-
-def shown(picture: Picture) -> str:
-    """What a file says about itself: all that it is drawn from."""
-    return json.dumps(picture.figures, ensure_ascii=False)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a file shows other figures"
-    )
-    drawings = {
-        PICTURES / f"{name}.svg": plots.Drawing(shown(picture), functools.partial(svg, picture))
-        for name, picture in pictures().items()
-    }
-    return plots.write_or_check(drawings, check=parser.parse_args(arguments).check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

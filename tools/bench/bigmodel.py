@@ -26,14 +26,12 @@ import time
 import timeit
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from measure import forget, parser_of, read_all, samples_table, seconds, turns
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import limits
 
@@ -73,11 +71,6 @@ class Ours:
             model, folder, device_map=device_map, offload_folder=offload, progress=False
         )
 
-    def offload_to(self, model: nn.Module) -> nn.Module:
-        from accel_bigmodel import cpu_offload
-
-        return cpu_offload(model, execution_device=0)
-
 
 class Theirs:
     def empty(self, build: Callable[[], nn.Module]) -> nn.Module:
@@ -92,11 +85,6 @@ class Theirs:
         return load_checkpoint_and_dispatch(
             model, str(folder), device_map=device_map, offload_folder=str(offload)
         )
-
-    def offload_to(self, model: nn.Module) -> nn.Module:
-        from accelerate import cpu_offload
-
-        return cpu_offload(model, execution_device=torch.device(0))
 
 
 class Transformers:
@@ -150,8 +138,8 @@ def touch(tensors: Any) -> None:
         tensor.detach().reshape(-1).view(torch.uint8)[::PAGE].sum()
 
 
-def output(model: nn.Module, device: str = "cpu", batch: int = 1) -> torch.Tensor:
-    ids = torch.arange(batch * 16, device=device).view(batch, 16) % 2048
+def output(model: nn.Module) -> torch.Tensor:
+    ids = torch.arange(16).view(1, 16)
     with torch.no_grad():
         return model(ids, use_cache=False).logits
 
@@ -246,13 +234,7 @@ def be_offload(name: str, folder: Path, offload: Path, forwards: int, cold: bool
 
 def be_read(folder: Path) -> Answer:
     """Read the files once."""
-    buffer = memoryview(mmap.mmap(-1, 1 << 22))
-    began = time.perf_counter()
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-    return {"read once, s": time.perf_counter() - began}
+    return {"read once, s": seconds(lambda: read_all(folder.glob("*.safetensors")))}
 
 
 def be_hooks() -> Answer:
@@ -280,55 +262,16 @@ def be_hooks() -> Answer:
     }
     expected = layers["none"](batch)
     assert all(torch.equal(each(batch), expected) for each in layers.values())
-    times: dict[str, list[float]] = {name: [] for name in layers}
+    calls = {
+        name: lambda each=each: timeit.timeit(lambda: each(batch), number=500) / 500 * 1e6
+        for name, each in layers.items()
+    }
     with torch.no_grad():
-        for _ in range(31):
-            for name, each in layers.items():
-                times[name].append(timeit.timeit(lambda each=each: each(batch), number=500) / 500 * 1e6)
+        times = turns(calls, 31, warm=0)
     plain = statistics.median(times.pop("none"))
     return {f"{name}, µs": statistics.median(found) - plain for name, found in times.items()} | {
         "a call, µs": plain
     }
-
-
-def be_gpu(name: str, gigabytes: float) -> Answer:
-    """A decoder of bf16 in host memory that runs on the accelerator; and the bounds."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = config_of(gigabytes * 2)  # as many elements in half the bytes
-    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    accelerator = torch.accelerator.current_accelerator()
-    device = str(accelerator)
-
-    def timed(batch: int) -> float:
-        output(model, device, batch)
-        torch.accelerator.synchronize()
-        began = time.perf_counter()
-        output(model, device, batch)
-        torch.accelerator.synchronize()
-        return time.perf_counter() - began
-
-    if name == "bounds":
-        host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-        there = host.to(device)
-        torch.accelerator.synchronize()
-        began = time.perf_counter()
-        for _ in range(16):
-            there.copy_(host, non_blocking=True)
-        torch.accelerator.synchronize()
-        link = nbytes * (time.perf_counter() - began) / (16 << 28)
-        del there
-        model.to(device)
-        return {f"batch {batch}, s": max(link, timed(batch)) for batch in (1, 32)}
-    model = CONTENDERS[name].offload_to(model)
-    answer: Answer = {
-        f"batch {batch}, s": statistics.median(timed(batch) for _ in range(3)) for batch in (1, 32)
-    }
-    answer["digest"] = digest(output(model, device).float().cpu())
-    answer["device memory, MB"] = torch.accelerator.max_memory_allocated() / 1e6
-    return answer
 
 
 def be_make(folder: Path, gigabytes: float) -> Answer:
@@ -350,32 +293,13 @@ def be_make(folder: Path, gigabytes: float) -> Answer:
 # What the program does
 
 
-def forget(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-@dataclass
-class Row:
-    """A contender's figures."""
-
-    name: str
-    samples: dict[str, list[float]] = field(default_factory=dict)
-
-
 class Bench:
     """One run."""
 
-    def __init__(self, folder: Path, limit: int, gigabytes_on_gpu: float) -> None:
+    def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
         self.limit = limit
-        self.gigabytes_on_gpu = gigabytes_on_gpu
-        self.tables: dict[str, dict[str, Row]] = {}
+        self.tables: dict[str, dict[str, dict[str, list[float]]]] = {}
         self.digests: dict[str, str] = {}
 
     def ask(self, what: str, *, limit: int | None = None, **arguments: Any) -> Answer:
@@ -398,9 +322,9 @@ class Bench:
         found = answer.pop("digest", None)
         if found is not None:
             assert self.digests.setdefault(compare, found) == found, f"{name}: another output than others"
-        row = self.tables.setdefault(table, {}).setdefault(name, Row(name))
+        samples = self.tables.setdefault(table, {}).setdefault(name, {})
         for figure, value in answer.items():
-            row.samples.setdefault(figure, []).append(value)
+            samples.setdefault(figure, []).append(value)
 
     def load(self) -> None:
         decoder = self.folder / "decoder"
@@ -453,52 +377,13 @@ class Bench:
             name, _, unit = figure.rpartition(", ")
             self.note("A hook on a tiny layer", name, {unit: value}, "")
 
-    def gpu(self) -> None:
-        for name in ("bounds", "ours", "accelerate"):
-            answer = self.ask("gpu", name=name, gigabytes=self.gigabytes_on_gpu)
-            self.note("Decoder of bf16 in host memory, computed on the accelerator", name, answer, "gpu")
+
+PARTS = ["load", "small", "offload", "limited", "hooks"]
 
 
-def report(tables: dict[str, dict[str, Row]]) -> None:
-    for title, rows in tables.items():
-        print(f"\n{title}\n")
-        figures = dict.fromkeys(figure for row in rows.values() for figure in row.samples)
-        print("| | " + " | ".join(figures) + " |\n|---|" + "---|" * len(figures))
-        for row in rows.values():
-            cells = [cell(row.samples.get(figure)) for figure in figures]
-            print(f"| {row.name} | " + " | ".join(cells) + " |")
-
-
-def cell(values: list[float] | None) -> str:
-    if not values:
-        return ""
-    middle = statistics.median(values)
-    form = "{:.0f}" if middle > 100 or middle == 0 else "{:.3g}"
-    return f"{form} [{form}-{form}]".format(middle, min(values), max(values))
-
-
-PARTS = ("load", "small", "offload", "limited", "hooks", "gpu")
-
-
-def why_not(part: str) -> str | None:
-    """Why a part cannot run here."""
-    if part == "limited":
-        return limits.why_not()
-    if part == "gpu" and not torch.accelerator.is_available():
-        return "there is no accelerator"
-    return None
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=5.3)
-    parser.add_argument("--limit", type=int, default=1500, help="MB of memory in the part `limited`")
-    parser.add_argument("--gigabytes-on-gpu", type=float, default=16.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
-    )
+def main() -> None:
+    # The limit is MB of memory in the part `limited`.
+    parser = parser_of(__doc__, gigabytes=5.3, limit=1500, rounds=5, parts=PARTS, folder=Path.cwd())
     parser.add_argument("--be", nargs=2, help=argparse.SUPPRESS)  # in the processes that this program starts
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -508,15 +393,13 @@ def main() -> int:
         with contextlib.redirect_stdout(io.StringIO()):
             answer = globals()[f"be_{what}"](**{**given, **paths})
         print(json.dumps(answer))
-        return 0
-    parts = []
-    for part in arguments.parts:
-        if (reason := why_not(part)) is not None:
-            print(f"{part}: NOT RUN, {reason}")
-        else:
-            parts.append(part)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
-        bench = Bench(Path(folder), arguments.limit * 1_000_000, arguments.gigabytes_on_gpu)
+        return
+    parts = list(arguments.parts)
+    if "limited" in parts and (reason := limits.why_not()) is not None:
+        print(f"limited: NOT RUN, {reason}")
+        parts.remove("limited")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
+        bench = Bench(Path(folder), arguments.limit * 1_000_000)
         made = bench.ask("make", folder=folder, gigabytes=arguments.gigabytes)
         for turn in range(arguments.rounds + 1):
             for part in parts:
@@ -524,9 +407,9 @@ def main() -> int:
             if turn == 0:
                 bench.tables.clear()
     print(f"{made['gigabytes']:.2f} GB, {os.cpu_count()} cores, {arguments.rounds} rounds")
-    report(bench.tables)
-    return 0
+    for title, samples in bench.tables.items():
+        samples_table(title, samples, across=False)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

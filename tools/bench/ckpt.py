@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import os
 import shutil
 import statistics
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from measure import forget, installed, parser_of, read_all, samples_table, seconds
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -128,9 +128,7 @@ def contenders(training: Training) -> tuple[list[Contender], list[Contender]]:
         Contender("ours", ours.save_state, ours.load_state, True),
         Contender("dcp.save", lambda folder: dcp.save(training.state(), checkpoint_id=folder), dcp_load),
     ]
-    if importlib.util.find_spec("accelerate") is None:
-        print("accelerate: NOT RUN, the package is not installed")
-    else:
+    if installed(["accelerate"]):
         import accelerate
 
         theirs = accelerate.Accelerator(cpu=True)
@@ -248,66 +246,26 @@ class Bare:
 
 def load_in_new_process(name: str, gigabytes: float, layers: int, folder: Path) -> float:
     """Seconds of the load alone in a process that has just built its model and has no optimizer states yet."""
-    command = [
-        sys.executable,
-        __file__,
-        "--gigabytes",
-        str(gigabytes),
-        "--layers",
-        str(layers),
-        "--load",
-        name,
-        "--folder",
-        str(folder),
-    ]
+    size = ["--gigabytes", str(gigabytes), "--layers", str(layers)]
+    command = [sys.executable, __file__, *size, "--load", name, "--folder", str(folder)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def be_new_process(name: str, gigabytes: float, layers: int, folder: Path) -> None:
     blocking, _ = contenders(Training(gigabytes, layers, begun=False))
     [contender] = [each for each in blocking if each.name == name]
-    print(timed(lambda: contender.load(folder)))
+    print(seconds(lambda: contender.load(folder)))
 
 
-def read_all(folder: Path) -> float:
-    """Seconds to read the files of a folder once."""
-    buffer = memoryview(bytearray(CHUNK))
-    began = time.perf_counter()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-    return time.perf_counter() - began
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def read_and_hash(folder: Path) -> float:
     """Processor seconds to read the files of a folder once and to hash them."""
-    buffer = memoryview(bytearray(CHUNK))
     began = time.process_time()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            digest = xxhash.xxh3_64()
-            with open(path, "rb", buffering=0) as file:
-                while count := file.readinto(buffer):
-                    digest.update(buffer[:count])
+    read_all(files_of(folder), xxhash.xxh3_64().update)
     return time.process_time() - began
-
-
-def forget(folder: Path) -> None:
-    """Take the files of a folder out of the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def resumed(load: Callable[[], object]) -> tuple[float, float]:
@@ -315,7 +273,7 @@ def resumed(load: Callable[[], object]) -> tuple[float, float]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     began = processor_seconds()
-    return timed(load), processor_seconds() - began
+    return seconds(load), processor_seconds() - began
 
 
 class Bench:
@@ -364,19 +322,19 @@ class Bench:
     def save_and_load(self, contender: Contender, path: Path, check: bool) -> None:
         expected = self.training.digests() if check else []
         with peak(contender, "peak memory, MB"), writing(contender):
-            contender.note("durable, s", timed(lambda: contender.save(path)))
+            contender.note("durable, s", seconds(lambda: contender.save(path)))
         if contender.resumes:
-            read_all(path)
+            read_all(files_of(path))
             contender.note("read and hash once, processor s", read_and_hash(path))
-            seconds, of_processor = resumed(lambda: contender.load(path))
-            contender.note("load warm, s", seconds)
+            spent, of_processor = resumed(lambda: contender.load(path))
+            contender.note("load warm, s", spent)
             contender.note("load warm, processor s", of_processor)
             in_new = load_in_new_process(contender.name, self.gigabytes, self.training.count, path)
             contender.note("load warm in a new process, s", in_new)
             forget(path)
             contender.note("load cold, s", resumed(lambda: contender.load(path))[0])
             forget(path)
-            contender.note("read once cold, s", read_all(path))
+            contender.note("read once cold, s", seconds(lambda: read_all(files_of(path))))
         if check:
             self.training.overwrite()
             contender.load(path)
@@ -398,41 +356,20 @@ class Bench:
 
 
 def report(title: str, contenders: list[Contender]) -> None:
-    print(f"\n{title}\n")
-    print("| figure | " + " | ".join(contender.name for contender in contenders) + " |")
-    print("|---|" + "---|" * len(contenders))
-    figures = dict.fromkeys(figure for contender in contenders for figure in contender.samples)
-    for figure in figures:
-        print(
-            f"| {figure} | "
-            + " | ".join(cell(contender.samples.get(figure)) for contender in contenders)
-            + " |"
-        )
+    samples_table(title, {contender.name: contender.samples for contender in contenders}, across=True)
 
 
-def cell(values: list[float] | None) -> str:
-    if not values:
-        return ""
-    form = "{:.0f}" if statistics.median(values) > 100 else "{:.2f}"
-    return f"{form} [{form}-{form}]".format(statistics.median(values), min(values), max(values))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=3.0)
-    parser.add_argument("--layers", type=int, default=60, help="each a weight and its two moments")
-    parser.add_argument("--rounds", type=int, default=5)
+def main() -> None:
+    # Of 60 layers, each is a weight and its two moments.
+    parser = parser_of(__doc__, gigabytes=3.0, layers=60, rounds=5, folder=Path.cwd())
     parser.add_argument("--parts", choices=("all", "blocking", "background"), default="all")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
-    )
     parser.add_argument("--load", help=argparse.SUPPRESS)  # in the processes that this program starts
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.load is not None:
         be_new_process(arguments.load, arguments.gigabytes, arguments.layers, arguments.folder)
-        return 0
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
+        return
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder) as folder:
         bench = Bench(arguments.gigabytes, arguments.layers, Path(folder), arguments.parts)
         for number in range(arguments.rounds + 1):
             bench.round(check=number == 0)
@@ -442,8 +379,7 @@ def main() -> int:
     print(f"{size}, {os.cpu_count()} cores, {arguments.rounds} rounds")
     report("While the caller waits", [*bench.blocking, bench.bare])
     report("In the background", bench.background)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -8,17 +8,15 @@ shown over `python x.py` of the same round. That every rank really ran is checke
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from measure import flags, installed, quartiles, table, turns
 
 NOTHING = "import os\nos.write(1, b'ran\\n')\n"
 WORLD = """
@@ -62,15 +60,13 @@ def contenders() -> dict[str, Callable[[int, Path], list[str]]]:
             str(script),
         ],
     }
-    if importlib.util.find_spec("accelerate") is not None:
+    if installed(["accelerate"]):
         # On the CPU its own launcher starts one process whatever is asked for, so two go through --multi_gpu.
         found["accelerate"] = lambda n, script: [
             *command("accelerate"), "launch", *(["--cpu"] if n == 1 else ["--multi_gpu"]),
             "--num_processes", str(n), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
             "--main_process_port", "0", str(script),
         ]  # fmt: skip
-    else:
-        print("accelerate: NOT RUN, the package is not installed")
     return found
 
 
@@ -107,12 +103,9 @@ def peak_memory(words: list[str], environ: dict[str, str]) -> float:
     return int(peak.split()[1]) / 1000
 
 
-def show(title: str, rows: Iterable[tuple[str, list[float]]], unit: str) -> None:
+def show(title: str, samples: Mapping[str, Sequence[float]], unit: str) -> None:
     """A table of medians and quartiles."""
-    print(f"\n{title}")
-    for name, values in rows:
-        low, middle, high = statistics.quantiles(values, n=4)
-        print(f"  {name:34}{middle:9.3f} {unit}   quartiles {low:.3f} to {high:.3f}")
+    table(["", unit], [[name, quartiles(values, ".3f")] for name, values in samples.items()], title)
 
 
 def measure_times(folder: Path, rounds: int) -> None:
@@ -121,34 +114,31 @@ def measure_times(folder: Path, rounds: int) -> None:
     nothing.write_text(NOTHING)
     world.write_text(WORLD)
     launchers = contenders()
-    helps = {name: [*command(name), "--help"] for name in launchers}
-    helped: dict[str, list[float]] = {name: [] for name in launchers}
-    one: dict[str, list[float]] = {name: [] for name in launchers}
-    two: dict[str, list[float]] = {name: [] for name in launchers}
-    two_torch: dict[str, list[float]] = {name: [] for name in launchers}
-    plain: list[float] = []
-    for turn in range(rounds + 1):
-        base = timed([sys.executable, str(nothing)], environ, 1)
-        found = [
-            (
-                timed(helps[name], environ),
-                timed(make(1, nothing), environ, 1) - base,
-                timed(make(2, nothing), environ, 2) - base,
-                timed(make(2, world), environ, 2),
-            )
-            for name, make in launchers.items()
+    plain = [sys.executable, str(nothing)]
+
+    def round_of(name: str, make: Callable[[int, Path], list[str]]) -> list[float]:
+        base = timed(plain, environ, 1)
+        return [
+            base,
+            timed([*command(name), "--help"], environ),
+            timed(make(1, nothing), environ, 1) - base,
+            timed(make(2, nothing), environ, 2) - base,
+            timed(make(2, world), environ, 2),
         ]
-        if not turn:  # the first round fills the caches
-            continue
-        plain.append(base)
-        for name, values in zip(launchers, found, strict=True):
-            for table, value in zip((helped, one, two, two_torch), values, strict=True):
-                table[name].append(value)
-    show("python x.py, where x.py does nothing", [("python", plain)], "s")
-    show("--help", helped.items(), "s")
-    show("launch of 1 process that does nothing, over python x.py", one.items(), "s")
-    show("launch of 2 processes that do nothing, over python x.py", two.items(), "s")
-    show("launch of 2 processes that import torch and all-reduce once, whole time", two_torch.items(), "s")
+
+    # The round that does not count fills the caches.
+    found = turns(
+        {name: lambda name=name, make=make: round_of(name, make) for name, make in launchers.items()}, rounds
+    )
+    titles = (
+        "python x.py, where x.py does nothing, beside each",
+        "--help",
+        "launch of 1 process that does nothing, over python x.py",
+        "launch of 2 processes that do nothing, over python x.py",
+        "launch of 2 processes that import torch and all-reduce once, whole time",
+    )
+    for at, title in enumerate(titles):
+        show(title, {name: [values[at] for values in samples] for name, samples in found.items()}, "s")
 
 
 def measure_answers(folder: Path, rounds: int) -> None:
@@ -169,13 +159,11 @@ def measure_answers(folder: Path, rounds: int) -> None:
     answers["plans of 1,000 ranks (--dry-run)"] = (
         [*accel, "launch", "--cpu", "--num_processes", "1000", "--dry-run", str(script)], {}
     )  # fmt: skip
-    found: dict[str, list[float]] = {name: [] for name in answers}
-    for turn in range(rounds + 1):
-        for name, (words, variables) in answers.items():
-            elapsed = timed(words, environ | variables)
-            if turn:
-                found[name].append(elapsed)
-    show("answers without a start", found.items(), "s")
+    calls = {
+        name: lambda words=words, more=variables: timed(words, environ | more)
+        for name, (words, variables) in answers.items()
+    }
+    show("answers without a start", turns(calls, rounds), "s")
 
 
 def measure_memory(folder: Path, rounds: int) -> None:
@@ -185,27 +173,20 @@ def measure_memory(folder: Path, rounds: int) -> None:
     environ = environment(folder)
     waiting = folder / "waiting.py"
     waiting.write_text(WAITING)
-    memory: dict[str, list[float]] = {name: [] for name in contenders()}
-    for _ in range(rounds):
-        for name, make in contenders().items():
-            memory[name].append(peak_memory(make(2, waiting), environ))
-    show("peak memory of the launcher's process with 2 ranks", memory.items(), "MB")
+    launchers = contenders()
+    calls = {
+        name: lambda make=make: peak_memory(make(2, waiting), environ) for name, make in launchers.items()
+    }
+    show("peak memory of the launcher's process with 2 ranks", turns(calls, rounds, warm=0), "MB")
 
 
-def main(*, times: bool = True) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    folder = Path(tempfile.mkdtemp(prefix="accel-bench-"))
-    try:
-        if times:
-            measure_times(folder, rounds)
-            measure_answers(folder, rounds)
-        measure_memory(folder, max(3, rounds // 3))
-    finally:
-        shutil.rmtree(folder)
-    return 0
+def main() -> None:
+    rounds = flags(__doc__, rounds=9).rounds
+    with tempfile.TemporaryDirectory(prefix="accel-bench-") as folder:
+        measure_times(Path(folder), rounds)
+        measure_answers(Path(folder), rounds)
+        measure_memory(Path(folder), max(3, rounds // 3))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

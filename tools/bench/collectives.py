@@ -9,19 +9,14 @@ where it is installed. Results are checked to be equal.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from measure import flags, installed, median_ratio, spread, table
 
 from testkit import worlds
 
@@ -158,37 +153,28 @@ def _place_cost(channel: Any) -> float:
     return (time.perf_counter() - began) / rounds * 1e9
 
 
-def _print(times: Times) -> None:
+def show(times: Times, title: str) -> None:
     present = [name for name in CONTENDERS if name in next(iter(times.values()))]
     over = [name for name in ("checks off", "accelerate") if name in present]
-    print("| case | " + " | ".join(present) + "".join(f" | on / {name}" for name in over) + " |")
-    print("|---|" + "---|" * (len(present) + len(over)))
-    for case, row in times.items():
-        cells = [f"{statistics.median(row[n]):.0f} [{min(row[n]):.0f}, {max(row[n]):.0f}]" for n in present]
-        for name in over:
-            pairs = zip(row["checks on"], row[name], strict=True)
-            cells.append(f"{statistics.median([a / b for a, b in pairs]):.2f}")
-        print(f"| {case} | {' | '.join(cells)} |")
+    rows = [
+        [case, *(spread(row[n], ".0f") for n in present)]
+        + [f"{median_ratio(row['checks on'], row[name]):.2f}" for name in over]
+        for case, row in times.items()
+    ]
+    table(["case", *present, *(f"on / {name}" for name in over)], rows, title)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repetitions", type=int, default=100)
-    arguments = parser.parse_args()
-    measured = worlds.run(measure, arguments.ranks, arguments.rounds, arguments.repetitions, timeout=600)
-    times, place = measured[0]
-    if importlib.util.find_spec("accelerate") is None:
-        print("accelerate: NOT RUN, the package is not installed")
-    for clock, table in times.items():
-        print(
-            f"\n{arguments.ranks} gloo ranks, µs {clock} per call, median of {arguments.rounds} rounds [least, most]\n"
+def main() -> None:
+    given = flags(__doc__, ranks=2, rounds=9, repetitions=100)
+    times, place = worlds.run(measure, given.ranks, given.rounds, given.repetitions, timeout=600)[0]
+    installed(["accelerate"])
+    for clock, found in times.items():
+        show(
+            found,
+            f"{given.ranks} gloo ranks, µs {clock} per call, median of {given.rounds} rounds [least-most]",
         )
-        _print(table)
     print(f"\nThe watch: {place:.0f} ns per collective.")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

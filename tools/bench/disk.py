@@ -8,14 +8,14 @@ requests on their way would be faster than `accel_ckpt.format.blocks`, which has
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
-import statistics
 import tempfile
 import threading
 import time
 from pathlib import Path
+
+from measure import flags, spread, table, turns
 
 MB = 1 << 20
 
@@ -53,30 +53,19 @@ def write(path: Path, total: int, writers: int, block: int, preallocate: bool) -
     return spent
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
-    )
-    arguments = parser.parse_args()
-    total = arguments.gigabytes << 30
+def main() -> None:
+    given = flags(__doc__, gigabytes=3, rounds=7, folder=Path.cwd())
+    total = given.gigabytes << 30
     ways = [(1, 16, False), (2, 16, False), (4, 16, False), (4, 4, False), (1, 64, False), (1, 16, True)]
-    rates: dict[tuple[int, int, bool], list[float]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
-        for _ in range(arguments.rounds):
-            for writers, megabytes, preallocate in ways:
-                spent = write(Path(folder) / "file", total, writers, megabytes * MB, preallocate)
-                rates[writers, megabytes, preallocate].append(total / spent / 1e9)
-    print("| blocks on their way | MB each | preallocated | GB/s |\n|---|---|---|---|")
-    for (writers, megabytes, preallocate), found in rates.items():
-        median, low, high = statistics.median(found), min(found), max(found)
-        print(
-            f"| {writers} | {megabytes} | {'yes' if preallocate else 'no'} | {median:.2f} [{low:.2f}-{high:.2f}] |"
-        )
-    return 0
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=given.folder) as folder:
+        file = Path(folder) / "file"
+        calls = {
+            way: lambda way=way: total / write(file, total, way[0], way[1] * MB, way[2]) / 1e9 for way in ways
+        }
+        found = turns(calls, given.rounds, warm=0)
+    rows = [[*way[:2], "yes" if way[2] else "no", spread(rates)] for way, rates in found.items()]
+    table(["blocks on their way", "MB each", "preallocated", "GB/s"], rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -9,20 +9,15 @@ checked to be equal. Numbers are medians with the range in brackets.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import statistics
-import sys
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import flags, installed, ratios, spread, table, turns
 from torch.utils.data import DataLoader, IterableDataset
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 
@@ -82,7 +77,7 @@ def makers() -> dict[str, Callable[[Any], Any]]:
     found: dict[str, Callable[[Any], Any]] = {
         "accel-train": lambda loader: prepare_data_loader(loader, **options)
     }
-    if importlib.util.find_spec("accelerate") is not None:
+    if installed(["accelerate"]):
         import accelerate
 
         accelerate.PartialState(cpu=True)
@@ -101,49 +96,42 @@ def world(rounds: int, batch: int, shape: tuple[int, ...]) -> dict[str, list[tup
         name: make(DataLoader(dataset, batch_size=batch, collate_fn=collate))
         for name, make in contenders.items()
     }
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     order: dict[str, list[int]] = {}
-    for turn in range(rounds + 1):
-        for name, loader in loaders.items():
-            counter.received = 0
-            dist.barrier()
-            began = time.perf_counter()
-            indices = []
-            for images, labels in loader:
-                indices.append(labels)
-                local = images.numel() * images.itemsize + labels.numel() * labels.itemsize
-            elapsed = time.perf_counter() - began
-            assert len(indices) == BATCHES
-            order[name] = torch.cat(indices).tolist()
-            if turn:  # the first round warms up
-                found[name].append((BATCHES / elapsed, counter.received / BATCHES / local))
+
+    def read(name: str) -> tuple[float, float]:
+        counter.received = 0
+        dist.barrier()
+        began = time.perf_counter()
+        indices = []
+        for images, labels in loaders[name]:
+            indices.append(labels)
+            local = images.numel() * images.itemsize + labels.numel() * labels.itemsize
+        elapsed = time.perf_counter() - began
+        assert len(indices) == BATCHES
+        order[name] = torch.cat(indices).tolist()
+        return BATCHES / elapsed, counter.received / BATCHES / local
+
+    found = turns({name: lambda name=name: read(name) for name in loaders}, rounds)
     assert all(got == order["accel-train"] for got in order.values()), "the ranks got different samples"
     return found
 
 
-def _show(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    if importlib.util.find_spec("accelerate") is None:
-        print("accelerate: NOT RUN, the package is not installed")
-    print("| local batch | ranks | contender | received / local batch | batches/s | speed over the peer |")
-    print("|---|---|---|---|---|---|")
-    for case, (batch, shape) in CASES.items():
-        for ranks in (2, 4):
-            answers = worlds.run(world, ranks, rounds, batch, shape, timeout=570)[-1]
-            peer = [speed for speed, _ in answers.get("accelerate", [])]
-            for name, results in answers.items():
-                speeds = [speed for speed, _ in results]
-                ratio = _show([a / b for a, b in zip(speeds, peer, strict=True)]) if peer else "-"
-                received = _show([amount for _, amount in results])
-                print(f"| {case} | {ranks} | {name} | {received} | {_show(speeds)} | {ratio} |")
-    return 0
+def main() -> None:
+    rounds = flags(__doc__, rounds=9).rounds
+    rows = []
+    for (case, (batch, shape)), ranks in itertools.product(CASES.items(), (2, 4)):
+        found = worlds.run(world, ranks, rounds, batch, shape, timeout=570)[-1]
+        speeds = {name: [speed for speed, _ in results] for name, results in found.items()}
+        for name, results in found.items():
+            received = spread([amount for _, amount in results])
+            peer = speeds.get("accelerate")
+            over = spread(ratios(speeds[name], peer)) if peer else "-"
+            rows.append([case, ranks, name, received, spread(speeds[name]), over])
+    table(
+        ["local batch", "ranks", "contender", "received / local batch", "batches/s", "speed over the peer"],
+        rows,
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -8,62 +8,24 @@ are checked to be equal. Experts are stacked, and in a list, which the script's 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import flags, median_ratio, same_training, table
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from turns import seconds_of_steps
+from torch.nn.functional import gelu
 
 from testkit import worlds
+from testkit.experts import Stacked, experts_of, one_expert, routed
 
 WIDTH, LAYERS, EXPERTS, ROUTES, STEPS = 128, 4, 8, 2, 4
 TOKENS, HIDDEN = 2048, 1024  # of a rank; of an expert
 SMALL = (512, 256)  # what a step costs besides computing
 WARM = 10  # steps before: ranks compare what they run in the first eight backward passes
-
-
-class Stacked(nn.Module):
-    """Experts in two stacked parameters."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_experts = count
-        self.up = nn.Parameter(torch.randn(count, HIDDEN, WIDTH) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / HIDDEN**0.5)
-
-    def forward(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(indices == expert)
-            out = one_expert(hidden_states[token], self.up[expert], self.down[expert])
-            result.index_add_(0, token, out * weights[token, place, None])
-        return result
-
-
-class Expert(nn.Module):
-    """One expert of a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return one_expert(x, self.up.weight, self.down.weight)
-
-
-def one_expert(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return nn.functional.linear(nn.functional.gelu(nn.functional.linear(x, up)), down)
 
 
 class Block(nn.Module):
@@ -74,20 +36,13 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.dense = nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS)
-        stacked = kind == "stacked"
-        self.experts = Stacked(EXPERTS) if stacked else nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.experts = experts_of(kind, EXPERTS, WIDTH, HIDDEN, gelu)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x + self.dense(x))
         weights, indices = self.router(x).softmax(-1).topk(ROUTES)
-        if isinstance(self.experts, Stacked):
-            out: Tensor = x + self.experts(x, indices, weights)
-            return out
-        result = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(indices == number)
-            result.index_add_(0, token, expert(x[token]) * weights[token, place, None])
-        return x + result
+        out: Tensor = x + routed(self.experts, x, indices, weights)
+        return out
 
 
 def model_of(kind: str) -> nn.Sequential:
@@ -121,7 +76,7 @@ class _AllToAll(torch.autograd.Function):
 class ByHand(nn.Module):
     """This rank's experts, to which all ranks send their tokens."""
 
-    def __init__(self, whole: Stacked | nn.ModuleList) -> None:
+    def __init__(self, whole: nn.Module) -> None:
         super().__init__()
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self.here = EXPERTS // ranks
@@ -150,7 +105,7 @@ class ByHand(nn.Module):
         out = torch.zeros_like(rows)
         for expert in range(self.here):
             (token,) = torch.where(which == expert)
-            out.index_add_(0, token, one_expert(rows[token], self.up[expert], self.down[expert]))
+            out.index_add_(0, token, one_expert(rows[token], self.up[expert], self.down[expert], gelu))
         back = _AllToAll.apply(out, sent, received)
         placed = torch.empty_like(back).index_copy(0, order, back)
         return (placed.view(-1, ROUTES, WIDTH) * weights[..., None]).sum(1)
@@ -227,25 +182,18 @@ def measure(kind: str, rounds: int, sizes: tuple[int, int]) -> dict[str, list[fl
 
     PartialState(cpu=True)
     runs = {"torch": by_hand(kind), "ours": by_ours(kind)}
-    return seconds_of_steps(runs, rounds=rounds, steps=STEPS, warm=WARM, rtol=1e-4, atol=1e-5)
+    return same_training(runs, rounds=rounds, steps=STEPS, warm=WARM, rtol=1e-4, atol=1e-5)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--kinds", nargs="+", choices=("stacked", "list"), default=["stacked", "list"])
-    arguments = parser.parse_args()
-    for kind, sizes in itertools.product(arguments.kinds, [(TOKENS, HIDDEN), SMALL]):
-        found = worlds.run(measure, 2, kind, arguments.rounds, sizes, timeout=600)[0]
-        ratio = statistics.median(o / t for o, t in zip(found["ours"], found["torch"], strict=True))
-        print(
-            f"experts, {kind}, {sizes[0]} tokens, 2 ranks: torch {statistics.median(found['torch']) * 1e3:.1f} ms, "
-            f"ours {statistics.median(found['ours']) * 1e3:.1f} ms, {ratio:.3f}x"
-        )
-    return 0
+def main() -> None:
+    given = flags(__doc__, rounds=9, kinds=["stacked", "list"])
+    rows = []
+    for kind, sizes in itertools.product(given.kinds, [(TOKENS, HIDDEN), SMALL]):
+        found = worlds.run(measure, 2, kind, given.rounds, sizes, timeout=600)[0]
+        ms = [f"{1e3 * statistics.median(found[name]):.1f}" for name in ("torch", "ours")]
+        rows.append([kind, *sizes, *ms, f"{median_ratio(found['ours'], found['torch']):.3f}"])
+    table(["experts", "tokens", "inner width", "by hand, ms", "ours, ms", "ratio"], rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

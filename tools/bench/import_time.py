@@ -7,14 +7,13 @@ Every measurement is a fresh interpreter; contenders take turns, round after rou
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from measure import flags, installed, quartiles, turns
 
 CODE = """
 import time
@@ -62,31 +61,19 @@ def seconds(statement: str, cache: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    contenders = {
-        name: statement
-        for name, (package, statement) in CONTENDERS.items()
-        if importlib.util.find_spec(package) is not None
-    }
-    for name in CONTENDERS.keys() - contenders.keys():
-        print(f"{name}: NOT RUN, the package is not installed")
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def main() -> None:
+    rounds = flags(__doc__, rounds=9).rounds
+    there = installed(dict.fromkeys(package for package, _ in CONTENDERS.values()))
     with tempfile.TemporaryDirectory() as cache:
-        for turn in range(rounds + 1):
-            for name, statement in contenders.items():
-                elapsed = seconds(statement, cache)
-                if turn:  # the first round fills the caches of bytecode and pages
-                    times[name].append(elapsed)
-    for name, values in times.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        print(
-            f"{name:52}{middle * 1e3:8.1f} ms over import torch   quartiles {low * 1e3:.1f} to {high * 1e3:.1f}"
-        )
-    return 0
+        calls = {
+            name: lambda statement=statement: seconds(statement, cache)
+            for name, (package, statement) in CONTENDERS.items()
+            if package in there
+        }
+        found = turns(calls, rounds)  # the round that does not count fills the caches of bytecode and pages
+    for name, values in found.items():
+        print(f"{name:52} {quartiles([1e3 * value for value in values], '.1f')} ms over import torch")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,7 +9,7 @@ more, with new objects. The numbers vary by a few calls with which rank waits fo
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from measure import flags, table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 
@@ -40,13 +38,10 @@ class Journey:
 
     files: list[str] = field(default_factory=list)
 
-    @property
-    def moves(self) -> int:
-        """How often a call leads into another file."""
-        return sum(first != second for first, second in zip(self.files, self.files[1:], strict=False))
-
-    def __str__(self) -> str:
-        return f"{len(self.files):,} | {len(set(self.files))} | {self.moves}"
+    def figures(self) -> tuple[int, int, int]:
+        """Calls, files, and how often a call leads into another file."""
+        moves = sum(first != second for first, second in itertools.pairwise(self.files))
+        return len(self.files), len(set(self.files)), moves
 
 
 @contextmanager
@@ -135,22 +130,20 @@ def imported_by_launch() -> int:
     return int(done.stdout.splitlines()[-1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
-    print(
-        "| journey | first: calls | files | moves | later: calls | files | moves |\n|---|---|---|---|---|---|---|"
-    )
+def main() -> None:
+    flags(__doc__)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for strategy in ("ddp", "fsdp2"):
             first, later = worlds.run(train, 2, strategy, f"{folder}/{strategy}")[0]
-            for name in first:
-                print(f"| {name}, {strategy} | {first[name]} | {later[name]} |")
-    first_launch, later_launch = launch()
-    print(f"| launch --use_fsdp --dry_run | {first_launch} | {later_launch} |")
+            rows += [
+                [f"{name}, {strategy}", *first[name].figures(), *later[name].figures()] for name in first
+            ]
+    first, later = launch()
+    rows.append(["launch --use_fsdp --dry_run", *first.figures(), *later.figures()])
+    table(["journey", "first: calls", "files", "moves", "later: calls", "files", "moves"], rows)
     print(f"\nfiles that launch --use_fsdp --dry_run imports: {imported_by_launch()}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

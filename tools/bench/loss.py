@@ -11,18 +11,14 @@ a GPU.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measure import flags, quartiles, ratios, table, turns
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_train import chunked_cross_entropy
 from testkit.memory import freed_at_once, growth
@@ -98,42 +94,29 @@ def check(functions: dict[str, Callable[..., Any]], tensors: tuple[Any, ...], de
             assert error <= (1e-4 if exact else 3e-2), (name, error)
 
 
-def quartiles(values: list[float], digits: int) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.{digits}f} [{low:.{digits}f}-{high:.{digits}f}]"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--shapes", type=int, default=2, help="how many shapes, the smallest first")
-    parser.add_argument("--chunk-sizes", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--dtype", default="float32", help="of hidden states and weight")
-    options = parser.parse_args()
+    options = flags(__doc__, rounds=7, shapes=2, chunk_sizes=[256, 1024], dtype="float32")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     freed_at_once()
     print(f"{device}, {options.dtype}, {torch.get_num_threads()} threads, {options.rounds} rounds")
-    print(
-        f"{'tokens':>6} {'vocabulary':>10} {'hidden':>6}  {'loss':14} {'seconds':>8} {'ratio':>20} {'peak MB':>8}"
-    )
+    rows = []
     functions = contenders(options.chunk_sizes)
     for shape in SHAPES[: options.shapes]:
         tensors = inputs(*shape, device, getattr(torch, options.dtype))
         check(functions, tensors, device)
-        runs: dict[str, list[tuple[float, int]]] = {name: [] for name in functions}
-        for _ in range(options.rounds):
-            for name, function in functions.items():
-                runs[name].append(measured(function, tensors, device)[:2])
-        firsts = [seconds for seconds, _ in runs[FIRST]]
+        calls = {
+            name: lambda function=function, tensors=tensors: measured(function, tensors, device)[:2]
+            for name, function in functions.items()
+        }
+        runs = turns(calls, options.rounds, warm=0)
+        firsts = [took for took, _ in runs[FIRST]]
         for name, seen in runs.items():
-            seconds, peak = (statistics.median(values) for values in zip(*seen, strict=True))
-            ratio = quartiles([took / first for (took, _), first in zip(seen, firsts, strict=True)], 2)
-            print(
-                "{:6} {:10} {:6}  {:14} {:8.2f} {:>20} {:8.0f}".format(
-                    *shape, name, seconds, ratio, peak / 2**20
-                ),
-                flush=True,
+            took, peaks = zip(*seen, strict=True)
+            peak = f"{statistics.median(peaks) / 2**20:.0f}"
+            rows.append(
+                [*shape, name, f"{statistics.median(took):.2f}", quartiles(ratios(took, firsts)), peak]
             )
+    table(["tokens", "vocabulary", "hidden", "loss", "seconds", "ratio", "peak MB"], rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ is that of Python's objects in the second half of the batches, after as many bef
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -18,6 +17,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+from measure import flags, spread, table, turns
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train import Accelerator, DataLoaderConfiguration, MixedDataLoader
@@ -104,25 +104,19 @@ def growth(batches: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
+    given = flags(__doc__, batches=20_000, rounds=7)
     contenders: dict[str, Callable[[], None]] = {}
     for kind, options in KINDS.items():
         contenders[f"{kind}: mixture"] = mixed(options, given.batches)
         contenders[f"{kind}: by hand"] = by_hand(names_of(options, given.batches), given.batches)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _, (name, run) in itertools.product(range(given.rounds), contenders.items()):
-        times[name].append(elapsed(run, given.batches))
-    print(f"{'us per batch':28} {'by hand':>22} {'mixture':>22} {'added':>7}")
+    calls = {name: lambda run=run: elapsed(run, given.batches) for name, run in contenders.items()}
+    found = turns(calls, given.rounds, warm=0)
+    rows = []
     for kind in KINDS:
-        hand, ours = times[f"{kind}: by hand"], times[f"{kind}: mixture"]
-        shown = [
-            f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]" for found in (hand, ours)
-        ]
+        hand, ours = found[f"{kind}: by hand"], found[f"{kind}: mixture"]
         added = statistics.median(ours) - statistics.median(hand)
-        print(f"{kind:28} {shown[0]:>22} {shown[1]:>22} {added:7.2f}")
+        rows.append([kind, spread(hand), spread(ours), f"{added:.2f}"])
+    table(["µs per batch", "by hand", "mixture", "added"], rows)
     print(f"growth of memory in {given.batches} batches, after as many before: {growth(given.batches)} bytes")
 
 

@@ -9,18 +9,14 @@ contenders are ours and ours with divide_work=False, where every rank computes e
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from measure import flags, turns
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_state.world.process import PartialState
 from accel_train import MuonWithAdamW
@@ -40,15 +36,16 @@ def timed(
     contenders: dict[str, torch.optim.Optimizer], rounds: int, ready: Callable[[], object]
 ) -> dict[str, float]:
     """Milliseconds of a step; the first round plans and makes states, and does not count."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds + 1):
-        for name, optimizer in contenders.items():
-            ready()
-            began = time.perf_counter()
-            optimizer.step()
-            ready()
-            times[name].append(1000 * (time.perf_counter() - began))
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+    def step(optimizer: torch.optim.Optimizer) -> float:
+        ready()
+        began = time.perf_counter()
+        optimizer.step()
+        ready()
+        return 1000 * (time.perf_counter() - began)
+
+    calls = {name: lambda optimizer=optimizer: step(optimizer) for name, optimizer in contenders.items()}
+    return {name: statistics.median(values) for name, values in turns(calls, rounds).items()}
 
 
 def alone(width: int, blocks: int, rounds: int) -> dict[str, float]:
@@ -71,11 +68,7 @@ def shared(width: int, blocks: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    given = flags(__doc__, width=1024, blocks=4, rounds=5)
     size = (given.width, given.blocks, given.rounds)
     for title, ranks, function in (("one process", 1, alone), ("two ranks", 2, shared)):
         found = worlds.run(function, ranks, *size, timeout=3600.0)[0]

@@ -13,14 +13,10 @@ same state, both on a file system in memory, and how long each keeps the loop wa
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
-import random
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -31,9 +27,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import installed, parser_of, quartiles, ratios, seconds, table, turns
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 
@@ -384,17 +379,12 @@ def measure_steps(kind: str, peers: list[str], rounds: int) -> dict[str, list[fl
     warnings.filterwarnings("ignore")
     PartialState(cpu=True)
     runs = {name: CONTENDERS[kind][name]() for name in ["ours", *peers]}
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        names = list(runs)
-        order.shuffle(names)
-        for name in names:
-            dist.barrier()
-            began = time.perf_counter()
-            runs[name][1]()
-            if turn:  # the first round warms up
-                times[name].append((time.perf_counter() - began) / STEPS)
+
+    def turn(name: str) -> float:
+        dist.barrier()
+        return seconds(runs[name][1]) / STEPS
+
+    times = turns({name: lambda name=name: turn(name) for name in runs}, rounds)
     for peer in peers:
         for mine, theirs in zip(runs["ours"][0].parameters(), runs[peer][0].parameters(), strict=True):
             torch.testing.assert_close(
@@ -494,64 +484,55 @@ def measure_saves(folder: str, layers: int, rounds: int) -> dict[str, list[float
         answer = save(target)
         return time.perf_counter() - began, answer
 
-    found: dict[str, list[float]] = {name: [] for name in ("ours", "dcp", "ours stall", "dcp stall")}
-    for turn in range(rounds + 1):
-        seconds = {
-            "ours": timed(accelerator.save_state)[0],
-            "dcp": timed(lambda path: dcp.save(state(), checkpoint_id=path))[0],
-        }
-        seconds["ours stall"], handle = timed(lambda path: accelerator.save_state(path, asynchronous=True))
-        began = time.perf_counter()
-        optimizer.step()  # waits until what it changes is copied
-        seconds["ours stall"] += time.perf_counter() - began
+    def in_background(save: Callable[[Path], Any], then: Callable[[], object] = lambda: None) -> float:
+        spent, handle = timed(save)
+        spent += seconds(then)
         handle.result()
-        seconds["dcp stall"], future = timed(
+        return spent
+
+    ways: dict[str, Callable[[], float]] = {
+        "ours": lambda: timed(accelerator.save_state)[0],
+        "dcp": lambda: timed(lambda path: dcp.save(state(), checkpoint_id=path))[0],
+        # The next step waits until what it changes is copied.
+        "ours stall": lambda: in_background(
+            lambda path: accelerator.save_state(path, asynchronous=True), optimizer.step
+        ),
+        "dcp stall": lambda: in_background(
             lambda path: dcp.async_save(state(), checkpoint_id=path, process_group=writers)
-        )
-        future.result()
-        if turn:
-            for name, value in seconds.items():
-                found[name].append(value)
-    return found
+        ),
+    }
+    return turns(ways, rounds)
 
 
 def show_saves(layers: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         times = worlds.run(measure_saves, 2, folder, layers, rounds, timeout=900)[0]
+    rows = []
     for what, mine, theirs, goal in (
-        ("save_state over dcp.save", "ours", "dcp", "at most 1.0"),
+        ("save_state over dcp.save", "ours", "dcp", "≤ 0.9"),
         (
-            "stall of a save in the background: dcp.async_save over ours",
+            "stall of dcp.async_save over that of save_state in the background",
             "dcp stall",
             "ours stall",
-            "at least 3",
+            "≥ 3",
         ),
     ):
-        ratios = sorted(a / b for a, b in zip(times[mine], times[theirs], strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"{what}, 2 ranks: {statistics.median(times[mine]):.3f} s over {statistics.median(times[theirs]):.3f} s: "
-            f"{middle:.2f} [{low:.2f}-{high:.2f}], goal {goal}"
-        )
+        medians = [f"{statistics.median(times[name]):.3f} s" for name in (mine, theirs)]
+        rows.append([what, *medians, quartiles(ratios(times[mine], times[theirs])), goal])
+    table(["2 ranks", "", "", "ratio", "goal"], rows)
 
 
 def show_steps(kind: str, rounds: int, ranks: int = 2) -> None:
-    peers = []
-    for name in CONTENDERS[kind]:
-        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
-            print(f"{kind} step: {PACKAGES[name]} is not installed, so it is not compared with")
-        elif name != "ours":
-            peers.append(name)
+    there = installed(PACKAGES[name] for name in CONTENDERS[kind] if name in PACKAGES)
+    peers = [name for name in CONTENDERS[kind] if name != "ours" and PACKAGES.get(name, "") in ("", *there)]
     times = worlds.run(measure_steps, ranks, kind, peers, rounds, timeout=900)[0]
-    micro = statistics.median(times["raw"]) * 1e6
-    print(f"{kind} step, {ranks} ranks: raw {micro:.0f} us")
-    for peer in peers:
-        ratios = sorted(a / b for a, b in zip(times["ours"], times[peer], strict=True))
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        goal = "at most 1.03" if peer == "raw" else "below 1"
-        print(
-            f"{kind} step, {ranks} ranks: ours over {peer} {middle:.3f} [{low:.3f}-{high:.3f}], goal {goal}"
-        )
+    rows = [
+        [peer, quartiles(ratios(times["ours"], times[peer]), ".3f"), "≤ 1.03" if peer == "raw" else "< 1"]
+        for peer in peers
+    ]
+    raw = f"{statistics.median(times['raw']) * 1e6:.0f} µs"
+    title = f"A step of {kind}, {ranks} ranks: ours over others; raw takes {raw}"
+    table(["over", "ratio", "goal"], rows, title)
 
 
 def show_start(layers: int, rounds: int) -> None:
@@ -570,37 +551,28 @@ def show_start(layers: int, rounds: int) -> None:
             found = worlds.run(measure_start, 2, folder, layers, timeout=900)
             starts.append(max(spent for spent, _, _ in found))
             extra.append(max(added - held for _, added, held in found))
-        print(
-            f"start of {size / 1e9:.2f} B parameters, 2 ranks, warm: {statistics.median(starts):.2f} s; reading the "
-            f"share {statistics.median(spans):.2f} s; ratio "
-            f"{statistics.median(a / b for a, b in zip(starts, spans, strict=True)):.2f}, goal 1.2; memory beyond the "
-            f"share {max(extra) / 1e6:.0f} MB, goal {largest / 1e6:.0f} (one tensor)"
-        )
+    ratio = statistics.median(ratios(starts, spans))
+    memory = f"{max(extra) / 1e6:.0f} MB"
+    row = [*(f"{statistics.median(values):.2f} s" for values in (starts, spans)), f"{ratio:.2f}", memory]
+    title = f"Start of {size / 1e9:.2f} B parameters, 2 ranks, warm; goals 1.2, and {largest / 1e6:.0f} MB (one tensor)"
+    table(["start", "reading the share", "ratio", "memory beyond the share"], [row], title)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument(
-        "--layers", type=int, default=20, help="of the model that is read; 20 are 1 B parameters"
-    )
-    parts = ("steps", "deepspeed", "start", "saves")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=["steps", "start", "saves"])
-    arguments = parser.parse_args()
-    if "steps" in arguments.parts:
-        show_steps("FSDP2", arguments.rounds)
-        show_steps("TP", arguments.rounds)
-        show_steps("FSDP2 x TP", arguments.rounds, ranks=4)
-        show_steps("Muon, FSDP2", arguments.rounds)
-    if "deepspeed" in arguments.parts:
-        show_steps("ZeRO-1", arguments.rounds)
-        show_steps("ZeRO-3", arguments.rounds)
-    if "saves" in arguments.parts:
+def main() -> None:
+    parser = parser_of(__doc__, rounds=31, layers=20, parts=["steps", "deepspeed", "saves", "start"])
+    parser.set_defaults(parts=["steps", "saves", "start"])  # DeepSpeed has an environment of its own
+    given = parser.parse_args()
+    if "steps" in given.parts:
+        for kind, ranks in (("FSDP2", 2), ("TP", 2), ("FSDP2 x TP", 4), ("Muon, FSDP2", 2)):
+            show_steps(kind, given.rounds, ranks)
+    if "deepspeed" in given.parts:
+        for kind in ("ZeRO-1", "ZeRO-3"):
+            show_steps(kind, given.rounds)
+    if "saves" in given.parts:
         show_saves(2, 7)
-    if "start" in arguments.parts:
-        show_start(arguments.layers, 3)
-    return 0
+    if "start" in given.parts:
+        show_start(given.layers, 3)  # 20 layers are 1 B parameters
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

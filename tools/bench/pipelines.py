@@ -10,23 +10,18 @@ counts as busy is how long the layers slept, which is longer than they asked for
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import flags, median_ratio, same_training, table, turns
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from turns import seconds_of_steps
 
 from testkit import worlds
 
@@ -135,7 +130,7 @@ def measure_steps(micro_batches: int, rounds: int) -> dict[str, list[float]]:
 
     PartialState(cpu=True)
     runs = {"torch": by_hand("1f1b", micro_batches), "ours": by_ours("1f1b", micro_batches)}
-    return seconds_of_steps(runs, rounds=rounds, steps=STEPS, rtol=1e-5, atol=1e-6)
+    return same_training(runs, rounds=rounds, steps=STEPS, rtol=1e-5, atol=1e-6)
 
 
 slept: list[float] = []
@@ -184,17 +179,16 @@ def measure_bubble(schedule: str, micro_batches: int, steps: int, seconds: float
         "ours": by_ours(schedule, micro_batches, layer),
         "torch": by_hand(schedule, micro_batches, layer),
     }
-    for step in runs.values():
-        step()  # sees the shapes
-    shares: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(steps):
-        for name, step in runs.items():
-            dist.barrier()
-            slept.clear()
-            begin = time.perf_counter()
-            step()
-            dist.barrier()  # a rank whose stages are done waits for those of the others
-            shares[name].append(1 - sum(slept) / (time.perf_counter() - begin))
+
+    def waits(name: str) -> float:
+        dist.barrier()
+        slept.clear()
+        begin = time.perf_counter()
+        runs[name]()
+        dist.barrier()  # a rank whose stages are done waits for those of the others
+        return 1 - sum(slept) / (time.perf_counter() - begin)
+
+    shares = turns({name: lambda name=name: waits(name) for name in runs}, steps)
     return {name: statistics.median(values) for name, values in shares.items()}
 
 
@@ -203,41 +197,34 @@ def formula(schedule: str, ranks: int, micro_batches: int) -> float:
     return (ranks - 1) / (stages_on_a_rank(schedule) * micro_batches + ranks - 1)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> None:
+    given = flags(
+        __doc__,
+        rounds=15,
+        parts=["steps", "bubble"],
+        ranks=[2, 4],
+        schedules=list(TORCH_S),
+        steps=5,
+        seconds=0.03,
     )
-    parser.add_argument("--rounds", type=int, default=15, help="of the part steps")
-    parser.add_argument("--steps", type=int, default=5, help="of the part bubble")
-    parser.add_argument("--parts", nargs="+", choices=("steps", "bubble"), default=["steps", "bubble"])
-    parser.add_argument("--seconds", type=float, default=0.03, help="of a layer's forward in the part bubble")
-    parser.add_argument("--schedules", nargs="+", choices=TORCH_S, default=list(TORCH_S))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    arguments = parser.parse_args()
-    if "steps" in arguments.parts:
-        for ranks in arguments.ranks:
-            found = worlds.run(measure_steps, ranks, 8, arguments.rounds, timeout=600)[0]
-            ratio = statistics.median(o / t for o, t in zip(found["ours"], found["torch"], strict=True))
-            print(
-                f"1f1b, {ranks} ranks, 8 micro-batches: torch {statistics.median(found['torch']) * 1e3:.1f} ms, ours "
-                f"{statistics.median(found['ours']) * 1e3:.1f} ms, {ratio:.3f}x"
-            )
-    if "bubble" in arguments.parts:
-        for ranks in arguments.ranks:
-            for schedule in arguments.schedules:
-                if ranks == 4 and schedule in ("gpipe", "looped_bfs"):
-                    continue
-                found = worlds.run(
-                    measure_bubble, ranks, schedule, 8, arguments.steps, arguments.seconds, timeout=600
-                )
-                shares = {name: statistics.mean(each[name] for each in found) for name in found[0]}
-                print(
-                    f"bubble of {schedule}, {ranks} ranks, 8 micro-batches: ours {shares['ours']:.3f}, torch's by hand "
-                    f"{shares['torch']:.3f}, by its formula {formula(schedule, ranks, 8):.3f}",
-                    flush=True,
-                )
-    return 0
+    if "steps" in given.parts:
+        rows = []
+        for ranks in given.ranks:
+            found = worlds.run(measure_steps, ranks, 8, given.rounds, timeout=600)[0]
+            ms = [f"{1e3 * statistics.median(found[name]):.1f}" for name in ("torch", "ours")]
+            rows.append([ranks, *ms, f"{median_ratio(found['ours'], found['torch']):.3f}"])
+        table(["ranks", "torch's 1F1B, ms", "ours, ms", "ratio"], rows, "A step of 8 micro-batches")
+    if "bubble" in given.parts:
+        rows = []
+        for ranks, schedule in itertools.product(given.ranks, given.schedules):
+            if ranks == 4 and schedule in ("gpipe", "looped_bfs"):
+                continue
+            found = worlds.run(measure_bubble, ranks, schedule, 8, given.steps, given.seconds, timeout=600)
+            means = [f"{statistics.mean(each[name] for each in found):.3f}" for name in ("ours", "torch")]
+            rows.append([schedule, ranks, *means, f"{formula(schedule, ranks, 8):.3f}"])
+        title = "The share of a step that waits, 8 micro-batches"
+        table(["schedule", "ranks", "ours", "torch's by hand", "by the formula"], rows, title)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,20 +9,16 @@ by s3fs from memory. Numbers are medians of seconds with the range in brackets; 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import boto3
 import s3fs
 import torch
 from boto3.s3.transfer import TransferConfig
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from measure import flags, ratios, spread, table, turns
 
 from accel_ckpt import open_training_state, save_training_state
 from accel_ckpt.folders.objects.store import PARALLEL, PART
@@ -31,13 +27,8 @@ from testkit.s3_server import S3Server
 BUCKET = "bench"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--megabytes", type=int, default=400, help="of the state: as much of weights as of the rest"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+def main() -> None:
+    arguments = flags(__doc__, megabytes=400, rounds=5)  # as much of weights as of the rest
     weights = {f"layer_{i}": torch.randn(arguments.megabytes << 15) for i in range(4)}
     moments = {f"moment_{i}": torch.randn(arguments.megabytes << 15) for i in range(4)}
     with S3Server() as server:
@@ -68,36 +59,26 @@ def main() -> int:
                 fs.pipe_file(f"{BUCKET}/s3fs/{name}", data, chunksize=PART, max_concurrency=PARALLEL)
 
         ways: dict[str, Callable[[], None]] = {"save_training_state": save, "boto3": boto, "s3fs": s3}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        here: dict[str, list[float]] = {name: [] for name in ways}
-        there: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(arguments.rounds + 1):
-            for name, way in ways.items():
-                for key in fs.find(BUCKET):
-                    fs.rm_file(key)
-                began, used, served = time.perf_counter(), time.process_time(), server.processor_seconds()
-                way()
-                if number:
-                    seconds[name].append(time.perf_counter() - began)
-                    here[name].append(time.process_time() - used)
-                    there[name].append(server.processor_seconds() - served)
-        print(f"{total / 1e6:.0f} MB in {len(files)} files\n")
-        print("| | s | MB/s | processor s | of the server |\n|---|---|---|---|---|")
-        for name, found in seconds.items():
-            speed = total / statistics.median(found) / 1e6
-            print(
-                f"| {name} | {spread(found)} | {speed:.0f} | {spread(here[name])} | {spread(there[name])} |"
-            )
-        for name in ("boto3", "s3fs"):
-            ratios = [a / b for a, b in zip(seconds["save_training_state"], seconds[name], strict=True)]
-            print(f"\nours / {name}: {spread(ratios)}")
-    return 0
 
+        def measured(way: Callable[[], None]) -> tuple[float, float, float]:
+            for key in fs.find(BUCKET):
+                fs.rm_file(key)
+            began, used, served = time.perf_counter(), time.process_time(), server.processor_seconds()
+            way()
+            here = time.process_time() - used
+            return time.perf_counter() - began, here, server.processor_seconds() - served
 
-def spread(values: list[float]) -> str:
-    """The median, and the range."""
-    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
+        found = turns({name: lambda way=way: measured(way) for name, way in ways.items()}, arguments.rounds)
+    print(f"{total / 1e6:.0f} MB in {len(files)} files")
+    rows, first = [], [took for took, _, _ in found["save_training_state"]]
+    for name, samples in found.items():
+        took, here, there = zip(*samples, strict=True)
+        over = spread(ratios(first, took))
+        rows.append(
+            [name, spread(took), total / statistics.median(took) // 1e6, spread(here), spread(there), over]
+        )
+    table(["", "s", "MB/s", "processor s", "of the server", "ours in ratio to it"], rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -11,15 +11,13 @@ in brackets.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from measure import flags, installed, quartiles, spread, table, turns
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 import accel_train
@@ -33,12 +31,11 @@ Make = Callable[[Any, int], Iterable[list[int]]]
 
 def contenders() -> dict[str, Make]:
     found: dict[str, Make] = {"accel-train": lambda base, world: ShardedBatchSampler(base, world, world - 1)}
-    if importlib.util.find_spec("accelerate") is None:
-        print("accelerate: NOT RUN, the package is not installed")
-        return found
-    from accelerate.data_loader import BatchSamplerShard
+    if installed(["accelerate"]):
+        from accelerate.data_loader import BatchSamplerShard
 
-    return found | {"accelerate": lambda base, world: BatchSamplerShard(base, world, world - 1)}
+        found["accelerate"] = lambda base, world: BatchSamplerShard(base, world, world - 1)
+    return found
 
 
 def per_batch(make: Make, world: int, batches: int) -> float:
@@ -71,21 +68,23 @@ def first_batch_of_workers(rounds: int) -> dict[str, list[float]]:
         "PyTorch": loader_with_workers(),
         "accel-train": accel_train.Accelerator(cpu=True).prepare(loader_with_workers()),
     }
-    if importlib.util.find_spec("accelerate") is not None:
+    if installed(["accelerate"]):
         from accelerate import Accelerator
 
         loaders["accelerate"] = Accelerator(cpu=True).prepare(loader_with_workers())
-    times: dict[str, list[float]] = {name: [] for name in loaders}
-    for turn, (name, loader) in itertools.product(range(rounds + 2), loaders.items()):
+
+    def first(loader: Any) -> float:
         time.sleep(0.005)  # workers that just ended their epoch are at rest
         began = time.perf_counter()
         batches = iter(loader)
         next(batches)
         elapsed = (time.perf_counter() - began) * 1e3
         assert len([*batches]) == 7, "an epoch has eight batches"
-        if turn >= 2:
-            times[name].append(elapsed)
-    return times
+        return elapsed
+
+    return turns(
+        {name: lambda loader=loader: first(loader) for name, loader in loaders.items()}, rounds, warm=2
+    )
 
 
 def check(makers: dict[str, Make]) -> None:
@@ -95,49 +94,33 @@ def check(makers: dict[str, Make]) -> None:
         assert all(share == shares[0] for share in shares), f"shares differ at world {world}"
 
 
-def measure(
-    makers: dict[str, Make], rounds: int, once: Callable[[Make, int], float]
-) -> dict[tuple[str, int], list[float]]:
-    times: dict[tuple[str, int], list[float]] = {}
-    for turn, world, (name, make) in itertools.product(range(rounds + 1), WORLDS, makers.items()):
-        elapsed = once(make, world)
-        if turn:  # the first round warms up
-            times.setdefault((name, world), []).append(elapsed)
-    return times
+def show(title: str, makers: dict[str, Make], rounds: int, once: Callable[[Make, int], float]) -> None:
+    calls = {
+        (name, world): lambda make=make, world=world: once(make, world)
+        for world, (name, make) in itertools.product(WORLDS, makers.items())
+    }
+    found = turns(calls, rounds)
+    rows = [[world, *(spread(found[name, world]) for name in makers)] for world in WORLDS]
+    table(["world", *makers], rows, title)
 
 
-def table(title: str, makers: dict[str, Make], times: dict[tuple[str, int], list[float]]) -> None:
-    print(f"\n{title}\n\n| world | {' | '.join(makers)} |\n|---|{'---|' * len(makers)}")
-    for world in WORLDS:
-        cells = [
-            f"{statistics.median(times[name, world]):.2f} "
-            f"[{min(times[name, world]):.2f}-{max(times[name, world]):.2f}]"
-            for name in makers
-        ]
-        print(f"| {world} | {' | '.join(cells)} |")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+def main() -> None:
+    rounds = flags(__doc__, rounds=9).rounds
     torch.set_num_threads(1)
     makers = contenders()
     check(makers)
     # Fewer batches where one of them is expensive for the peer; enough for the clock in every case.
-    times = measure(makers, rounds, lambda make, world: per_batch(make, world, max(256, 4000 // world)))
-    table("µs per local batch of 8", makers, times)
-    table(
-        f"ms to the first batch of a shuffled epoch of {SAMPLES:,} samples",
+    show(
+        "µs per local batch of 8",
         makers,
-        measure(makers, rounds, first_batch),
+        rounds,
+        lambda make, world: per_batch(make, world, max(256, 4000 // world)),
     )
-    print("\nms to the first batch of an epoch, 2 workers that stay: median [quartiles]\n")
-    for name, elapsed in first_batch_of_workers(rounds * 20).items():
-        low, middle, high = statistics.quantiles(elapsed, n=4)
-        print(f"{name}: {middle:.2f} [{low:.2f}-{high:.2f}]")
-    return 0
+    show(f"ms to the first batch of a shuffled epoch of {SAMPLES:,} samples", makers, rounds, first_batch)
+    found = first_batch_of_workers(rounds * 20)
+    title = "ms to the first batch of an epoch, 2 workers that stay: median [quartiles]"
+    table(found, [[quartiles(values) for values in found.values()]], title)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -11,19 +11,15 @@ host memory that later ones use again, and is shown by itself.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measure import flags
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_train import Accelerator
 from testkit import simulated_device, worlds
@@ -82,20 +78,9 @@ def measure(width: int, layers: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    [found] = worlds.run(
-        measure,
-        1,
-        given.width,
-        given.layers,
-        given.rounds,
-        environ={"ACCELERATE_USE_CPU": "false"},
-        timeout=600.0,
-    )
+    given = flags(__doc__, width=1024, layers=16, rounds=7)
+    size = (given.width, given.layers, given.rounds)
+    [found] = worlds.run(measure, 1, *size, environ={"ACCELERATE_USE_CPU": "false"}, timeout=600.0)
     size = found["bytes"]
     print(f"device memory in use: {found['before']} bytes before, {found['after']} after", end=" ")
     print(f"({found['after'] / found['before']:.3%}); {size / 2**20:.0f} MiB of states")

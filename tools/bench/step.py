@@ -9,22 +9,16 @@ contender, the median of its per-round ratio to plain PyTorch. Final weights are
 
 from __future__ import annotations
 
-import argparse
 import os
-import random
 import statistics
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measure import flags, quartiles, ratios, seconds, turns
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 
@@ -182,18 +176,13 @@ def measure(mode: str, names: list[str], rounds: int) -> dict[str, list[float]]:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     runs = {name: CONTENDERS[name](mode) for name in names}
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        turn_order = list(names)
-        order.shuffle(turn_order)
-        for name in turn_order:
-            if mode == "ddp 2 ranks":
-                torch.distributed.barrier()
-            began = time.perf_counter()
-            runs[name][1]()
-            if turn:  # the first round warms up
-                times[name].append((time.perf_counter() - began) / STEPS_PER_ROUND)
+
+    def turn(name: str) -> float:
+        if mode == "ddp 2 ranks":
+            torch.distributed.barrier()
+        return seconds(runs[name][1]) / STEPS_PER_ROUND
+
+    times = turns({name: lambda name=name: turn(name) for name in names}, rounds)
     reference = list(runs["raw"][0].parameters())
     # With two ranks torch's sampler deals samples in turn and the others batches in turn; the global batches, and so
     # the weights, agree up to the order of summation only where each step's two batches hold the same 16 samples.
@@ -206,30 +195,19 @@ def measure(mode: str, names: list[str], rounds: int) -> dict[str, list[float]]:
 
 def report(mode: str, times: dict[str, list[float]]) -> None:
     for name, values in times.items():
-        ratios = [mine / base for mine, base in zip(values, times["raw"], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"{mode:14}{name:12}{statistics.median(values) * 1e6:9.1f} µs {statistics.median(ratios):8.3f}x"
-            f"   quartiles {low:.3f} to {high:.3f}"
-        )
+        micro = statistics.median(values) * 1e6
+        print(f"{mode:14}{name:12}{micro:9.1f} µs {quartiles(ratios(values, times['raw']), '.3f')}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS))
-    parser.add_argument("--modes", nargs="*", default=list(MODES))
-    arguments = parser.parse_args()
-    names = ["raw", *(name for name in arguments.only if name != "raw")]
-    print(f"torch {torch.__version__}, {arguments.rounds} rounds of {STEPS_PER_ROUND} steps, interleaved")
-    for mode in arguments.modes:
+def main() -> None:
+    given = flags(__doc__, rounds=31, only=list(CONTENDERS), modes=list(MODES))
+    names = ["raw", *(name for name in given.only if name != "raw")]
+    print(f"torch {torch.__version__}, {given.rounds} rounds of {STEPS_PER_ROUND} steps, interleaved")
+    for mode in given.modes:
         ranks = 2 if mode == "ddp 2 ranks" else 1
         environ = {"TORCHELASTIC_RUN_ID": "bench"} if ranks == 2 else {}
-        report(
-            mode, worlds.run(measure, ranks, mode, names, arguments.rounds, environ=environ, timeout=600)[0]
-        )
-    return 0
+        report(mode, worlds.run(measure, ranks, mode, names, given.rounds, environ=environ, timeout=600)[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

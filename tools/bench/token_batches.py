@@ -9,11 +9,12 @@ many samples as those by tokens do on average. Padding is the share of the batch
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import time
 from typing import Any
 
 import numpy as np
+from measure import flags, table
 
 from accel_train import TokenBatchSampler
 from accel_train.data.sampling.token_plan import first_fit_decreasing
@@ -44,38 +45,38 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    samples = parser.parse_args().samples
-    print(
-        f"{'lengths':10} {'batches':8} {'attention':9} {'ranks':>5} {'plan s':>7} "
-        f"{'by tokens':>10} {'random':>8} padding"
-    )
+    samples = flags(__doc__, samples=1_000_000).samples
+    rows, packed = [], []
     for kind in ("lognormal", "uniform"):
         lengths = lengths_of(kind, samples)
-        for padded in (True, False):
-            for quadratic in (0.0, 1 / 8_192):
-                costs = lengths + quadratic * lengths.astype(np.float64) ** 2
-                for ranks in (8, 64):
-                    sampler = TokenBatchSampler(lengths, MAX_TOKENS, padded=padded, quadratic=quadratic)
-                    sampler = sampler.for_ranks(ranks)
-                    began = time.perf_counter()
-                    plan = sampler.plan()
-                    took = time.perf_counter() - began
-                    assert np.array_equal(np.sort(plan.samples), np.arange(samples))
-                    ours, padding = measured(costs, lengths, plan.samples, plan.bounds, ranks, padded)
-                    order = np.random.RandomState(1).permutation(samples)
-                    bounds = np.linspace(0, samples, len(plan) + 1).astype(np.int64)
-                    plain, plain_padding = measured(costs, lengths, order, bounds, ranks, padded)
-                    print(
-                        f"{kind:10} {'padded' if padded else 'joined':8} {'yes' if quadratic else 'no':9} {ranks:5} "
-                        f"{took:7.2f} {ours:10.4f} {plain:8.3f} {padding:.1%} instead of {plain_padding:.1%}"
-                    )
+        for padded, quadratic, ranks in itertools.product((True, False), (0.0, 1 / 8_192), (8, 64)):
+            costs = lengths + quadratic * lengths.astype(np.float64) ** 2
+            sampler = TokenBatchSampler(lengths, MAX_TOKENS, padded=padded, quadratic=quadratic).for_ranks(
+                ranks
+            )
+            began = time.perf_counter()
+            plan = sampler.plan()
+            took = time.perf_counter() - began
+            assert np.array_equal(np.sort(plan.samples), np.arange(samples))
+            ours, padding = measured(costs, lengths, plan.samples, plan.bounds, ranks, padded)
+            order = np.random.RandomState(1).permutation(samples)
+            bounds = np.linspace(0, samples, len(plan) + 1).astype(np.int64)
+            plain, plain_padding = measured(costs, lengths, order, bounds, ranks, padded)
+            how = ["padded" if padded else "joined", "yes" if quadratic else "no", ranks]
+            of = [
+                f"{took:.2f}",
+                f"{ours:.4f}",
+                f"{plain:.3f}",
+                f"{padding:.1%} instead of {plain_padding:.1%}",
+            ]
+            rows.append([kind, *how, *of])
         began = time.perf_counter()
         packs = first_fit_decreasing(lengths, LONGEST)
         took = time.perf_counter() - began
         fill = lengths.sum() / ((int(packs.max()) + 1) * LONGEST)
-        print(f"{kind:10} packed into sequences of {LONGEST}: {took:.2f} s, {fill:.2%} full")
+        packed.append([kind, f"{took:.2f}", f"{fill:.2%}"])
+    table(["lengths", "batches", "attention", "ranks", "plan s", "by tokens", "random", "padding"], rows)
+    table(["lengths", "s", "full"], packed, f"Packed into sequences of {LONGEST}")
 
 
 if __name__ == "__main__":

@@ -11,20 +11,16 @@ other way follow from its collectives: a gathering sends each rank what it lacks
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from measure import flags, table, turns
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_ckpt import GroupTransport, OfferedWeights, TensorParallelLayout, WeightTransfer
 from accel_state.world.process import PartialState
@@ -120,25 +116,25 @@ def measured(width: int, blocks: int, bucket: int, rounds: int) -> dict[str, tup
         "gather and broadcast": Gathering(weights, sizes),
         "ours": Ours(weights, sizes, mesh, bucket),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    peaks = dict.fromkeys(ways, 0)
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            dist.barrier()
-            began = time.perf_counter()
-            with growth() as grown:
-                way.update()
-            dist.barrier()
-            times[name].append(time.perf_counter() - began)
-            peaks[name] = max(peaks[name], grown.peak if number else 0)
+
+    def update(name: str) -> tuple[float, int]:
+        dist.barrier()
+        began = time.perf_counter()
+        with growth() as grown:
+            ways[name].update()
+        dist.barrier()
+        return time.perf_counter() - began, grown.peak
+
+    found = turns({name: lambda name=name: update(name) for name in ways}, rounds)
     first, second = ways.values()
     assert all(torch.equal(first.halves[name], second.halves[name]) for name in sizes), (
         "both ways give the same"
     )
-    return {
-        name: (statistics.median(times[name][1:]), ways[name].sent(), _most(peaks[name] + ways[name].kept()))
-        for name in ways
-    }
+    answer = {}
+    for name, samples in found.items():
+        took, peaks = zip(*samples, strict=True)
+        answer[name] = (statistics.median(took), ways[name].sent(), _most(max(peaks) + ways[name].kept()))
+    return answer
 
 
 def _most(value: int) -> int:
@@ -148,18 +144,16 @@ def _most(value: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--bucket", type=int, default=4, help="MiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
-    size = (given.width, given.blocks, given.bucket << 20, given.rounds)
+    given = flags(__doc__, width=1024, blocks=4, bucket=4, rounds=5)
+    size = (given.width, given.blocks, given.bucket << 20, given.rounds)  # the buckets are in MiB
     run: Callable[..., list[dict[str, tuple[float, int, int]]]] = worlds.run
     found = run(measured, TRAINERS + RECEIVERS, *size, timeout=3600.0)[0]
     print(f"model {sum(4 * r * c for r, c in shapes(given.width, given.blocks).values()) / 1e6:.1f} MB")
-    for name, (seconds, sent, grown) in found.items():
-        print(f"{name:22} {seconds:7.3f} s  {sent / 1e6:8.1f} MB sent  {grown / 1e6:7.1f} MB more memory")
+    rows = [
+        [name, f"{took:.3f}", f"{sent / 1e6:.1f}", f"{grown / 1e6:.1f}"]
+        for name, (took, sent, grown) in found.items()
+    ]
+    table(["", "s", "MB sent", "MB more memory"], rows)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,26 @@ STRATEGIES = {
 }
 
 
+class Layer(nn.Linear):
+    """One weight; layers are called one after the other, as stages of a pipeline need it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
 class Layers(nn.Module):
-    """Four layers that are one weight each."""
+    """Four layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x).relu()
+            x = layer(x)
         return x
 
 
@@ -74,50 +84,30 @@ def tensor_parallel() -> dict[str, Any]:
 
 
 def pipeline() -> dict[str, Any]:
-    """One layer a rank, by ``torch.distributed.pipelining``."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    """One layer a rank."""
+    from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
 
-    from accel_state import PartialState
-
-    state = PartialState(cpu=True)
-    rank = state.process_index
-    name = f"layers.{rank}.weight"
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
-    stage = PipelineStage(model, rank, RANKS, torch.device("cpu"))
-    schedule = ScheduleGPipe(
-        stage, n_microbatches=2, loss_fn=lambda got, wanted: (got - wanted).square().mean()
+    stages = PipelineParallelConfig(modules=["layers"])
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(pp_size=RANKS, pp_handler=stages)
     )
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = [torch.ones(4, WIDTH)] if rank == 0 else []
-    schedule.step(*inputs, **({"target": torch.zeros(4, WIDTH)} if rank == RANKS - 1 else {}))
-    optimizer.step()
-    return _held({name: model[0].weight}, optimizer)
+    return _trained(accelerator, Layers())
 
 
 def _trained(accelerator: Any, model: nn.Module) -> dict[str, Any]:
+    """What this rank holds after a step."""
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
-    computing: list[list[int]] = []
-    layer = accelerator.unwrap_model(model).layers[0]
-    layer.register_forward_pre_hook(lambda module, _: computing.append(_local_shape(module.weight)))
     accelerator.backward(model(torch.ones(4, WIDTH)).square().mean())
     optimizer.step()
-    return _held(dict(accelerator.unwrap_model(model).named_parameters()), optimizer) | {
-        "first layer in its forward": computing[0]
-    }
-
-
-def _local_shape(weight: torch.Tensor) -> list[int]:
-    return list(weight.to_local().shape if hasattr(weight, "to_local") else weight.shape)
-
-
-def _held(parameters: dict[str, torch.Tensor], optimizer: Any) -> dict[str, Any]:
-    kept = {name: optimizer.state[parameter] for name, parameter in parameters.items()}
+    parameters = dict(accelerator.unwrap_model(model).named_parameters())
     return {
         "parameters": {name: _boxes(parameter) for name, parameter in parameters.items()},
         "gradients": {name: _boxes(parameter.grad) for name, parameter in parameters.items()},
-        "exp_avg": {name: _boxes(state["exp_avg"]) for name, state in kept.items()},
-        "exp_avg_sq": {name: _boxes(state["exp_avg_sq"]) for name, state in kept.items()},
+        **{
+            key: {name: _boxes(optimizer.state[parameter][key]) for name, parameter in parameters.items()}
+            for key in ("exp_avg", "exp_avg_sq")
+        },
     }
 
 

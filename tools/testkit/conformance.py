@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from testkit.experts import experts_of, routed
+
 INSTALLED = str(Path(__file__).parent / "installed")
 """Folder with the metadata of the test kit's strategies, as an installed package has it."""
 DIM = 6
@@ -159,38 +161,6 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class StackedExperts(nn.Module):
-    """Experts in two parameters."""
-
-    def __init__(self, dtype: torch.dtype, width: int) -> None:
-        super().__init__()
-        self.num_experts = 4
-        self.up = nn.Parameter(torch.randn(self.num_experts, width, width, dtype=dtype) / 2)
-        self.down = nn.Parameter(torch.randn(self.num_experts, width, width, dtype=dtype) / 2)
-
-    def forward(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(indices == expert)
-            hidden = torch.tanh(nn.functional.linear(hidden_states[token], self.up[expert]))
-            out = nn.functional.linear(hidden, self.down[expert]) * weights[token, place, None]
-            result.index_add_(0, token, out.to(result.dtype))
-        return result
-
-
-class Expert(nn.Module):
-    """One of a list."""
-
-    def __init__(self, dtype: torch.dtype, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, width, bias=False, dtype=dtype)
-        self.down = nn.Linear(width, width, bias=False, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(x)))
-        return out
-
-
 class Mixture(nn.Module):
     """A layer, a router and experts, before all else of a model.
 
@@ -202,24 +172,13 @@ class Mixture(nn.Module):
         super().__init__()
         self.linear = nn.Linear(DIM, DIM, dtype=dtype)
         self.router = nn.Linear(DIM, 4, dtype=dtype)
-        self.experts = (
-            StackedExperts(dtype, DIM)
-            if kind == "stacked"
-            else nn.ModuleList(Expert(dtype, DIM) for _ in range(4))
-        )
+        self.experts = experts_of(kind, 4, DIM, DIM, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         indices = torch.stack([(x[:, 0] > 0).long(), 2 + (x[:, 1] > 0).long()], dim=1)
         x = self.linear(x)
         weights = self.router(x).softmax(-1).gather(1, indices)
-        if isinstance(self.experts, StackedExperts):
-            return x + self.experts(x, indices, weights)
-        result = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(indices == number)
-            out = expert(x[token]) * weights[token, place, None]
-            result.index_add_(0, token, out.to(result.dtype))
-        return x + result
+        return x + routed(self.experts, x, indices, weights)
 
 
 class Head(nn.Linear):

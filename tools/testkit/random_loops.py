@@ -8,13 +8,12 @@ it is saved and stopped. To repeat one on its own:
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch.utils.data import (
 )
 
 from testkit import worlds
+from testkit.random_runs import repeat
 
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
 """Strategies, and the processes that each is tried on."""
@@ -660,21 +660,13 @@ def describe(strategy: str, number: int, why: str) -> str:
 
 def main() -> None:
     """Repeat cases: `python -m testkit.random_loops <strategy> <first> [<last>]`."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("strategy", choices=[*RANKS])
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    options = parser.parse_args()
-    numbers = range(options.first, (options.last or options.first) + 1)
-    if len(numbers) == 1:
-        for name, value in asdict(Case.draw(options.strategy, options.first)).items():
-            print(f"{name:20} {value}")
-    with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
-        found = failures(options.strategy, numbers, folder)
-    for number, why in found.items():
-        print(describe(options.strategy, number, why), end="\n\n")
-    print(f"{len(numbers) - len(found)} of {len(numbers)} cases are exact")
-    raise SystemExit(bool(found))
+
+    def run(strategy: str, numbers: range) -> dict[int, str]:
+        with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
+            found = failures(strategy, numbers, folder)
+        return {number: describe(strategy, number, why) for number, why in found.items()}
+
+    repeat(__doc__, RANKS, run, Case.draw)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from testkit import worlds
 
-__all__ = ["describe", "difference", "failures", "main", "ranks_of"]
+__all__ = ["describe", "difference", "failures", "main", "ranks_of", "repeat"]
 
 
 def ranks_of(degrees: Mapping[str, int] | None) -> int:
@@ -57,25 +57,42 @@ def _name(kind: ModuleType) -> str:
     return kind.__name__.rpartition(".")[2]
 
 
+def repeat(
+    about: str | None, kinds: Iterable[str], run: Callable[[str, range], dict[int, str]], draw: Any
+) -> None:
+    """Repeat the cases that the command line names as ``KIND FIRST [LAST]``, and end the program.
+
+    Args:
+        about: the docstring of the module.
+        kinds: of cases.
+        run: number of a case that fails → how to repeat it, and why, for a kind and numbers.
+        draw: the case of a kind and a number, which is shown if it is the only one.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("kind", choices=[*kinds])
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, nargs="?")
+    options = parser.parse_args()
+    numbers = range(options.first, (options.last or options.first) + 1)
+    if len(numbers) == 1:
+        for name, value in asdict(draw(options.kind, options.first)).items():
+            print(f"{name:20} {value}")
+    found = run(options.kind, numbers)
+    print(*found.values(), f"{len(numbers) - len(found)} of {len(numbers)} cases are right", sep="\n\n")
+    raise SystemExit(bool(found))
+
+
 def main() -> None:
     """Repeat cases: `python -m testkit.random_runs <module> <first> [<last>]`."""
     from testkit import random_language_models, random_strategies
 
     kinds = {_name(kind): kind for kind in (random_strategies, random_language_models)}
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=[*kinds])
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    options = parser.parse_args()
-    kind, numbers = kinds[options.kind], range(options.first, (options.last or options.first) + 1)
-    if len(numbers) == 1:
-        for name, value in asdict(kind.Case.draw(options.first)).items():
-            print(f"{name:12} {value}")
-    found = failures(kind, numbers)
-    for number, why in found.items():
-        print(describe(kind, number, why), end="\n\n")
-    print(f"{len(numbers) - len(found)} of {len(numbers)} cases agree with one process")
-    raise SystemExit(bool(found))
+
+    def run(name: str, numbers: range) -> dict[int, str]:
+        found = failures(kinds[name], numbers)
+        return {number: describe(kinds[name], number, why) for number, why in found.items()}
+
+    repeat(__doc__, kinds, run, lambda name, number: kinds[name].Case.draw(number))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
+from testkit.experts import experts_of, routed
 from testkit.random_runs import difference, ranks_of
 
 FEATURES, HIDDEN, EXPERTS = 8, 12, 4
@@ -59,25 +60,6 @@ WHOLE = ("single", "ddp", "ddp of 3", "fsdp2", "fsdp2 of 3", "fsdp2 of 4", "hsdp
 # The model
 
 
-class Stacked(nn.Module):
-    """Experts in two stacked parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, FEATURES) / FEATURES**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, FEATURES, HIDDEN) / HIDDEN**0.5)
-
-    def forward(self, hidden_states: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(indices == expert)
-            inner = torch.tanh(nn.functional.linear(hidden_states[token], self.up[expert]))
-            out = nn.functional.linear(inner, self.down[expert])
-            result = result.index_add(0, token, out * weights[token, place, None])
-        return result
-
-
 class Block(nn.Module):
     """A layer that tensor parallelism can divide, and experts if there are any."""
 
@@ -87,9 +69,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(FEATURES)
         if experts is not None:
             self.router = nn.Linear(FEATURES, EXPERTS)
-            self.experts = (
-                Stacked() if experts == "stacked" else nn.ModuleList(_expert() for _ in range(EXPERTS))
-            )
+            self.experts = experts_of(experts, EXPERTS, FEATURES, HIDDEN)
         self.kind = experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,19 +77,7 @@ class Block(nn.Module):
         if self.kind is None:
             return x
         weights, indices = self.router(x).softmax(-1).topk(2)
-        if self.kind == "stacked":
-            return x + self.experts(x, indices, weights)
-        result = torch.zeros_like(x)
-        for number, expert in enumerate(
-            self.experts
-        ):  # also without tokens: plain PyTorch has a gradient then
-            token, place = torch.where(indices == number)
-            result = result.index_add(0, token, expert(x[token]) * weights[token, place, None])
-        return x + result
-
-
-def _expert() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, FEATURES))
+        return x + routed(self.experts, x, indices, weights)
 
 
 # Cases

@@ -58,7 +58,7 @@ def said(member, test):
         return " ".join(sorted(PRECISIONS.names() if declared is None else declared))
     refused = {
         "items": not capabilities.num_items,
-        "uneven": member != "single" and not hasattr(strategy, "join"),
+        "uneven": member != "single" and not strategy.capabilities.separate_steps,
         "t34_clipping_of_several_optimizers": capabilities.prepares_together,
         "t45_optimizers_follow_replaced_parameters": capabilities.prepares_together,
         "resume_inside_a_window": not capabilities.saves_windows,

@@ -55,7 +55,7 @@ def test_a_branch_asks_its_questions_and_writes_its_file(branch, tmp_path):
     others = {need for other in BRANCHES for need in other.needs} - set(branch.needs)
     known = situation(branch.devices, lambda path, value: (path, value) not in others)
     answers = interview(branch, known, asked)
-    assert asked == list(branch.asked)
+    assert asked == branch.asked
     file = save(outcome.configuration(answers), tmp_path / "config.yaml")
     assert load(file) == outcome.configuration(answers)
     data = yaml.safe_load(file.read_text())

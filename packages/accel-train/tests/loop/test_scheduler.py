@@ -257,3 +257,33 @@ def test_a_load_neither_copies_nor_calls_what_the_script_gave(tmp_path):
     other.load_state(tmp_path / "state")
     assert warmup.calls == calls
     assert restored.scheduler.last_epoch == schedule.scheduler.last_epoch
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", ["chained", "sequential"])
+def test_schedules_of_several_parts_are_loaded(tmp_path, kind, steps):
+    """Also one whose part has no step left: OneCycleLR refuses more than it was made for."""
+
+    def prepared():
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rates = torch.optim.lr_scheduler
+        first = rates.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+        parts = [first, rates.ConstantLR(optimizer, 0.5, 3)]
+        whole = (
+            rates.ChainedScheduler(parts) if kind == "chained" else rates.SequentialLR(optimizer, parts, [4])
+        )
+        return accelerator, *accelerator.prepare(model, optimizer, whole)
+
+    accelerator, model, optimizer, schedule = prepared()
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "state")
+    expected = schedule.get_last_lr()
+    accelerator, model, optimizer, schedule = prepared()
+    accelerator.load_state(tmp_path / "state")
+    assert schedule.get_last_lr() == expected

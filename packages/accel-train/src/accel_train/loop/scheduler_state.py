@@ -113,7 +113,9 @@ def _try(scheduler: Any, state: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedules for which no optimizer has stepped
         trial.load_state_dict(copy.deepcopy(state))
-        if not given and trial.last_epoch + 1 < getattr(trial, "total_steps", math.inf):
+        parts = getattr(trial, "_schedulers", (trial,))  # a chain has no count of its own
+        goes_on = all(each.last_epoch + 1 < getattr(each, "total_steps", math.inf) for each in parts)
+        if not given and goes_on:
             trial.step(1.0) if isinstance(trial, ReduceLROnPlateau) else trial.step()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, TypeAlias
 
@@ -157,7 +158,7 @@ class StoresTables(EngineTracker):
         """Log a table."""
 
 
-class ProjectTracker(StoresTables):
+class ProjectTracker(StoresTables, ABC):
     """The tracker of an engine that is called as Weights & Biases is: a run has `config`, `log` and `finish`.
 
     Attributes:
@@ -189,13 +190,13 @@ class ProjectTracker(StoresTables):
     def _finish(self) -> None:
         self.run.finish()
 
+    @abstractmethod
     def _engine_images(self, images: Images) -> dict[str, Any]:
         """The images as the engine's objects."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _engine_table(self, table: LoggedTable) -> Any:
         """The table as the engine's object."""
-        raise NotImplementedError
 
 
 def one_by_one(images: Images) -> Iterator[tuple[str, LoggedImage]]:

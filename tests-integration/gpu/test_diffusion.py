@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from accel_bigmodel import HostTransfer, cpu_offload, offload_stats
-from gpu.figures import Figure, Run
-from gpu.stable_diffusion import PARAMETERS, TOKENS, VAE, TextEncoder, UNet
+from testkit.figures import Figure, Run
+from testkit.stable_diffusion import PARAMETERS, TOKENS, VAE, TextEncoder, UNet
 
 LIMIT = 800.0
 GUIDANCE = 7.5
@@ -102,3 +103,18 @@ def offloaded(run: Run) -> Iterator[Figure]:
             yield run.at_most(f"peak memory, {name}", nbytes / 1e6, LIMIT, "MB", note)
     spent = run.median_seconds(lambda: denoise(parts, run), 3)
     yield Figure("guided step", spent * 1e3, "ms")
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_sd15(judge):
+    judge(offloaded, seconds=90)
+
+
+def test_stable_diffusion_has_its_true_sizes():
+    with torch.device("meta"):
+        models = {"text_encoder": TextEncoder(), "unet": UNet(), "vae": VAE()}
+        assert models["unet"](torch.empty(2, 4, 64, 64), 1.0, torch.empty(2, 77, 768)).shape == (2, 4, 64, 64)
+        assert models["vae"](torch.empty(1, 4, 64, 64)).shape == (1, 3, 512, 512)
+        assert models["vae"].encode(torch.empty(1, 3, 512, 512)).shape == (1, 8, 64, 64)
+    counts = {name: sum(each.numel() for each in model.parameters()) for name, model in models.items()}
+    assert counts == PARAMETERS

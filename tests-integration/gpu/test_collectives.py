@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import nn
 
 from accel_state.launching.ports import reserve_port
-from gpu.figures import Figure, NotRunError, Run
+from testkit.figures import Figure, NotRunError, Run
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
@@ -69,3 +70,8 @@ def _ddp_differs(run: Run) -> int:
     nn.parallel.DistributedDataParallel(plain)(batch).square().mean().backward()
     pairs = zip((parameter.grad for parameter in plain.parameters()), expected, strict=True)
     return sum(mine is None or theirs is None or not torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_collectives(judge):
+    judge(world_of_one)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gpu.figures import Figure, NotRunError, Run
-from gpu.models import GPT, next_token_loss, random_ids
+from testkit.figures import Figure, NotRunError, Run
+from testkit.gpt import GPT, next_token_loss, random_ids
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 ACCUMULATED = 2
@@ -136,7 +137,7 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _equal(run: Run, precision: str) -> Iterator[Figure]:
+def equal(run: Run, precision: str) -> Iterator[Figure]:
     deterministic()
     task = Task(run, precision)
     expected, again, found = plain_loop(task), plain_loop(task), our_loop(task)
@@ -144,21 +145,6 @@ def _equal(run: Run, precision: str) -> Iterator[Figure]:
     note = f"losses, weights and learning rate; the plain loop differs from itself by {spread:.2g}"
     yield run.within("difference to plain PyTorch", found.difference(expected), spread, "", note)
     yield run.within("last loss over first", found.losses[-1] / found.losses[0], 0.95)
-
-
-def fp32(run: Run) -> Iterator[Figure]:
-    """Float32."""
-    return _equal(run, "no")
-
-
-def bf16(run: Run) -> Iterator[Figure]:
-    """Autocast in bfloat16."""
-    return _equal(run, "bf16")
-
-
-def fp16(run: Run) -> Iterator[Figure]:
-    """Autocast in float16, with a gradient scaler."""
-    return _equal(run, "fp16")
 
 
 def overflow(run: Run) -> Iterator[Figure]:
@@ -187,3 +173,19 @@ def compiled(run: Run) -> Iterator[Figure]:
     yield run.within("difference to eager", worst, 1e-3, "", note)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     yield Figure("graphs", graphs, "", "≥ 1", graphs >= 1, "compiled at all; no fallback to eager")
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_train(precision, judge):
+    judge(equal, precision)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_fp16_overflow(judge):
+    judge(overflow)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_compile(judge):
+    judge(compiled, seconds=120)

@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu.figures import Figure, Run
-from gpu.models import GPT, next_token_loss, random_ids
+from testkit.figures import Figure, Run
+from testkit.gpt import GPT, next_token_loss, random_ids
 
 OF_PLAIN = 1.01
 LEAST_STEP_SECONDS = 0.005
@@ -136,3 +137,13 @@ def gpt(run: Run) -> Iterator[Figure]:
         theirs, own = peaks
         note = f"{own / 1e6:.0f} MB against {theirs / 1e6:.0f} MB, both with the parameters and states of both loops"
         yield run.at_most("peak memory over plain PyTorch", own / theirs, OF_PLAIN, "x", note)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_step(judge):
+    judge(step)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_gpt_bf16(judge):
+    judge(gpt)

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gpu.figures import Figure, NotRunError, Run
+from testkit.figures import Figure, NotRunError, Run
 
 BUSY_SECONDS = 0.01
 _SLOTS = 16  # batches that workers, the pinning thread and this process hold at most
@@ -91,3 +92,8 @@ def pinned_and_ahead(run: Run) -> Iterator[Figure]:
     mine, theirs = min(ours_seconds), min(plain_seconds)
     note = f"{mine * 1e3:.3g} ms a batch against {theirs * 1e3:.3g} ms with blocking copies"
     yield run.at_least("speed over blocking copies", theirs / mine, 1.0, "x", note)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_loader(judge):
+    judge(pinned_and_ahead)

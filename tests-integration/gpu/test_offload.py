@@ -7,12 +7,13 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from accel_bigmodel import HostTransfer, cpu_offload, offload_stats, undispatch
-from gpu.figures import Figure, Run
-from gpu.models import GPT, random_ids
+from testkit.figures import Figure, Run
+from testkit.gpt import GPT, random_ids
 
 OF_THE_LINK = 0.9
 OVER_INCUMBENT = 5.0
@@ -116,3 +117,8 @@ def streamed(run: Run) -> Iterator[Figure]:
     spent = run.median_seconds(lambda: theirs(ids), 3)
     note = f"{mine * 1e3:.3g} ms a forward against {spent * 1e3:.3g} ms: {which}{differs}"
     yield run.at_least("speed over the incumbent", spent / mine, OVER_INCUMBENT, "x", note)
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_offload(judge):
+    judge(streamed, seconds=120)

@@ -7,10 +7,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu.figures import Figure, NotRunError, Run
+from testkit.figures import Figure, NotRunError, Run
 
 LAYERS = 24
 OF_A_BLOCKING_SAVE = 0.1
@@ -75,3 +76,8 @@ def _stall(
     spent = time.perf_counter() - began
     handle.result()  # type: ignore[attr-defined]
     return max(0.0, spent - steps * usual), steps
+
+
+@pytest.mark.gpu(small_on_cpu=True)
+def test_save(judge):
+    judge(asynchronous, seconds=90)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,7 +16,7 @@ from accel_bigmodel import (
     TorchAoQuantizationConfig,
     load_and_quantize_model,
 )
-from gpu.figures import Figure, NotRunError, Run
+from testkit.figures import Figure, NotRunError, Run
 
 CONFIGS = {
     "bitsandbytes int8": BnbQuantizationConfig(load_in_8bit=True, skip_modules=[]),
@@ -33,7 +34,7 @@ CLOSE = {"int8": 0.05, "float8": 0.15, "fp4": 0.6, "nf4": 0.5, "int4": 0.5}
 
 
 @torch.no_grad()
-def _cells(run: Run, engine: str) -> Iterator[Figure]:
+def cells(run: Run, engine: str) -> Iterator[Figure]:
     cells = [
         cell
         for cell in QUANTIZATION_SUPPORT
@@ -65,11 +66,8 @@ def _cells(run: Run, engine: str) -> Iterator[Figure]:
         del model
 
 
-def bitsandbytes(run: Run) -> Iterator[Figure]:
-    """8 and 4 bits by bitsandbytes."""
-    return _cells(run, "bitsandbytes")
-
-
-def torchao(run: Run) -> Iterator[Figure]:
-    """Weights alone, by torchao."""
-    return _cells(run, "torchao")
+@pytest.mark.gpu(small_on_cpu=True)
+@pytest.mark.parametrize("engine", ["bitsandbytes", "torchao"])
+def test_quantise(engine, judge):
+    pytest.importorskip(engine)
+    judge(cells, engine)

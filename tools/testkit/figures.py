@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
         device_name: "cpu" or "accelerator".
-        full: the sizes of the acceptance; otherwise sizes that take seconds on two cores.
+        full: the sizes of the benchmarks; otherwise sizes that take seconds on two cores.
         folder: an empty folder, removed afterwards.
     """
 

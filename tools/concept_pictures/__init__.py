@@ -1,1 +1,0 @@
-"""Pictures of the concept pages: one module for each, with ``TITLE`` and ``draw(facts)``."""

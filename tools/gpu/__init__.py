@@ -1,1 +1,0 @@
-"""Acceptance of what needs an accelerator: `python tools/gpu/acceptance.py`."""

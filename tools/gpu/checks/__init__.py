@@ -1,1 +1,0 @@
-"""What the acceptance runs; each function is named in `gpu.registry`."""
