@@ -331,7 +331,7 @@ def test_gather_for_metrics(name, ranks, use_objects):
 def test_uneven(name, ranks, record_property):
     """A rank without data counts as a gradient of zero, or the strategy refuses."""
     case = Case(name, optimizer="SGD", rounds=3)
-    if ranks > 1 and not callable(getattr(MEMBERS[name], "join", None)):
+    if ranks > 1 and not MEMBERS[name].capabilities.separate_steps:
         record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=f"IncompatibleOptionsError.*{strategy_of(name)}.*even_batches=True"

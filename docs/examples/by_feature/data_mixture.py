@@ -20,20 +20,16 @@ def sequences(number, stride):  # each token is the one before plus `stride`, so
     return list((starts + stride * torch.arange(LENGTH)) % VOCABULARY)
 
 
-def weights(step):  # "code" from a tenth of the batches to a half
-    code = 0.1 + 0.4 * step / STEPS
-    return {"web": 1 - code, "code": code}
-
-
 def main(args):
-    # One batch of 16 sequences is divided over the processes, so any number of them takes the same steps.
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     set_seed(0)
-    loaders = {
+    loaders = {  # each batch is divided over the processes, so any number of them takes the same steps
         "web": DataLoader(sequences(400, stride=1), 16, shuffle=True),
         "code": DataLoader(sequences(48, stride=3), 16, shuffle=True),  # small, so it is read several times
     }
-    mixture = MixedDataLoader(loaders, weights, steps=STEPS)
+    mixture = MixedDataLoader(  # "code" grows from a tenth of the batches to a half
+        loaders, lambda step: {"web": 9 - 4 * step / STEPS, "code": 1 + 4 * step / STEPS}, steps=STEPS
+    )
     model = nn.Sequential(  # the stride is in the last two tokens
         nn.Embedding(VOCABULARY, 16), nn.Flatten(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, VOCABULARY)
     )
@@ -49,12 +45,12 @@ def main(args):
         optimizer.zero_grad()
         step = sum(count.batches for count in mixture.counts.values())
         if step % 20 == 0:
-            mean = accelerator.reduce(loss.detach(), "mean").item()
-            drawn = ", ".join(f"{name} {count.samples} samples" for name, count in mixture.counts.items())
-            accelerator.print(f"step {step}: loss {mean:.4f} on {mixture.source}; {drawn}")
+            mean = accelerator.reduce(loss.detach(), "mean")
+            drawn = {name: count.samples for name, count in mixture.counts.items()}
+            accelerator.print(f"step {step}: loss {mean:.4f} on {mixture.source}; samples {drawn}")
         if step == args.stop_at:
             accelerator.save_state("data_mixture")
-            return
+            break
 
 
 if __name__ == "__main__":
