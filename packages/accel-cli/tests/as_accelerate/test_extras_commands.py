@@ -279,7 +279,7 @@ def test_a_value_that_a_client_writes_counts():
 
 
 def test_a_model_that_does_not_exist_is_an_os_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment before
     for name in (str(tmp_path / "absent"), "nobody/has-this-model"):
         with pytest.raises(OSError, match=r"there is no file or folder|does not exist"):
             estimate.create_empty_model(name, "transformers")
