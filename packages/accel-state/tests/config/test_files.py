@@ -266,7 +266,7 @@ def test_where_the_default_file_lies():
         ),
         (
             "c.json",
-            '{"dynamo_config":\n{"dynamo_mode": "default",\n"dynamo_mode": "default"}}',
+            '{"dynamo_config":\n{"dynamo_mode": "default",\n"dynamo_mode": "max-autotune"}}',
             "line 3: key dynamo_mode is in line 2 already",
         ),
     ],
@@ -274,6 +274,14 @@ def test_where_the_default_file_lies():
 def test_a_key_that_is_repeated_is_refused_with_its_lines(tmp_path, name, text, message):
     with pytest.raises(ConfigError, match=f"{name}, {message}; keep one of them"):
         load(write(tmp_path / name, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.yaml", "debug: false\ndebug: false\n"), ("c.json", '{"debug": false,\n\t"debug": false}')],
+)
+def test_a_key_that_repeats_its_value_is_accepted(tmp_path, name, text):
+    assert load(write(tmp_path / name, text)).debug is False
 
 
 @pytest.mark.parametrize(

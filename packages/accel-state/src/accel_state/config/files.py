@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -267,86 +268,49 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines]:
 def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
     import json
 
-    try:
-        return json.loads(text), _lines_of_json(text, path)
-    except RecursionError:
-        raise ConfigError(
-            f"{path} is nested too deeply; a configuration has mappings in mappings at most"
-        ) from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # also for a number of thousands of digits
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-
-
-def _lines_of_json(text: str, path: Path) -> Lines:
-    """Lines of the keys of valid JSON, at the top level and one level below, where options are.
-
-    Raises:
-        ConfigError: an object has a key twice, of which the parser would silently use the last one.
-    """
-    import json
-
-    lines: dict[tuple[str, ...], int] = {}
-    above: list[str] = []  # the keys of the open objects; "" for arrays
-    seen: list[dict[str, int]] = []  # the keys of each of them, with their lines
-    key, at, line = "", 0, 1
-    while at < len(text):
-        letter = text[at]
-        if letter == '"':
-            word, end = json.decoder.scanstring(text, at + 1)  # type: ignore[attr-defined] # not in its stub
-            if text[end:].lstrip()[:1] == ":":
-                key = word
-                _refuse_repeated(seen[-1], key, line, path)
-                lines.setdefault((*above[1:], key), line)
-            at = end
-            continue
-        if letter in "{[":
-            above.append(key if letter == "{" and above else "")
-            seen.append({})
-        elif letter in "}]":
-            above.pop()
-            seen.pop()
-        line += letter == "\n"
-        at += 1
-    return lines
+    with _told_by(path, "JSON", ValueError):  # also for a number of thousands of digits
+        data = json.loads(text)
+        # YAML contains JSON, but for tabs, which are only between its values.
+        return data, _parse_yaml(text.replace("\t", " "), path)[1]
 
 
 def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     import yaml
 
-    try:
+    with _told_by(path, "YAML", yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
         loader = yaml.SafeLoader(text)
-    except yaml.YAMLError as error:  # control characters
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    loader.name = path.name  # in messages, instead of "<unicode string>"
+        loader.name = path.name  # in messages, instead of "<unicode string>"
+        try:
+            node = loader.get_single_node()
+            _refuse_bombs(node, path)
+            lines: dict[tuple[str, ...], int] = {}
+            for above, table in _tables(node, ()):
+                seen: dict[str, int] = {}
+                values: dict[str, Any] = {}
+                for key, value in ((key, value) for key, value in table.value if isinstance(key.value, str)):
+                    first = values.setdefault(key.value, value)
+                    alike = value.id == "scalar" and (first.tag, first.value) == (value.tag, value.value)
+                    if first is value or not alike:  # Accelerate 0.30 wrote `debug: false` twice
+                        _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
+                lines |= {(*above, key): line for key, line in seen.items()}
+            return (None if node is None else loader.construct_document(node)), lines
+        finally:
+            loader.dispose()
+
+
+@contextlib.contextmanager
+def _told_by(path: Path, language: str, *errors: type[Exception]) -> Iterator[None]:
+    """Context that names the file in a parser's errors."""
     try:
-        node = loader.get_single_node()
-        _refuse_bombs(node, path)
-        lines: dict[tuple[str, ...], int] = {}
-        for above, table in _tables(node, ()):
-            seen: dict[str, int] = {}
-            values: dict[str, Any] = {}
-            for key, value in ((key, value) for key, value in table.value if isinstance(key.value, str)):
-                first = values.setdefault(key.value, value)
-                alike = value.id == "scalar" and (first.tag, first.value) == (value.tag, value.value)
-                if first is value or not alike:  # Accelerate 0.30 wrote `debug: false` twice
-                    _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
-            lines |= {(*above, key): line for key, line in seen.items()}
-        return (None if node is None else loader.construct_document(node)), lines
+        yield
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(
             f"{path} is nested too deeply; a configuration has mappings in mappings at most"
         ) from None
-    except ConfigError:
-        raise
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: a date that does not exist
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+    except errors as error:
+        raise ConfigError(f"{path} is not valid {language}: {error}") from error
 
 
 def _refuse_bombs(node: Any, path: Path) -> None:
