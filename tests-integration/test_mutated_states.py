@@ -25,7 +25,9 @@ SCHEDULERS = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=100, cycle_momentum=not isinstance(optimizer, torch.optim.Adagrad)
+    ),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)],

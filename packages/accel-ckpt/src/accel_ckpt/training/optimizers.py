@@ -42,6 +42,8 @@ _LIKE_PARAMETER = frozenset({
     "momentum_buffer", "prev", "square_avg", "step_size", "sum",
 })  # fmt: skip
 _SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+# States that an optimizer makes when it is built, not in its first step.
+_MADE_AT_ONCE = {"Adagrad": ("step", "sum")}
 
 
 def _names(value: Any) -> bool:
@@ -208,7 +210,7 @@ def _checked(
             key: value for group in optimizer.param_groups for key, value in group.items() if key != "params"
         }
         _check_options({**options, **defaults}, tree["param_groups"])
-        _check_shapes(optimizer, names, tree["state"])
+        _check_shapes(optimizer, here, names, tree["state"])
     current = optimizer.state_dict()
     fill = _state_fill(optimizer, tree, names, current)
     fill.check()
@@ -320,30 +322,28 @@ def _is_real(value: Any) -> bool:
 
 
 def _check_shapes(
-    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, kind: str, names: Sequence[Sequence[str]], state: Mapping[str, Any]
 ) -> None:
     for group, group_names in zip(_groups(optimizer), names, strict=True):
         for parameter, name in zip(group, group_names, strict=True):
             if name not in state:
                 continue
-            if not isinstance(state[name], Mapping):
-                check_form(
-                    state[name], {}, f"the saved optimizer's state of {name}"
-                )  # says what it is instead
+            needed = dict.fromkeys(_MADE_AT_ONCE.get(kind, ()), object)
+            check_form(state[name], needed, f"the saved optimizer's state of {name}")
             for key, value in state[name].items():
                 shape = (
                     parameter.shape if key in _LIKE_PARAMETER else torch.Size() if key in _SCALARS else None
                 )
-                if shape is not None and (misfit := _misfit(key, value, shape)):
+                if shape is not None and (misfit := _misfit(kind, key, value, shape)):
                     raise StateMismatchError(
                         f"the saved optimizer has {misfit} as {key} of {name}, where shape {list(shape)} was expected. "
                         "Build the optimizer and the models as they were when the checkpoint was saved"
                     )
 
 
-def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
+def _misfit(kind: str, key: str, value: Any, shape: torch.Size) -> str | None:
     """What a state is, in words, if it has not the shape; None: it has."""
-    if key == "momentum_buffer" and value is None:  # before the first step
+    if kind == "SGD" and key == "momentum_buffer" and value is None:  # before the first step
         return None
     if isinstance(value, SavedTensor) and shape:
         return None  # of a divided parameter, which may show its part's shape here

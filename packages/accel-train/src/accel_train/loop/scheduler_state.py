@@ -87,12 +87,17 @@ def _check(scheduler: Any, state: Any, where: str) -> None:
             f"{where} has the entries {', '.join(str(key)[:80] for key in taken[:5])}, which would replace parts of "
             f"{type(inner).__name__} that are no state. Prepare the same scheduler as the script that saved it"
         )
-    counts = [key for key, value in known.items() if type(value) in (int, float) and key in state]
-    check_form(state, dict.fromkeys(counts, _number), where)
-    for nested, its_state in zip(
-        getattr(inner, "_schedulers", ()), state.get("_schedulers", ()), strict=False
-    ):
-        _check(nested, its_state, where)
+    forms: dict[str, Any] = {}
+    for key in known.keys() & state.keys():
+        value = known[key]
+        if type(value) in (int, float):
+            forms[key] = _number if type(value) is float else _count
+        elif isinstance(value, list) and value and all(map(_number, value)):
+            forms[key] = _numbers(len(value))
+    nested = getattr(inner, "_schedulers", ())
+    check_form(state, forms | ({"_schedulers": [{}]} if nested else {}), where)
+    for each, its_state in zip(nested, state.get("_schedulers", ()), strict=False):
+        _check(each, its_state, where)
 
 
 def _try(scheduler: Any, state: Any) -> None:
@@ -127,6 +132,19 @@ def _functions(scheduler: Any) -> Iterator[Any]:
                 yield from _functions(each)
             elif callable(each) and not str(getattr(each, "__module__", "")).startswith("torch."):
                 yield each
+
+
+def _count(value: Any) -> bool:
+    """A finite number."""
+    return _number(value) and math.isfinite(value)
+
+
+def _numbers(count: int) -> Any:
+    def form(value: Any) -> bool:
+        """A list with a number for each group of the optimizer."""
+        return isinstance(value, list | tuple) and len(value) == count and all(map(_number, value))
+
+    return form
 
 
 def _number(value: Any) -> bool:
