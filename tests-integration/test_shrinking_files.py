@@ -66,6 +66,7 @@ CASES = {
     "weights": (weights, load_weights),
     "shards": (lambda folder: weights(folder, max_shard_size="400KB"), load_weights),
     "weights of another dtype": (weights, lambda folder: load_weights(folder, dtype=torch.float64)),
+    "one file": (weights, lambda folder: accel_ckpt.load_state_dict(f"{folder}/model.safetensors")),
     "weights to a device": (
         weights,
         lambda folder: accel_ckpt.load_state_dict(f"{folder}/model.safetensors", {"": "cpu"}),
@@ -115,3 +116,17 @@ def test_files_that_shrink(tmp_path, name):
             break
         assert what == "named", told
         assert str(folder) in told
+
+
+def touched_later(folder):
+    file = f"{folder}/model.safetensors"
+    state = accel_ckpt.load_state_dict(file)
+    os.truncate(file, 5000)
+    return state
+
+
+def test_what_load_state_dict_returns_needs_no_file(tmp_path):
+    model = net()
+    accel_ckpt.save_model(model, tmp_path)
+    [found] = worlds.run(touched_later, 1, str(tmp_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())

@@ -89,8 +89,7 @@ def load_state_dict(
             cover, and ``"disk"``, stay on the CPU.
 
     Returns:
-        Names to tensors, tied names included. On the CPU the tensors of a safetensors file are views of it (copy on
-        write).
+        Names to tensors, tied names included, in memory of their own.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
@@ -99,7 +98,7 @@ def load_state_dict(
     """
     places = _devices_of(device_map or {})
     place = location(checkpoint_file)
-    with find_folder(place.parent).file(place.name) as path:  # what is mapped stays
+    with find_folder(place.parent).file(place.name) as path:
         return _read_file(path, places)
 
 
@@ -117,11 +116,11 @@ def _read_file(path: Path, places: Mapping[str, torch.device | None]) -> dict[st
     result = {}
     for name in source.about:
         key = source.key_of(name)
-        tensor = source.tensor(key)
         device = _device_of(name, places)
-        result[name] = loaded.setdefault(
-            (key, device), own_memory(tensor).to(device) if device is not None else tensor
-        )
+        if (key, device) not in loaded:
+            tensor = own_memory(source.tensor(key))
+            loaded[key, device] = tensor if device is None else tensor.to(device)
+        result[name] = loaded[key, device]
     return result
 
 
