@@ -130,3 +130,27 @@ def test_what_load_state_dict_returns_needs_no_file(tmp_path):
     accel_ckpt.save_model(model, tmp_path)
     [found] = worlds.run(touched_later, 1, str(tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def cut_between_tensors(folder):
+    """A file of torch.save is cut after the first tensor was copied."""
+    clone = torch.Tensor.clone
+
+    def cut(tensor, *arguments, **options):
+        copied = clone(tensor, *arguments, **options)
+        os.truncate(f"{folder}/pytorch_model.bin", 5000)
+        return copied
+
+    torch.Tensor.clone = cut
+    try:
+        load_weights(folder)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        torch.Tensor.clone = clone
+
+
+def test_a_pickled_file_that_shrinks_is_named(tmp_path):
+    torch.save(net().state_dict(), tmp_path / "pytorch_model.bin")
+    [told] = worlds.run(cut_between_tensors, 1, str(tmp_path))
+    assert f"{tmp_path}/pytorch_model.bin" in told

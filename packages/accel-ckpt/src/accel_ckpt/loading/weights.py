@@ -189,6 +189,25 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return alike and torch.equal(flat_bytes(a.contiguous()), flat_bytes(b.contiguous()))
 
 
+class _MappedPickle(NamedTuple):
+    """The tensors of a file of ``torch.save``, which PyTorch has mapped, and the size of the file then."""
+
+    content: Mapping[str, torch.Tensor]
+    path: Path
+    size: int
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A copy of a tensor.
+
+        Raises:
+            FileChangedError: the file has another size: reading past its end would end the process.
+        """
+        if self.path.stat().st_size != self.size:
+            raise FileChangedError(f"{self.path} has another size than when it was opened; load it again")
+        tensor = self.content[name].resolve_conj().resolve_neg()
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class MappedWeights(_Files):
     """Weights in local files; tensors of safetensors files are views of them.
 
@@ -201,7 +220,7 @@ class MappedWeights(_Files):
 
     def __init__(self, files: WeightFiles) -> None:
         super().__init__(files.files)
-        self._homes: dict[str, MappedShard | dict[str, torch.Tensor]] = {}
+        self._homes: dict[str, MappedShard | _MappedPickle] = {}
         self._keys: dict[str, str] = {}  # of names that are another tensor's in their file
         self.about: dict[str, TensorInfo] = {}
         for path in files.files:
@@ -220,11 +239,13 @@ class MappedWeights(_Files):
             return home is path or home == path
 
         if path.suffix != ".safetensors":
+            size = path.stat().st_size
             content, objects = read_pickled_model(path)
+            home = _MappedPickle(content, path, size)
             self.objects |= {name: value for name, value in objects.items() if is_here(name)}
             self.versions |= versions_of(content)
             for name in filter(is_here, content):
-                self._homes[name], self.about[name] = content, content[name]
+                self._homes[name], self.about[name] = home, content[name]
             return
         shard = MappedShard(path)
         if (kind := shard.header.metadata.get("format")) in _OTHER_FRAMEWORKS:
@@ -253,7 +274,7 @@ class MappedWeights(_Files):
         home = self._homes[name]
         if isinstance(home, MappedShard):
             return home.tensor(self._keys.get(name, name))
-        return home[name].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return home.tensor(name)
 
     def key_of(self, name: str) -> str:
         """The name under which a file holds the tensor."""
