@@ -1510,7 +1510,7 @@ class Accelerator:
             project_name: the project, or what the tracker calls it (experiment, folder of runs).
             config: names to numbers, strings, booleans or None.
             init_kwargs: name of a tracker to a dictionary of keyword arguments for the function that starts its run
-                (``{"wandb": {"mode": "offline"}}``). PrepareOptions of trackers that are not used are ignored.
+                (``{"wandb": {"mode": "offline"}}``). Options of trackers that are not used are ignored.
             on_failure: what happens when a tracker fails, here and later: "warn" warns once and goes on without it,
                 "raise" raises.
 

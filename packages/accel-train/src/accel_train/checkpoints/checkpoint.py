@@ -289,14 +289,15 @@ def _save_state(
     )
     named = named_models(prepared)
     known = parts_of(prepared, named)
-    if isinstance(ranks, MainProcess):
-        try:
-            trees = collect(prepared, known, named, ranks)
-        except Exception as error:  # the others hear of it where they wait
-            _refuse_alone(prepared, error)
-        _check_complete(prepared, known, trees)
-    else:
+    alone = isinstance(ranks, MainProcess)
+    try:
         trees = collect(prepared, known, named, ranks)
+    except Exception as error:
+        if alone:  # the others hear of it where they wait
+            _refuse_alone(prepared, error)
+        raise
+    if alone:
+        _check_complete(prepared, known, trees)
     states = prepared.plan.strategy.states
     weights = [
         states.model_state(model, name) for model, name in zip(prepared.prepared_models, named, strict=True)

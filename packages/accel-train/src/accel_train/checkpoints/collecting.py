@@ -14,7 +14,7 @@ from accel_ckpt.coordination import MainProcess
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
-from accel_ckpt.training.optimizers import steps_only
+from accel_ckpt.training import object_parts
 from accel_ckpt.training.rank_trees import Marks, RankTree, mark_of, ranks_that_differ
 from accel_train.checkpoints import rank_differences
 from accel_train.checkpoints.chosen_parts import part_of
@@ -92,11 +92,9 @@ def replicated_optimizers(
         trees: the states of optimizers by name.
     """
     alike = [model for model in models if states.keeps_replicas(model)]
-    return [
-        f"optimizer_{number}"
-        for number, optimizer in enumerate(optimizers)
-        if steps_only(optimizer, alike) and not _has_parts(trees[f"optimizer_{number}"]["state"])
-    ]
+    named = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(optimizers)}
+    found = object_parts.replicated_optimizers(named, alike)
+    return [name for name in found if not _has_parts(trees[name]["state"])]
 
 
 def _has_parts(state: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -316,13 +316,6 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
-def arithmetic_source(sampler: Any) -> OrderSource | None:
-    """Find the source that draws the order below a batch sampler or single-index sampler at once, if there is one."""
-    while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
-        sampler = sampler.batch_sampler
-    return _source_of(sampler)
-
-
 def _source_of(sampler: Any) -> OrderSource | None:
     if is_torch_batch_sampler(sampler):
         return order_source(sampler.sampler)

@@ -145,7 +145,7 @@ class FSDPGradients(WindowGradients):
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The divided models of this rank."""
+        """The models, or stages, of this rank that FSDP divides."""
         divided: list[nn.Module] = self.strategy.divided
         return divided
 

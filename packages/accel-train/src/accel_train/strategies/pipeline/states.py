@@ -52,12 +52,6 @@ class StageGradients(FSDPGradients):
     """The whole gradients of this rank's stages that FSDP keeps until it reduces them."""
 
     @property
-    def models(self) -> Sequence[nn.Module]:
-        """The stages of this rank that FSDP divides."""
-        sharded: list[nn.Module] = self.strategy.sharded
-        return sharded
-
-    @property
     def group(self) -> Any:
         """The ranks of these stages."""
         return self.strategy.loss.group

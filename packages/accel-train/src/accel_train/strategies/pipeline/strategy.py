@@ -107,7 +107,7 @@ class PipelineStrategy(Strategy):
         return self.options.mesh.degrees["dp_shard"] > 1
 
     @property
-    def sharded(self) -> list[nn.Module]:
+    def divided(self) -> list[nn.Module]:
         """The stages of this rank that FSDP divides."""
         return [stage for engine, _ in self._made for stage in engine.stages] if self.shards else []
 
