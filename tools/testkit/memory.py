@@ -16,10 +16,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Allocations", "Growth", "freed_at_once", "growth", "tensor_bytes"]
+from accel_ckpt.format.index import WeightFiles
+from accel_ckpt.loading.weights import MappedWeights
+
+__all__ = ["Allocations", "Growth", "freed_at_once", "growth", "mapped_weights", "tensor_bytes"]
 
 _MMAP_THRESHOLD = -3  # of mallopt
 _TRIM_THRESHOLD = -1
+
+
+def mapped_weights(*files: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of safetensors files by name, as views of the mapped files."""
+    source = MappedWeights(WeightFiles(tuple(Path(file) for file in files)))
+    return {name: source.tensor(source.key_of(name)) for name in source.about}
 
 
 def tensor_bytes() -> int:

@@ -39,11 +39,11 @@ from accel_ckpt import (
     StateMismatchError,
     UninitializedTensorError,
     load_checkpoint_in_model,
-    load_state_dict,
     save_model,
 )
 from accel_ckpt.format.memory import mapped_file_of
 from accel_ckpt.modules import devices
+from testkit.memory import mapped_weights
 
 
 class Block(nn.Module):
@@ -420,7 +420,7 @@ def test_no_tensor_is_filled_before_all_is_known_to_be_right(values, options, er
 
 def test_values_that_are_mapped_need_no_folder_to_wait_on_disk(saved, expected):
     save_model(build(), saved)
-    values = load_state_dict(saved / "model.safetensors")
+    values = mapped_weights(saved / "model.safetensors")
     with init_empty_weights():
         model = Net().eval()
     dispatch_model(model, {"": "disk"}, state_dict=values, transfer=HostTransfer())

@@ -26,10 +26,10 @@ from accel_bigmodel.paging import reading
 from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.paging.pages import extents_of
 from accel_bigmodel.streaming.groups import Group, plan_groups
-from accel_ckpt import load_state_dict
 from accel_ckpt.format import memory
 from accel_ckpt.format.writer import write_safetensors
 from testkit import limits
+from testkit.memory import mapped_weights
 
 MB = 1 << 20
 
@@ -72,10 +72,7 @@ def mapped(tmp_path, **kwargs):
 def load(tmp_path, **kwargs):
     with torch.device("meta"):
         model = Model(**kwargs)
-    state = {}
-    for path in sorted(tmp_path.glob("*.safetensors")):
-        state |= load_state_dict(path)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(mapped_weights(*sorted(tmp_path.glob("*.safetensors"))), assign=True)
     return model
 
 
@@ -486,9 +483,9 @@ def test_the_interpreter_ends_while_the_thread_reads(tmp_path):
         from accel_bigmodel.paging import reading
         from accel_bigmodel.streaming.groups import plan_groups
         from accel_bigmodel.paging.pager import Pager
-        from accel_ckpt import load_state_dict
+        from testkit.memory import mapped_weights
 
-        state = load_state_dict({str(tmp_path / "0.safetensors")!r})
+        state = mapped_weights({str(tmp_path / "0.safetensors")!r})
         model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
         for layer, name in zip(model, ("layers.0.weight", "layers.1.weight")):
             layer.weight.data = state[name]
@@ -604,7 +601,7 @@ def test_tables_that_are_looked_up_in_are_not_read_as_a_whole(tmp_path, monkeypa
         {"table.weight": plain.table.weight, "tied.weight": plain.tied.weight}, tmp_path / "file.safetensors"
     )
     model = copy.deepcopy(plain)
-    for name, value in load_state_dict(tmp_path / "file.safetensors").items():
+    for name, value in mapped_weights(tmp_path / "file.safetensors").items():
         model.get_parameter(name).data = value
     read = []
     populate = reading.populate
@@ -634,7 +631,7 @@ def test_a_row_of_a_table_is_read_alone(tmp_path):
 
     model = Lookup()
     save_file(dict(model.state_dict()), tmp_path / "file.safetensors", {"format": "pt"})
-    for name, value in load_state_dict(tmp_path / "file.safetensors").items():
+    for name, value in mapped_weights(tmp_path / "file.safetensors").items():
         model.get_parameter(name).data = value
 
     def alone(tensor):

@@ -24,6 +24,7 @@ from accel_ckpt import (
     save_training_state,
 )
 from accel_ckpt.disk import Disk
+from testkit.memory import mapped_weights
 
 
 class Tied(nn.Module):
@@ -158,7 +159,7 @@ def test_t8_sharded_then_whole_then_sharded(tmp_path):
 def test_a_mapped_checkpoint_stays_valid_when_it_is_saved_over(tmp_path):
     first, second = net(), net()
     save_model(first, tmp_path)
-    mapped = load_state_dict(tmp_path / "model.safetensors")
+    mapped = mapped_weights(tmp_path / "model.safetensors")
     save_model(second, tmp_path)
     assert torch.equal(mapped["0.weight"], first[0].weight)
     mapped["0.weight"].zero_()
@@ -167,7 +168,7 @@ def test_a_mapped_checkpoint_stays_valid_when_it_is_saved_over(tmp_path):
 
 def test_saving_over_the_file_that_the_model_is_mapped_from(tmp_path):
     save_model(net(), tmp_path)
-    mapped = load_state_dict(tmp_path / "model.safetensors")
+    mapped = mapped_weights(tmp_path / "model.safetensors")
     before = {name: tensor.clone() for name, tensor in mapped.items()}
     save_model(mapped, tmp_path)
     found = load_state_dict(tmp_path / "model.safetensors")
