@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
+from accel_ckpt.coordination.ranks import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.index import WeightFiles
