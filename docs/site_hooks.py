@@ -1,6 +1,6 @@
 """Pages that are generated when the site is built, and what is added to the others.
 
-Generated are the import table, the API reference by topic, the changelog, and pages of files at the root of the
+Generated are the API reference by topic, the changelog, and pages of files at the root of the
 repository. Diffs of scripts become tabs, pages get their weight in the search, the footer says which version they
 describe, and the script that draws diagrams is served with the site. Each page is served as Markdown, too, at its
 address with ``index.md``, and ``llms.txt`` lists them, for programs that read.
@@ -30,7 +30,6 @@ PACKAGES = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel
 WEIGHTS = (
     ("reference/command", 1.0),
     ("reference/configuration", 0.1),
-    ("reference/imports", 0.05),
     ("reference/", 0.02),
     ("architecture", 0.1),
     ("extending/", 0.3),
@@ -75,9 +74,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
     from mkdocs.structure.files import File
 
-    import_table = _tool("import_table")
     pages = {
-        "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT)),
         "changelog.md": changelog(),
         "contributing.md": _moved(_text("CONTRIBUTING.md")),
         "licence.md": f"# Licence\n\n```text\n{_text('LICENSE')}```\n",

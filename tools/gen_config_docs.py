@@ -1,6 +1,6 @@
-"""Write the page of all configuration options, ``docs/reference/configuration.md``, from the schema.
+"""Write the pages of all configuration options, ``docs/reference/configuration*.md``, from the schema.
 
-``python tools/gen_config_docs.py`` writes the page, and ``--check`` fails if the existing one is out of date.
+``python tools/gen_config_docs.py`` writes the pages, and ``--check`` fails if an existing one is out of date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "configuration.md"
+FOLDER = ROOT / "docs" / "reference"
 for source in ("packages/accel-state/src", "packages/accel-train/src"):
     if str(ROOT / source) not in sys.path:
         sys.path.insert(0, str(ROOT / source))
@@ -26,11 +26,26 @@ from accel_state.config import (  # noqa: E402 - the path above comes first
     schema_of,
 )
 
+# The sections of the schema on each page; the first page has those that no other has.
+PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "configuration.md": ("Configuration options", ()),
+    "configuration-strategies.md": ("Options of strategies", ("fsdp", "deepspeed", "parallelism")),
+    "configuration-engines.md": ("Options of FP8 and Megatron-LM", ("fp8", "megatron_lm")),
+    "configuration-places.md": (
+        "Options of MPI, submissions, TPUs and SageMaker",
+        ("mpirun", "submission", "tpu"),
+    ),
+    "configuration-variables.md": ("Variables", ("runtime",)),
+}
+ELSEWHERE = {section for _, sections in PAGES.values() for section in sections}
+FURTHER = "[Configuration options](configuration.md) says how to read an entry.\n"
 INTRODUCTION = """\
 # Configuration options
 
-Every option of a run, with its name in Python, in a file, on the command line and in the environment. This
-page is generated from the schema by `tools/gen_config_docs.py`; how the four are merged is described in
+Every option of a run, with its name in Python, in a file, on the command line and in the environment. Those of
+[strategies](configuration-strategies.md), of [FP8 and Megatron-LM](configuration-engines.md), of [MPI, submissions,
+TPUs and SageMaker](configuration-places.md), and [variables](configuration-variables.md) have pages of their own. They
+are generated from the schema by `tools/gen_config_docs.py`; how the four are merged is described in
 [Configuration](../guides/configuration.md).
 
 Each entry begins with the name in Python, which is also the key in a file where no other is given. Then come the
@@ -58,20 +73,27 @@ Variables that Accelerate reads or writes, and what happens with them here.
 """
 
 
-def render() -> str:
-    """The whole page."""
-    parts = [INTRODUCTION]
-    for bounds in _sections(complete_root()).values():
-        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_entries(bounds)]
-    parts.append(SAGEMAKER)
-    parts += _entries(
-        [bound for bound in schema_of(SageMakerConfig).options if not bound.section], "sagemaker-"
-    )
-    parts.append(PUBLISHED_INTRODUCTION)
-    parts += _pairs("variable", "read by", PUBLISHED)
-    parts.append(OTHERS)
-    parts += _pairs("variable", "meaning", dict(sorted(OTHER_VARIABLES.items())))
-    return "\n".join(parts) + "\n"
+def render() -> dict[str, str]:
+    """The pages by the name of their file."""
+    sections = _sections(complete_root())
+    pages = {}
+    for name, (title, chosen) in PAGES.items():
+        parts = [INTRODUCTION if name == "configuration.md" else f"# {title}\n\n{FURTHER}"]
+        for section in chosen or [one for one in sections if one not in ELSEWHERE]:
+            bounds = sections[section]
+            parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_entries(bounds)]
+        pages[name] = parts
+    pages["configuration-places.md"] += [
+        SAGEMAKER,
+        *_entries([bound for bound in schema_of(SageMakerConfig).options if not bound.section], "sagemaker-"),
+    ]
+    pages["configuration-variables.md"] += [
+        PUBLISHED_INTRODUCTION,
+        *_pairs("variable", "read by", PUBLISHED),
+        OTHERS,
+        *_pairs("variable", "meaning", dict(sorted(OTHER_VARIABLES.items()))),
+    ]
+    return {name: "\n".join(parts) + "\n" for name, parts in pages.items()}
 
 
 def _sections(root: type[Any]) -> dict[str, list[BoundOption]]:
@@ -146,23 +168,25 @@ def _pairs(left: str, right: str, pairs: Any) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; the exit status."""
+    """Write or check the pages; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; fail if the page is out of date"
-    )
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if current != page:
-        print(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/gen_config_docs.py")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
+    pages = render()
+    check = parser.parse_args(arguments).check
+    old = [name for name, page in pages.items() if not _is(FOLDER / name, page)]
+    if check and old:
+        print(f"{', '.join(old)} of docs/reference: out of date; run python tools/gen_config_docs.py")
         return 1
+    for name in old:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / name).write_text(pages[name], encoding="utf-8")
     return 0
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == text
 
 
 if __name__ == "__main__":

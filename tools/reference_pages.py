@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "Topic",
     "navigation",
     "pages",
+    "public_members",
     "public_names",
     "read_topics",
     "source",
@@ -34,6 +35,7 @@ TOPICS = ROOT / "docs" / "reference" / "topics.toml"
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train")
 _WITHOUT_INHERITED = "    options:\n      inherited_members: false\n"
+_WITHOUT_MEMBERS = "    options:\n      members: false\n"
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,17 @@ class Page:
         title: of the page.
         path: below ``docs/``.
         about: a sentence at its top; may be empty.
-        names: (module, name) of what it documents.
+        names: (module, name) of what it documents. Of a page that documents members of a class there are none.
+        owner: (module, name) of the class whose members it documents; None: it documents names.
+        members: their names.
     """
 
     title: str
     path: str
     about: str
     names: Sequence[tuple[str, str]]
+    owner: tuple[str, str] | None = None
+    members: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def read_topics(path: Path = TOPICS) -> list[Topic]:
         ValueError: an entry that is neither a module with public names nor a public name, or one that is named twice.
     """
     described = tomllib.loads(path.read_text(encoding="utf-8"))["topic"]
-    entries = [entry for topic in described for page in topic["page"] for entry in page["from"]]
+    entries = [entry for topic in described for page in topic["page"] for entry in page.get("from", ())]
     twice = {entry for entry in entries if entries.count(entry) > 1}
     if twice:
         raise ValueError(f"{path.name} names {', '.join(sorted(twice))} more than once")
@@ -85,7 +91,9 @@ def read_topics(path: Path = TOPICS) -> list[Topic]:
                     page["title"],
                     f"reference/{topic['folder']}/{_slug(page['title'])}.md",
                     page.get("about", ""),
-                    [name for entry in page["from"] for name in _named(entry, single, path)],
+                    [name for entry in page.get("from", ()) for name in _named(entry, single, path)],
+                    _named(page["class"], single, path)[0] if "class" in page else None,
+                    page.get("members", ()),
                 )
                 for page in topic["page"]
             ],
@@ -118,15 +126,42 @@ def public_names() -> Mapping[str, Sequence[str]]:
 
 def pages(topics: Sequence[Topic]) -> dict[str, str]:
     """The text of all pages by path: the list of all names, an index of each topic, and its pages."""
-    made = {"reference/names.md": _all_names(topics)}
+    made = {
+        f"reference/names-{package.removeprefix('accel_')}.md": _all_names(topics, package)
+        for package in PACKAGES
+    }
+    apart = {page.owner for topic in topics for page in topic.pages}
     for topic in topics:
         made[topic.path] = f"# {topic.title}\n\n{topic.about}\n" + "".join(
-            f"\n## [{page.title}]({_file_of(page)})\n\n{_table(page.names, _file_of(page))}"
+            f"\n## [{page.title}]({_file_of(page)})\n\n"
+            + (_table(page.names, _file_of(page)) if page.names else f"{page.about}\n")
             for page in topic.pages
         )
         for page in topic.pages:
-            made[page.path] = _page(page)
+            made[page.path] = _page(page, apart) if page.owner is None else _members_page(page, page.owner)
     return made
+
+
+def public_members(module: str, name: str) -> dict[str, str]:
+    """The public methods and properties of a class, in order, with the first sentence on each."""
+    for node in source(module).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name[0] != "_"]
+            # The last of several is the one that is called; the others are its signatures, or set the property.
+            texts = {one.name: ast.get_docstring(one) for one in methods if ast.get_docstring(one)}
+            return {one.name: _first_sentence(texts.get(one.name) or "") for one in methods}
+    raise ValueError(f"{module} defines no class {name}")
+
+
+def _members_page(page: Page, owner: tuple[str, str]) -> str:
+    """A page of members of a class."""
+    home = ".".join(owner)
+    said = public_members(*owner)
+    rows = "".join(f"| [`{name}`](#{home}.{name}) | {said[name]} |\n" for name in page.members)
+    table = f"| name | what it is |\n|---|---|\n{rows}"
+    return "\n\n".join(
+        [f"# {page.title}", page.about, table, *(f"::: {home}.{name}\n" for name in page.members)]
+    )
 
 
 def navigation(topics: Sequence[Topic]) -> list[dict[str, Any]]:
@@ -134,7 +169,10 @@ def navigation(topics: Sequence[Topic]) -> list[dict[str, Any]]:
     sections: list[dict[str, Any]] = [
         {topic.title: [topic.path, *({page.title: page.path} for page in topic.pages)]} for topic in topics
     ]
-    return [*sections, {"All names": "reference/names.md"}]
+    lists: list[Any] = [
+        {f"{package}": f"reference/names-{package.removeprefix('accel_')}.md"} for package in PACKAGES
+    ]
+    return [*sections, {"All names": lists}]
 
 
 def summary(module: str, name: str) -> str:
@@ -181,21 +219,29 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:;]) ", first)[0].rstrip(":;").replace("``", "`").replace("|", "\\|")
 
 
-def _all_names(topics: Sequence[Topic]) -> str:
+def _all_names(topics: Sequence[Topic], package: str) -> str:
+    """The names of a package."""
     pages = {
         name: page.path.removeprefix("reference/")
         for topic in topics
         for page in topic.pages
         for name in page.names
+        if name[0].partition(".")[0] == package
     }
     rows = "".join(
-        f"| {_link(home, name, pages[home, name])} | `{home.partition('.')[0]}` | {summary(home, name)} |\n"
+        f"| {_link(home, name, pages[home, name])} | {summary(home, name)} |\n"
         for home, name in sorted(pages, key=lambda found: (found[1].casefold(), found[0]))
     )
-    return f"# All names\n\n| name | import it from | what it is |\n|---|---|---|\n{rows}"
+    return f"# All names of {package}\n\n| name | what it is |\n|---|---|\n{rows}"
 
 
-def _page(page: Page) -> str:
+def _page(page: Page, apart: Collection[tuple[str, str] | None]) -> str:
+    """A page of names.
+
+    Args:
+        page: the page.
+        apart: classes whose members have pages of their own.
+    """
     packages = {home.partition(".")[0] for home, _ in page.names}
     alone = next(iter(packages)) if len(packages) == 1 else None
     about = [page.about] if page.about else []
@@ -203,7 +249,14 @@ def _page(page: Page) -> str:
         about.append(f"Import {page.names[0][1] if len(page.names) == 1 else 'all of it'} from `{alone}`.")
     listed = _table(page.names, "", packages=alone is None) if len(page.names) > 1 else ""
     parts = [
-        f"::: {home}.{name}\n" + (_WITHOUT_INHERITED if _extends_documented(home, name) else "")
+        f"::: {home}.{name}\n"
+        + (
+            _WITHOUT_MEMBERS
+            if (home, name) in apart
+            else _WITHOUT_INHERITED
+            if _extends_documented(home, name)
+            else ""
+        )
         for home, name in page.names
         if name not in _made(home)
     ]

@@ -27,6 +27,17 @@ def test_every_public_name_is_on_one_page(topics):
         assert {name for name in module.__all__ if getattr(module, name, None) is not None} <= everywhere
 
 
+def test_every_member_of_a_class_is_on_one_of_its_pages(topics):
+    owners = {page.owner for topic in topics for page in topic.pages} - {None}
+    assert owners
+    for owner in owners:
+        placed = [
+            name for topic in topics for page in topic.pages if page.owner == owner for name in page.members
+        ]
+        assert sorted(placed) == sorted(reference_pages.public_members(*owner))
+        assert all(reference_pages.public_members(*owner).values())
+
+
 def test_every_page_has_a_place_in_the_navigation(topics):
     sections = [*reference_pages.navigation(topics)]
     named = []
