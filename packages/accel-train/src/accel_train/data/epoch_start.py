@@ -71,8 +71,9 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
     resume = restored if loader.use_stateful_dataloader else None
     if resume is not None:
         check_fits(loader, resume)
-    if loader.rng_types:
-        _synchronize(loader, restored)
+    began_before = restored is not None and restored.ranks == loader.ranks.size  # and made them equal then
+    if loader.rng_types and not began_before and not loader.sharing.alone:
+        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     epoch = loader.epoch_state
     if loader.followers:
         loader.tell_epoch(epoch.iteration)
@@ -109,13 +110,6 @@ def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) 
             "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
             f"accelerator.skip_first_batches(loader, {restored.batches_yielded}). The loop may also skip them itself.",
         )
-
-
-def _synchronize(loader: PreparedLoader, restored: Restored | None) -> None:
-    if restored is not None and restored.ranks == loader.ranks.size:
-        return  # the interrupted run did, when it began the epoch
-    if loader.ranks.world_size > 1 and loader.rng_types and not loader.sharing.alone:
-        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
 
 
 def open_own_part(
