@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,21 +67,6 @@ def prepare_one(prepared: Prepared, item: Any, placed: bool | None) -> Any:
     return prepare(prepared, (item,), None if placed is None else [placed])
 
 
-@dataclass
-class _Model:
-    """A model that is prepared in this call.
-
-    Attributes:
-        given: what is prepared: the object of the call, or what is inside one that was prepared before.
-        plain: without wrappers.
-        before: what an earlier call has returned for it.
-    """
-
-    given: nn.Module
-    plain: nn.Module
-    before: nn.Module | None
-
-
 class _Call:
     """The objects of one call, replaced one kind after the other by what is returned for them."""
 
@@ -94,8 +79,14 @@ class _Call:
         self._optimizers: list[int] = []
         self._loaders: list[int] = []
         self._schedulers: list[int] = []
-        self._new: dict[int, _Model] = {}  # models that are prepared in this call, by place
-        self._fresh: list[int] = []  # optimizers that are
+        # What is prepared in this call, the places of its models, optimizers and schedulers, and of each model what is
+        # inside its wrappers, and what an earlier call has returned for it.
+        self._parts = Parts(schedule_steps=_schedule_steps(prepared))
+        self._new: list[int] = []
+        self._fresh: list[int] = []
+        self._planned: list[int] = []
+        self._plain: list[nn.Module] = []
+        self._before: list[nn.Module | None] = []
         self.results = objects
         for place, item in enumerate(objects):
             if isinstance(item, nn.Module):
@@ -109,7 +100,7 @@ class _Call:
 
     def check(self) -> None:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
-        prepared, strategy = self._prepared, self._strategy
+        prepared, strategy, parts = self._prepared, self._strategy, self._parts
         seen: set[int] = set()
         for place in self._models:
             model = self.results[place]
@@ -120,14 +111,23 @@ class _Call:
             seen.add(id(plain))
             given = model if before is None else plain
             _check_device_map(prepared, given)
-            self._new[place] = _Model(given, plain, before)
+            self._new.append(place)
+            self._plain.append(plain)
+            self._before.append(before)
+            parts.models.append(given)
         if self._optimizers:
             seen = {id(own) for known in prepared.optimizers for own in (known.optimizer, known.given)}
             for place in self._optimizers:
-                inner = id(_inner(self.results[place]))
-                if inner not in seen:
-                    seen.add(inner)
+                optimizer = _inner(self.results[place])
+                if id(optimizer) not in seen:
+                    seen.add(id(optimizer))
                     self._fresh.append(place)
+                    parts.optimizers.append(optimizer)
+        for place in self._schedulers:
+            scheduler = self.results[place]
+            if not any(scheduler is known for known in prepared.schedulers):
+                self._planned.append(place)
+                parts.schedulers.append(scheduler)
         if self._new or self._fresh:
             self._check_together()
             self._check_optimizers()
@@ -140,12 +140,11 @@ class _Call:
         ):
             found = [*prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
-            new = [model.plain for model in self._new.values()]
-            warn_of_packing(loaders, [*prepared.models, *new], new)
+            warn_of_packing(loaders, [*prepared.models, *self._plain], self._plain)
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
-        models = [model.given for model in self._new.values() if self._strategy.needs_all_ranks(model.given)]
+        models = [model for model in self._parts.models if self._strategy.needs_all_ranks(model)]
         loaders = [item for place in self._loaders if _is_new(self._prepared, item := self.results[place])]
         if models or loaders:
             names = [type(item).__name__ for item in (*models, *loaders)]
@@ -157,6 +156,7 @@ class _Call:
         for place in self._loaders:
             given = self.results[place]
             self.results[place] = _own_part(self._prepared, given, self._placed[place])
+            self._parts.loaders.append(self.results[place])
             if self.results[place] is not given:
                 new += single_loaders(self.results[place])
         if new:
@@ -164,41 +164,33 @@ class _Call:
 
     def prepare_models_and_optimizers(self) -> None:
         """Replace models and optimizers, which belong together, and schedulers that an engine replaces."""
-        if not (self._models or self._optimizers or self._schedulers):
-            return
-        prepared, new, fresh = self._prepared, self._new, self._fresh
-        known = {id(scheduler) for scheduler in prepared.schedulers}
-        schedulers = [place for place in self._schedulers if id(self.results[place]) not in known]
-        parts = Parts(
-            models=[model.given for model in new.values()],
-            optimizers=[_inner(self.results[place]) for place in fresh],
-            schedulers=[self.results[place] for place in schedulers],
-            loaders=[self.results[place] for place in self._loaders],
-            schedule_steps=_schedule_steps(prepared),
-        )
-        if new or fresh or schedulers:
-            parts = self._prepare_parts(parts)
-        for place, optimizer in zip(fresh, parts.optimizers, strict=True):
-            self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
-        for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
-            self.results[place] = scheduler
-        if len(self._optimizers) > len(fresh):
+        prepared = self._prepared
+        if self._new or self._fresh or self._planned:
+            done = self._prepare_parts()
+            for place, optimizer in zip(self._fresh, done.optimizers, strict=True):
+                self.results[place] = self._wrap_optimizer(
+                    self.results[place], optimizer, self._placed[place]
+                )
+            for place, scheduler in zip(self._planned, done.schedulers, strict=True):
+                self.results[place] = scheduler
+        # Objects that were prepared before, and those that are twice among the objects of this call.
+        if len(self._optimizers) > len(self._fresh):
             wrapped = {
                 id(own): known for known in prepared.optimizers for own in (known.given, known.optimizer)
             }
             for place in self._optimizers:
                 self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
         for place in self._models:
-            if place not in new:
+            if place not in self._new:
                 known_as = _known_as(prepared, self._strategy.plain(self.results[place]))
                 assert known_as is not None, "prepared before, or in this call"
                 self.results[place] = known_as
 
     def _check_together(self) -> None:
-        models, optimizers = self._new, self._fresh
+        models, optimizers = self._parts.models, self._parts.optimizers
         capabilities, name = self._strategy.capabilities, self._strategy.name
         most = capabilities.max_models
-        count = len(self._prepared.models) + len([model for model in models.values() if model.before is None])
+        count = len(self._prepared.models) + self._before.count(None)
         if models and most is not None and count > most:
             raise PrepareError(
                 f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
@@ -220,8 +212,7 @@ class _Call:
     def _check_optimizers(self) -> None:
         """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
         strategy, capabilities = self._strategy, self._strategy.capabilities
-        for place in self._fresh:
-            optimizer = _inner(self.results[place])
+        for optimizer in self._parts.optimizers:
             for observer in self._prepared.accumulator.observers:
                 observer.check_optimizer(optimizer)
             if is_lomo(optimizer):
@@ -229,14 +220,12 @@ class _Call:
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
         if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
             return  # an engine that takes both together looks itself
-        plain = [model.plain for model in self._new.values()]
-        models = [*plain, *map(strategy.plain, self._prepared.prepared_models)]
+        models = [*self._plain, *map(strategy.plain, self._prepared.prepared_models)]
         own = {id(parameter) for model in models for parameter in model.parameters()}
-        for place in self._fresh:
-            optimizer = _inner(self.results[place])
+        for optimizer in self._parts.optimizers:
             held = [*parameters_of(optimizer)]
             if held and not any(id(p) in own or is_sharded(p) or p in self._prepared.replaced for p in held):
-                names = ", ".join(type(model.given).__name__ for model in self._new.values())
+                names = ", ".join(type(model).__name__ for model in self._parts.models)
                 raise PrepareError(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
                     f"{tuple(held[0].shape)}, and none of them belongs to {names} or to a model that was prepared "
@@ -244,31 +233,35 @@ class _Call:
                     "prepared, not of a copy."
                 )
 
-    def _prepare_parts(self, parts: Parts) -> Parts:
+    def _prepare_parts(self) -> Parts:
         """Let the strategy prepare the new objects; enters its models, and relinks optimizers to their parameters."""
-        prepared, strategy, new = self._prepared, self._strategy, self._new
+        prepared, strategy, given = self._prepared, self._strategy, self._parts.models
         plan = prepared.plan
-        as_is = {id(model.given) for place, model in new.items() if not self._placed[place]}
+        as_is = {id(model) for place, model in zip(self._new, given, strict=True) if not self._placed[place]}
         steps = Steps(plan.precision, plan.device, prepared.options.dynamo, as_is)
         if plan.sequence is not None:
-            for model in new.values():
-                plan.sequence.prepare(model.plain)
-        if new and isinstance(strategy.options.config, SectionPlugin):
+            for model in self._plain:
+                plan.sequence.prepare(model)
+        if given and isinstance(strategy.options.config, SectionPlugin):
             strategy.options.config.mark_used()
         replaced = prepared.replaced
-        with followed([model.plain for model in new.values()], replaced, lambda: plain):
-            done = strategy.prepare(parts, steps)
+        with followed(self._plain, replaced, lambda: plain):
+            done = strategy.prepare(self._parts, steps)
             plain = [strategy.plain(model) for model in done.models]
-        for optimizer in (*prepared.inner_optimizers, *done.optimizers):
+        for known in prepared.optimizers:
+            replaced.relink(known.optimizer)
+        for optimizer in done.optimizers:
             replaced.relink(optimizer)
-        if new and strategy.batch.repeats:
+        if given:
             share_draws(strategy.batch)
-        for (place, model), result, inside in zip(new.items(), done.models, plain, strict=True):
+        for place, model, result, inside, before in zip(
+            self._new, given, done.models, plain, self._before, strict=True
+        ):
             mark_prepared(result)
             refuse_pickles(inside)
             # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
-            own = model.given if inside_compiled(model.given) is inside else inside
-            prepared.add_model(own, result, before=model.before)
+            own = model if inside_compiled(model) is inside else inside
+            prepared.add_model(own, result, before=before)
             self.results[place] = result
         return done
 
