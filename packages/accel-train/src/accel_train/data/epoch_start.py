@@ -57,24 +57,21 @@ __all__ = [
 _AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
+def begin_epoch(loader: PreparedLoader) -> Iteration:
     """Begin an iteration over a prepared loader. Collective if the loader synchronizes generators or shares draws.
 
-    Args:
-        loader: the loader.
-        restored: a loaded state of this epoch, or None.
-
     Raises:
-        DataError: `restored` is of another kind of loader.
-        NotAvailableError: this loader cannot continue where `restored` was saved.
+        DataError: a loaded state of this epoch is of another kind of loader.
+        NotAvailableError: this loader cannot continue where that was saved.
     """
+    epoch = loader.epoch_state
+    restored = epoch.begin(loader.left_out, loader.ledger.epochs)
     resume = restored if loader.use_stateful_dataloader else None
     if resume is not None:
         check_fits(loader, resume)
     began_before = restored is not None and restored.ranks == loader.ranks.size  # and made them equal then
     if loader.rng_types and not began_before and not loader.sharing.alone:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
-    epoch = loader.epoch_state
     if loader.followers:
         loader.tell_epoch(epoch.iteration)
     samplers = loader.stateful_samplers
@@ -98,6 +95,7 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         loader.current = epoch.running = iteration
         epoch.chosen = False
         loader.open_source(iteration, plan, restored)
+    iteration.restored = restored
     return iteration
 
 

@@ -26,7 +26,7 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
     """
     if ranks.size == 1 or not loaders:
         return
-    mine = [_counts(loader) for loader in loaders]
+    mine = list(map(_counts, loaders))
     for place, found in enumerate(zip(*gather_object([mine]), strict=True)):
         other = next((rank for rank, counts in enumerate(found) if counts != found[0]), None)
         if other is None:

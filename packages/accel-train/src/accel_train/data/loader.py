@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self.torch_device_mesh = torch_device_mesh
         self.ledger = ActiveLoaders() if ledger is None else ledger
         self.ranks = Ranks() if ranks is None else ranks
-        self._drop_last = _drop_last
+        self.drops_last_round = _drop_last
         self._non_blocking = _non_blocking
         self.tagged = self.reads_own_part and isinstance(dataset, IterableDatasetShard)
         """Whether torch's iterator yields `Tagged` batches."""

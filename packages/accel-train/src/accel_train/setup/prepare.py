@@ -81,7 +81,7 @@ class _Call:
         self._schedulers: list[int] = []
         # What is prepared in this call, the places of its models, optimizers and schedulers, and of each model what is
         # inside its wrappers, and what an earlier call has returned for it.
-        self._parts = Parts(schedule_steps=_schedule_steps(prepared))
+        self._parts = Parts()
         self._new: list[int] = []
         self._fresh: list[int] = []
         self._planned: list[int] = []
@@ -144,7 +144,7 @@ class _Call:
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
-        models = [model for model in self._parts.models if self._strategy.needs_all_ranks(model)]
+        models = list(filter(self._strategy.needs_all_ranks, self._parts.models))
         loaders = [item for place in self._loaders if _is_new(self._prepared, item := self.results[place])]
         if models or loaders:
             names = [type(item).__name__ for item in (*models, *loaders)]
@@ -237,6 +237,7 @@ class _Call:
         """Let the strategy prepare the new objects; enters its models, and relinks optimizers to their parameters."""
         prepared, strategy, given = self._prepared, self._strategy, self._parts.models
         plan = prepared.plan
+        self._parts.schedule_steps = _schedule_steps(prepared)
         as_is = {id(model) for place, model in zip(self._new, given, strict=True) if not self._placed[place]}
         steps = Steps(plan.precision, plan.device, prepared.options.dynamo, as_is)
         if plan.sequence is not None:
@@ -374,7 +375,10 @@ def prepare_loader(
 
 def _is_new(prepared: Prepared, loader: DataLoader[Any]) -> bool:
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
-    return not any(loader is known or epoch is known.epoch_state for known in prepared.loaders)
+    for known in prepared.loaders:
+        if loader is known or epoch is known.epoch_state:
+            return False
+    return True
 
 
 def _meet(prepared: Prepared, operation: str, names: Sequence[str], *, shared: bool = False) -> None:
