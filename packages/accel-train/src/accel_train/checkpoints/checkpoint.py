@@ -171,6 +171,7 @@ def _reported(
 @_reported
 def save_model(
     prepared: Prepared,
+    /,
     model: nn.Module,
     save_directory: str | Path,
     max_shard_size: int | str,
@@ -243,6 +244,7 @@ def _writes(prepared: Prepared) -> bool:
 @_reported
 def save_state(
     prepared: Prepared,
+    /,
     output_dir: str | Path | None,
     safe_serialization: bool,
     asynchronous: bool,

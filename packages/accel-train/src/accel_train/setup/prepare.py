@@ -375,10 +375,7 @@ def prepare_loader(
 
 def _is_new(prepared: Prepared, loader: DataLoader[Any]) -> bool:
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
-    for known in prepared.loaders:
-        if loader is known or epoch is known.epoch_state:
-            return False
-    return True
+    return not any(loader is known or epoch is known.epoch_state for known in prepared.loaders)
 
 
 def _meet(prepared: Prepared, operation: str, names: Sequence[str], *, shared: bool = False) -> None:

@@ -269,7 +269,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     raise
                 # The other ranks will wait for the first batch, so they get the error in its place.
                 iteration.stream = None
-                iteration.source = _Reader(self, iteration, _Unreadable(error), None)
+                iteration.source = _Reader(self, iteration, _unreadable(error), None)
             return
         # Rank 0's iterator draws a base seed here; all ranks draw alike.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -383,23 +383,13 @@ class _Follower:
         return envelope
 
 
-class _Unreadable:
+def _unreadable(error: Exception) -> Iterator[Any]:
     """A source that could not be opened: its first item is the error."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
-
-    def __iter__(self) -> _Unreadable:
-        return self
-
-    def __next__(self) -> Any:
-        error, self._error = self._error, None
-        if error is None:
-            raise StopIteration
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame, which must not hold it in turn
+    try:
+        yield from ()
+        raise error
+    finally:
+        del error  # its traceback holds this frame, which must not hold it in turn
 
 
 class _Reader:
