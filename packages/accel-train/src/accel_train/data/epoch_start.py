@@ -39,7 +39,7 @@ from accel_train.data.workers import (
     RecordRngState,
     RestoreWorkerRng,
     ShowDataset,
-    StripRngState,
+    WithoutNotes,
     WorkerStates,
     dataset_with_epoch,
     end_workers_with,
@@ -235,7 +235,7 @@ def open_with_workers(
     replaced: dict[str, Any] = {"collate_fn": RecordRngState(loader.collate_fn)}
     if saved is not None:
         replaced["worker_init_fn"] = RestoreWorkerRng(turn, count, states, loader.worker_init_fn)
-    return StripRngState(make_source(loader, iteration, state, replaced), iteration.workers)
+    return WithoutNotes(make_source(loader, iteration, state, replaced), iteration.workers.record)
 
 
 def make_source(
