@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self.torch_device_mesh = torch_device_mesh
         self.ledger = ActiveLoaders() if ledger is None else ledger
         self.ranks = Ranks() if ranks is None else ranks
-        self.drops_last_round = _drop_last
+        self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.tagged = self.reads_own_part and isinstance(dataset, IterableDatasetShard)
         """Whether torch's iterator yields `Tagged` batches."""
@@ -306,23 +306,14 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     def remainder(self) -> int:
         """Real rows in the last global batch of an epoch: 0 when it is full, -1 when unknown or dropped."""
         stride = self.total_batch_size
-        if stride is None or self._drops_last():
+        if stride is None or self.drop_last or getattr(self._batch_sampler(), "drop_last", False):
             return -1
+        sampler = None if self.indexes is None else self.get_sampler()
         try:
-            total = self._epoch_length()
+            total = self.total_dataset_length if sampler is None else len(sampler)
         except (TypeError, NotImplementedError):  # the dataset or its sampler has no length
             return -1
         return total % stride
-
-    def _epoch_length(self) -> int:
-        sampler = self.get_sampler()
-        if self.indexes is not None and sampler is not None:
-            return len(sampler)
-        return self.total_dataset_length
-
-    def _drops_last(self) -> bool:
-        batch_sampler = self._batch_sampler()
-        return bool(self.drop_last or getattr(batch_sampler, "drop_last", False))
 
     def _batch_sampler(self) -> Any:
         """The batch sampler, also when it was given as the sampler of a loader that does not batch."""

@@ -152,6 +152,7 @@ class DataLoaderDispatcher(PreparedLoader):
             ranks=ranks,
             **kwargs,
         )
+        self.drops_last_round = _drop_last
         self.split_batches = split_batches
         self.slice_fn = slice_fn
 
@@ -176,7 +177,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _steps(self) -> int:
         base, each = super()._steps(), self.sampler_batches_per_step
-        return base // each if self.drops_last_round else -(-base // each)
+        return base // each if self._drop_last else -(-base // each)
 
     # Answers
 
@@ -236,12 +237,12 @@ class DataLoaderDispatcher(PreparedLoader):
         if batches is None:
             return None
         each = self.sampler_batches_per_step
-        return batches // each if self.drops_last_round else -(-batches // each)
+        return batches // each if self._drop_last else -(-batches // each)
 
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
         """Whether rows can be padding."""
-        return self.ranks.size > 1 and not self.drops_last_round
+        return self.ranks.size > 1 and not self._drop_last
 
     @property
     def total_batch_size(self) -> int | None:
