@@ -157,7 +157,7 @@ def _all_hold_parts(prepared: Prepared, operation: str, model: nn.Module) -> Non
 def _reported(
     save: Callable[Concatenate[Prepared, P], T],
 ) -> Callable[Concatenate[Prepared, P], T]:
-    """Decorator for what saves: the launcher, where it asks, is told so."""
+    """Decorator for what saves: reports it to the launcher, where that asks."""
 
     @functools.wraps(save)
     def run(prepared: Prepared, /, *args: P.args, **kwargs: P.kwargs) -> T:
