@@ -216,6 +216,11 @@ class Accumulator:
         return self._windows[models]
 
     @property
+    def windows_take_turns(self) -> bool:
+        """Whether there are several, so that gradients of one model may be complete when those of another are not."""
+        return len(self._windows) > 1
+
+    @property
     def current(self) -> Window:
         """The window of the running micro-batch; outside of `accumulate()` the one made by hand."""
         return self._current or self.manual
@@ -252,7 +257,7 @@ class Accumulator:
 
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradients of some parameters are complete: the last micro-batch of their window was entered."""
-        if len(self._windows) < 2:
+        if not self.windows_take_turns:
             return self.sync_gradients
         windows = self._with_any(parameters)
         last = max(windows, key=lambda window: window.entered, default=None)
