@@ -520,6 +520,8 @@ class Accelerator:
 
         False, too, while the model's optimizers wait for another window: they have stepped with that one.
         """
+        if not self._accumulator.windows_take_turns:
+            return self._accumulator.sync_gradients
         optimizers = self._optimizers_of(model)
         if not optimizers:
             return self._accumulator.are_complete(model.parameters())
@@ -739,8 +741,9 @@ class Accelerator:
 
     def step_was_skipped(self, model: nn.Module) -> bool:
         """Whether the optimizers of a model have skipped their last step, all of them."""
-        skipped = [optimizer.step_was_skipped for optimizer in self._optimizers_of(model)]
-        return all(skipped) if skipped else self.optimizer_step_was_skipped
+        return self.optimizer_step_was_skipped and all(
+            optimizer.step_was_skipped for optimizer in self._optimizers_of(model)
+        )
 
     def _optimizers_of(self, model: nn.Module) -> list[AcceleratedOptimizer]:
         """The prepared optimizers that step parameters of a model."""

@@ -62,13 +62,13 @@ def test_a_loader_stays_live_until_its_last_iterator_ends():
     ledger.end(loader)  # ending twice is harmless
 
 
-def test_yielded_since():
+def test_the_last_yield():
     ledger, loader = ActiveLoaders(), Loader()
     ledger.begin(loader)
     tick = ledger.clock
-    assert not ledger.yielded_since(loader, tick)
+    assert ledger.last_yield(loader) == 0
     ledger.yielded(loader)
-    assert ledger.yielded_since(loader, tick)
+    assert ledger.last_yield(loader) > tick
 
 
 def test_references_are_weak_and_do_not_travel():

@@ -40,17 +40,17 @@ def test_the_end_is_found_by_reading_ahead():
     assert next(one.source) == 10
     one.yielded = 1
     assert not one.at_end()
-    assert one.ahead.held == [11]
+    assert one.ahead == [11]
     assert not one.at_end()
-    assert one.ahead.held == [11], "read once"
-    one.ahead.held.clear()
+    assert one.ahead == [11], "read once"
+    one.ahead.clear()
     one.yielded = 2
     assert not one.known_to_end()
     assert one.at_end()
     assert one.at_end()
     assert one.known_to_end()
     with pytest.raises(StopIteration):
-        one.ahead.raise_failure()
+        one.raise_failure()
 
 
 def test_the_end_of_a_stream_that_counts_needs_no_reading():
@@ -60,13 +60,13 @@ def test_the_end_of_a_stream_that_counts_needs_no_reading():
     one.yielded = 5
     assert one.at_end()
     assert one.known_to_end()
-    assert one.ahead.held == []
+    assert one.ahead == []
 
 
 def test_a_batch_that_was_kept_is_not_the_end():
     one = iteration((), counted())
     one.yielded = 5
-    one.ahead.held.append("kept")
+    one.ahead.append("kept")
     assert not one.at_end()
 
 
@@ -77,8 +77,8 @@ def test_a_failure_is_raised_once_and_is_not_the_end():
     assert one.look_ahead()
     assert not one.at_end()
     with pytest.raises(ValueError, match="item is broken"):
-        one.ahead.raise_failure()
-    assert one.ahead.failure is None
+        one.raise_failure()
+    assert one.failure is None
 
 
 def test_the_failure_does_not_keep_what_it_was_raised_from():
@@ -92,7 +92,7 @@ def test_the_failure_does_not_keep_what_it_was_raised_from():
     gone = weakref.ref(owner)
     one.look_ahead()
     with pytest.raises(ValueError, match="broken"):
-        one.ahead.raise_failure()
+        one.raise_failure()
     one.close(exhausted=False)
     del owner
     assert gone() is None
@@ -103,7 +103,7 @@ def test_closing():
     left.yielded = 1
     left.look_ahead()
     left.close(exhausted=False)
-    assert (left.closed, left.ended, left.source, left.ahead.held) == (True, False, None, [])
+    assert (left.closed, left.ended, left.source, left.ahead) == (True, False, None, [])
     assert not left.at_end(), "left early: nothing is known, and nothing is read"
     over = iteration()
     over.close(exhausted=True)
@@ -129,13 +129,13 @@ def test_generators_are_noted_as_they_were_before_reading_ahead():
     assert next(one.source) == expected[0]
     one.yielded = 1
     one.look_ahead()
-    assert one.ahead.held == expected[1:]
+    assert one.ahead == expected[1:]
     noted = one.read_ahead()
     assert noted["batches"] == 1
     with one.randomness.as_of(noted["rng"]):
         assert random.random() == expected[1]
-    one.ahead.held.clear()
-    one.ahead.note(None, 0)
+    one.ahead.clear()
+    one.note_ahead(None, 0)
     assert one.read_ahead() == {}, "it was returned"
 
 
@@ -147,7 +147,7 @@ def test_generators_for_reading_are_noted_from_inside():
     outside = torch.get_rng_state()
     one.yielded = 1
     one.look_ahead()
-    assert torch.equal(one.ahead.drawn[0][0], torch.Generator().manual_seed(5).get_state())
+    assert torch.equal(one.drawn_ahead[0][0], torch.Generator().manual_seed(5).get_state())
     with one.randomness.as_of(one.read_ahead()["rng"]):
         assert torch.rand(1).item() == expected
     assert not torch.equal(torch.get_rng_state(), outside), "the source itself is wrapped elsewhere"
@@ -210,7 +210,7 @@ def test_the_position_of_a_dataset_that_keeps_its_own():
     one.yielded = 1
     one.look_ahead()
     assert one.position_of_source() == {"at": 6}, "before what was read ahead"
-    one.ahead.note(None, 0)
+    one.note_ahead(None, 0)
     assert one.position_of_source() == {"at": 7}
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import nn
 
@@ -46,6 +47,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _SAVE = "save_state"
 _WHO_SAVES = (
@@ -115,22 +117,6 @@ def _whole(prepared: Prepared, obj: Any, each_node: bool) -> Any:
     return recursively_apply(gather, obj, test_type=is_sharded)
 
 
-def save_model(
-    prepared: Prepared,
-    model: nn.Module,
-    save_directory: str | Path,
-    max_shard_size: int | str,
-    safe_serialization: bool,
-    push_to_hub: str | None,
-    **upload: Any,
-) -> None:
-    """See `Accelerator.save_model`."""
-    with _told(prepared):
-        _save_model(
-            prepared, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload
-        )
-
-
 def state_dict(prepared: Prepared, model: nn.Module) -> dict[str, Any]:
     """See `Accelerator.get_state_dict`."""
     strategy = prepared.plan.strategy
@@ -168,14 +154,24 @@ def _all_hold_parts(prepared: Prepared, operation: str, model: nn.Module) -> Non
     )
 
 
-def _told(prepared: Prepared) -> AbstractContextManager[None]:
-    """Tells the launcher, where it asks, that a save is in progress."""
-    pulse = prepared.ledger.pulse
-    return nullcontext() if pulse is None else pulse.saving()
+def _reported(
+    save: Callable[Concatenate[Prepared, P], T],
+) -> Callable[Concatenate[Prepared, P], T]:
+    """Decorator for what saves: reports it to the launcher, where that asks."""
+
+    @functools.wraps(save)
+    def run(prepared: Prepared, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        pulse = prepared.ledger.pulse
+        with nullcontext() if pulse is None else pulse.saving():
+            return save(prepared, *args, **kwargs)
+
+    return run
 
 
-def _save_model(
+@_reported
+def save_model(
     prepared: Prepared,
+    /,
     model: nn.Module,
     save_directory: str | Path,
     max_shard_size: int | str,
@@ -183,6 +179,7 @@ def _save_model(
     push_to_hub: str | None,
     **upload: Any,
 ) -> None:
+    """See `Accelerator.save_model`."""
     strategy, process = prepared.plan.strategy, prepared.process
     if leaves_out(prepared, "save_model", save_directory, together=strategy.states.is_divided(model)):
         return
@@ -244,8 +241,10 @@ def _writes(prepared: Prepared) -> bool:
     return prepared.process.is_local_main_process if each_node else prepared.process.is_main_process
 
 
+@_reported
 def save_state(
     prepared: Prepared,
+    /,
     output_dir: str | Path | None,
     safe_serialization: bool,
     asynchronous: bool,
@@ -263,18 +262,6 @@ def save_state(
             "save_state(trainable_only=True) cannot be combined with a hook of register_save_state_pre_hook, which "
             "decides itself which weights are saved. Use one of the two."
         )
-    with _told(prepared):
-        return _save_state(prepared, output_dir, safe_serialization, asynchronous, when_busy, trainable_only)
-
-
-def _save_state(
-    prepared: Prepared,
-    output_dir: str | Path | None,
-    safe_serialization: bool,
-    asynchronous: bool,
-    when_busy: WhenBusy,
-    trainable_only: bool,
-) -> Path | SaveHandle:
     config = prepared.project
     if prepared.process.rehearsal is not None:
         divided = any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)

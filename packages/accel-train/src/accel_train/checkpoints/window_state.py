@@ -219,7 +219,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
         kept = {}
     return {
         "engine": None if own else strategy.name,
-        "averaged_over": accumulator.averaged_over,
+        "averaged_over": strategy.loss.size,
         "sync_gradients": accumulator.sync_gradients,
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],

@@ -112,11 +112,6 @@ class ActiveLoaders:
         entry = self._entries.get(id(loader))
         return entry.last_yield if entry is not None and entry.loader() is loader else 0
 
-    def yielded_since(self, loader: object, tick: int) -> bool:
-        """Whether the live `loader` has yielded after the moment `tick` (a former value of `clock`)."""
-        entry = self._entries.get(id(loader))
-        return entry is not None and entry.loader() is loader and entry.last_yield > tick
-
     @property
     def clock(self) -> int:
         """A number that grows with every beginning and every yield."""

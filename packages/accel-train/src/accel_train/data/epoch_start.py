@@ -39,7 +39,7 @@ from accel_train.data.workers import (
     RecordRngState,
     RestoreWorkerRng,
     ShowDataset,
-    StripRngState,
+    WithoutNotes,
     WorkerStates,
     dataset_with_epoch,
     end_workers_with,
@@ -57,23 +57,21 @@ __all__ = [
 _AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
+def begin_epoch(loader: PreparedLoader) -> Iteration:
     """Begin an iteration over a prepared loader. Collective if the loader synchronizes generators or shares draws.
 
-    Args:
-        loader: the loader.
-        restored: a loaded state of this epoch, or None.
-
     Raises:
-        DataError: `restored` is of another kind of loader.
-        NotAvailableError: this loader cannot continue where `restored` was saved.
+        DataError: a loaded state of this epoch is of another kind of loader.
+        NotAvailableError: this loader cannot continue where that was saved.
     """
+    epoch = loader.epoch_state
+    restored = epoch.begin(loader.left_out, loader.ledger.epochs)
     resume = restored if loader.use_stateful_dataloader else None
     if resume is not None:
         check_fits(loader, resume)
-    if loader.rng_types:
-        _synchronize(loader, restored)
-    epoch = loader.epoch_state
+    began_before = restored is not None and restored.ranks == loader.ranks.size  # and made them equal then
+    if loader.rng_types and not began_before and not loader.sharing.alone:
+        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     if loader.followers:
         loader.tell_epoch(epoch.iteration)
     samplers = loader.stateful_samplers
@@ -97,6 +95,7 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         loader.current = epoch.running = iteration
         epoch.chosen = False
         loader.open_source(iteration, plan, restored)
+    iteration.restored = restored
     return iteration
 
 
@@ -109,13 +108,6 @@ def _warn_of_repeated(loader: PreparedLoader, restored: Restored, skipped: int) 
             "DataLoaderConfiguration(use_stateful_dataloader=True), or iterate "
             f"accelerator.skip_first_batches(loader, {restored.batches_yielded}). The loop may also skip them itself.",
         )
-
-
-def _synchronize(loader: PreparedLoader, restored: Restored | None) -> None:
-    if restored is not None and restored.ranks == loader.ranks.size:
-        return  # the interrupted run did, when it began the epoch
-    if loader.ranks.world_size > 1 and loader.rng_types and not loader.sharing.alone:
-        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
 
 
 def open_own_part(
@@ -243,7 +235,7 @@ def open_with_workers(
     replaced: dict[str, Any] = {"collate_fn": RecordRngState(loader.collate_fn)}
     if saved is not None:
         replaced["worker_init_fn"] = RestoreWorkerRng(turn, count, states, loader.worker_init_fn)
-    return StripRngState(make_source(loader, iteration, state, replaced), iteration.workers)
+    return WithoutNotes(make_source(loader, iteration, state, replaced), iteration.workers.record)
 
 
 def make_source(

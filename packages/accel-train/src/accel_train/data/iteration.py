@@ -11,54 +11,10 @@ from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.permutations import Record
 from accel_train.data.workers import WorkerStates
 
-__all__ = ["NOT_COUNTED", "Iteration", "ReadAhead"]
+__all__ = ["NOT_COUNTED", "Iteration"]
 
 NOT_COUNTED = -1
 """Placeholder for a number of batches that was not counted yet."""
-
-
-class ReadAhead:
-    """An item that was read and not returned yet: a batch, an error, or the end."""
-
-    __slots__ = ("before", "drawn", "failure", "found_end", "held")
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-        """The next batch; at most one."""
-        self.failure: BaseException | None = None
-        """What reading raised; `StopIteration` at the end."""
-        self.found_end = False
-        """Whether the source had nothing after the last returned batch."""
-        self.drawn: tuple[Any, int] | None = None
-        """The generators before, and how many batches were read with them in this process; the end counts."""
-        self.before: dict[str, Any] | None = None
-        """The position, before, of a dataset that keeps its own."""
-
-    def note(self, generators: Any, batches: int) -> None:
-        """Note that `batches` are read ahead, the end counted, with which generators (None: in other processes)."""
-        self.drawn = None if generators is None or not batches else (generators, batches)
-        if not batches:
-            self.before = None
-
-    def take(self) -> Any:
-        """The held batch, which is returned now."""
-        batch = self.held.pop()
-        self.note(None, 0)
-        return batch
-
-    def raise_failure(self) -> None:
-        """Raise what reading raised."""
-        failure, self.failure = self.failure, None
-        assert failure is not None
-        try:
-            raise failure
-        finally:
-            del failure  # its traceback holds this frame, which must not hold it in turn
-
-    def release(self) -> None:
-        """Release what was read."""
-        self.failure = None
-        self.held.clear()
 
 
 class Iteration:
@@ -73,9 +29,13 @@ class Iteration:
 
     __slots__ = (
         "ahead",
+        "before_ahead",
         "closed",
+        "drawn_ahead",
         "ended",
         "epoch",
+        "failure",
+        "found_end",
         "notes_rng",
         "randomness",
         "reading",
@@ -116,7 +76,17 @@ class Iteration:
         """What worker processes reported of their generators."""
         self.source_state: Callable[[], dict[str, Any] | None] | None = None
         """The position of a dataset that keeps its own."""
-        self.ahead = ReadAhead()
+        # At most one item is read and not returned yet: a batch, an error, or the end.
+        self.ahead: list[Any] = []
+        """The next batch."""
+        self.failure: BaseException | None = None
+        """What reading ahead raised; `StopIteration` at the end."""
+        self.found_end = False
+        """Whether the source had nothing after the last returned batch."""
+        self.drawn_ahead: tuple[Any, int] | None = None
+        """The generators before it, and how many batches were read with them in this process; the end counts."""
+        self.before_ahead: dict[str, Any] | None = None
+        """The position, before it, of a dataset that keeps its own."""
         self.yielded = 0
         """Batches handed to the user."""
         self.skipped = 0
@@ -150,7 +120,7 @@ class Iteration:
         return self._is_last()
 
     def _is_last(self) -> bool:
-        if self.ahead.held:
+        if self.ahead:
             return False
         if self.stream is None:
             return not self.look_ahead()
@@ -161,25 +131,45 @@ class Iteration:
 
     def known_to_end(self) -> bool:
         """Whether the last returned batch is known to be the last one, without reading ahead."""
-        return self.ahead.found_end or (self.stream is not None and self.stream.known_to_end(self.yielded))
+        return self.found_end or (self.stream is not None and self.stream.known_to_end(self.yielded))
 
     def look_ahead(self) -> bool:
         """Fetch the next item and keep it; False at the end. A failure is an item, raised by the next step."""
-        ahead = self.ahead
-        if ahead.failure is None:
+        if self.failure is None:
             assert self.source is not None, "only a running iteration reads ahead"
             rng = self._rng_now() if self.notes_rng else None
-            ahead.before = None if self.source_state is None else self.source_state()
+            self.before_ahead = None if self.source_state is None else self.source_state()
             try:
-                ahead.held.append(next(self.source))
-                ahead.note(rng, 1)
+                self.ahead.append(next(self.source))
+                self.note_ahead(rng, 1)
             except StopIteration:
-                ahead.failure = StopIteration()  # without a traceback, which would keep the iterator alive
-                ahead.found_end = True
-                ahead.note(rng, 1)  # samples that fill no batch were read all the same
+                self.failure = StopIteration()  # without a traceback, which would keep the iterator alive
+                self.found_end = True
+                self.note_ahead(rng, 1)  # samples that fill no batch were read all the same
             except BaseException as error:
-                ahead.failure = error
-        return not isinstance(ahead.failure, StopIteration)
+                self.failure = error
+        return not isinstance(self.failure, StopIteration)
+
+    def note_ahead(self, generators: Any, batches: int) -> None:
+        """Note that `batches` are read ahead, the end counted, with which generators (None: in other processes)."""
+        self.drawn_ahead = None if generators is None or not batches else (generators, batches)
+        if not batches:
+            self.before_ahead = None
+
+    def take_ahead(self) -> Any:
+        """The batch that was read ahead, which is returned now."""
+        batch = self.ahead.pop()
+        self.note_ahead(None, 0)
+        return batch
+
+    def raise_failure(self) -> None:
+        """Raise what reading ahead raised."""
+        failure, self.failure = self.failure, None
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, which must not hold it in turn
 
     def _rng_now(self) -> Any:
         if self.reading is None:
@@ -191,8 +181,8 @@ class Iteration:
         """The iteration is over; what it read from is released."""
         self.closed = True
         self.ended = self.ended or exhausted
-        self.source = None
-        self.ahead.release()
+        self.source = self.failure = None
+        self.ahead.clear()
 
     # What is saved
 
@@ -217,14 +207,14 @@ class Iteration:
 
     def read_ahead(self) -> dict[str, Any]:
         """The state of items read ahead: number of ``batches``, and their ``rng``."""
-        if self.ahead.drawn is None:
+        if self.drawn_ahead is None:
             return {}
-        raw, batches = self.ahead.drawn
+        raw, batches = self.drawn_ahead
         return {"batches": batches, "rng": Randomness(self.randomness.own, True).tree(raw)}
 
     def position_of_source(self) -> dict[str, Any] | None:
         """The position of a dataset that keeps its own; None if there is none, or it could not be used alone."""
-        return None if self.source_state is None else self.ahead.before or self.source_state()
+        return None if self.source_state is None else self.before_ahead or self.source_state()
 
     def states_of_workers(self) -> dict[str, Any] | None:
         """The generators of worker processes after the last returned batch."""

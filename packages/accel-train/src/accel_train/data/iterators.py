@@ -45,9 +45,7 @@ class LoaderIterator:
         self._iteration: Iteration | None = None
         self._ledger.begin(loader)
         self._live = True
-        restored = loader.epoch_state.begin(loader.left_out, loader.ledger.epochs)
-        self._iteration = iteration = begin_epoch(loader, restored)
-        iteration.restored = restored
+        self._iteration = iteration = begin_epoch(loader)
         assert iteration.source is not None, "an iteration begins with a source"
         self._source = iteration.source
 
@@ -69,13 +67,12 @@ class LoaderIterator:
     def __next__(self) -> Any:
         iteration = self._iteration
         assert iteration is not None
-        ahead = iteration.ahead
-        if ahead.held:
-            item = ahead.take()
+        if iteration.ahead:
+            item = iteration.take_ahead()
         else:
             try:
-                if ahead.failure is not None:
-                    ahead.raise_failure()
+                if iteration.failure is not None:
+                    iteration.raise_failure()
                 item = next(self._source)
             except StopIteration as stop:
                 early = None
@@ -168,7 +165,7 @@ class AheadIterator(LoaderIterator):
         stream = iteration.stream
         if iteration.closed:  # after an error, the script reads on
             return batch
-        if not iteration.ahead.held and (stream is None or not stream.ends_at(iteration.yielded)):
+        if not iteration.ahead and (stream is None or not stream.ends_at(iteration.yielded)):
             iteration.look_ahead()
         return batch
 

@@ -26,7 +26,7 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
     """
     if ranks.size == 1 or not loaders:
         return
-    mine = [_counts(loader) for loader in loaders]
+    mine = list(map(_counts, loaders))
     for place, found in enumerate(zip(*gather_object([mine]), strict=True)):
         other = next((rank for rank, counts in enumerate(found) if counts != found[0]), None)
         if other is None:
@@ -49,12 +49,9 @@ _COUNTED = ("The length of the dataset", "The length of the sampler", "The batch
 
 def _counts(loader: Any) -> tuple[int | None, ...]:
     """Numbers by which data is shared out by index; None: there is nothing to compare."""
-    share = getattr(loader, "share", None)
-    if share is None or share() is None:
+    find = getattr(loader, "share", None)
+    share = None if find is None else find()
+    if share is None:
         return (None,) * len(_COUNTED)
     sampler = loader.get_sampler()
-    return (
-        length_of(loader.dataset),
-        None if sampler is None else length_of(sampler),
-        loader.sampler_batch_size,
-    )
+    return length_of(loader.dataset), None if sampler is None else length_of(sampler), share.batch_size

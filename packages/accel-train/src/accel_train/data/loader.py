@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,13 +27,7 @@ from accel_train.data.sampling.batches import (
     plan_of,
 )
 from accel_train.data.sampling.index_streams import IndexStream
-from accel_train.data.sampling.samplers import (
-    epoch_followers,
-    epochs_of,
-    innermost_sampler,
-    samplers_of,
-    stateful_samplers,
-)
+from accel_train.data.sampling.samplers import innermost_sampler, samplers_of
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
 from accel_train.data.sampling.token_batches import TokenBatchSampler
@@ -168,13 +163,12 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         self.epoch_state = Epoch(iteration)
         self.current: Iteration | None = None
         """The iteration that yielded last, or that began last if that was later."""
-        self.sharing: Sharing = sharing_for(self.ranks)
         self.transfer = self._make_transfer()
         self.shard_batch: Callable[[Any], Any] | None = None
         """Cuts this rank's part out of a batch that several ranks read, on its way to the script."""
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
-        self._find_generators()
+        self._look_at_samplers()
         self.asks_dataset = use_stateful_dataloader and is_stateful(dataset)
         self.workers_turned = False
         self.seedless = self.workers_ran = False
@@ -312,23 +306,14 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
     def remainder(self) -> int:
         """Real rows in the last global batch of an epoch: 0 when it is full, -1 when unknown or dropped."""
         stride = self.total_batch_size
-        if stride is None or self._drops_last():
+        if stride is None or self.drop_last or getattr(self._batch_sampler(), "drop_last", False):
             return -1
+        sampler = None if self.indexes is None else self.get_sampler()
         try:
-            total = self._epoch_length()
+            total = self.total_dataset_length if sampler is None else len(sampler)
         except (TypeError, NotImplementedError):  # the dataset or its sampler has no length
             return -1
         return total % stride
-
-    def _epoch_length(self) -> int:
-        sampler = self.get_sampler()
-        if self.indexes is not None and sampler is not None:
-            return len(sampler)
-        return self.total_dataset_length
-
-    def _drops_last(self) -> bool:
-        batch_sampler = self._batch_sampler()
-        return bool(self.drop_last or getattr(batch_sampler, "drop_last", False))
 
     def _batch_sampler(self) -> Any:
         """The batch sampler, also when it was given as the sampler of a loader that does not batch."""
@@ -387,8 +372,14 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     def _note_epochs(self) -> None:
         """Note the epochs that samplers and the dataset report now, which the script did not choose."""
-        told = self.epoch_state.told = epochs_of(self, self.followers)
-        self.ledger.epochs.update((id(follower), epoch) for follower, epoch in told)
+        told: list[tuple[Any, int]] = []
+        inner = getattr(self.dataset, "dataset", None)  # the script's own, inside of a shard
+        for follower in (*self.followers, inner):
+            epoch = getattr(follower, "epoch", None)
+            if type(epoch) is int and epoch >= 0:
+                told.append((follower, epoch))
+                self.ledger.epochs[id(follower)] = epoch
+        self.epoch_state.told = told
 
     def get_sampler(self) -> Any:
         """The sampler that yields single indices, at the bottom of all batch samplers."""
@@ -408,7 +399,7 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
             self.__dict__["sampler"] = sampler  # torch forbids the assignment after construction
             if self.batch_sampler is None and self.indexes is not None:
                 self.indexes.sampler = sampler
-        self._find_generators()
+        self._look_at_samplers()
         self._note_epochs()
 
     # State
@@ -588,19 +579,32 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     # Random states, and what serves an iteration
 
-    def _find_generators(self) -> None:
-        """Note what follows the epoch, and the generators of the loader: its own, its samplers' and its dataset's."""
-        self.followers = epoch_followers(self)
-        self.stateful_samplers = stateful_samplers(samplers_of(self))
-        chosen = [sampler for sampler in samplers_of(self) if not isinstance(sampler, SeedableRandomSampler)]
-        datasets: list[Any] = []
+    def _look_at_samplers(self) -> None:
+        """Note what follows the epoch, what keeps a state, and all generators: of samplers and datasets too."""
+        self.followers: list[Any] = []
+        self.stateful_samplers: list[Any] = []
+        holders: list[Any] = []
+        for sampler in samplers_of(self):
+            if hasattr(sampler, "set_epoch"):
+                self.followers.append(sampler)
+            if callable(getattr(sampler, "state_dict", None)) and callable(
+                getattr(sampler, "load_state_dict", None)
+            ):
+                self.stateful_samplers.append(sampler)
+            if not isinstance(sampler, SeedableRandomSampler):
+                holders.append(sampler)
         dataset: Any = self.dataset
+        if hasattr(dataset, "set_epoch"):
+            self.followers.append(dataset)
         while dataset is not None:
-            datasets.append(dataset)
+            holders.append(dataset)
             dataset = getattr(dataset, "dataset", None)
-        self.own_generators: list[Any] = generators_of(
-            [self.generator, self.synchronized_generator], [*chosen, *datasets]
-        )
+        self.own_generators: list[Any] = generators_of([self.generator, self.synchronized_generator], holders)
+
+    @functools.cached_property
+    def sharing(self) -> Sharing:
+        """Makes random draws equal on all ranks."""
+        return sharing_for(self.ranks)
 
     def randomness(self) -> Randomness:
         """The generators that reading can draw from."""
@@ -624,17 +628,15 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(
-            _iterator=None, ending=None, current=None, transfer=None, sharing=None, workers_turned=False
-        )
+        state.update(_iterator=None, ending=None, current=None, transfer=None, workers_turned=False)
+        state.pop("sharing", None)
         state["ranks"] = replace(self.ranks, group=None)  # a process group belongs to its process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["sharing"] = sharing_for(self.ranks)
         self.__dict__["transfer"] = self._make_transfer()
-        self._find_generators()
+        self._look_at_samplers()
 
     def _make_transfer(self) -> BatchTransfer | None:
         return None if self.device is None else DirectTransfer(self.device, self._non_blocking)

@@ -57,8 +57,9 @@ def check_fits(loader: _Loader, restored: Restored) -> None:
         return
     unit = loader.position_unit
     if unit not in position:
+        counted = {"samples", "base_batches", "local_batches"} & position.keys()
         raise DataError(
-            f"The saved position counts {', '.join(sorted(_units(position)))}, but this loader counts {unit}: it is "
+            f"The saved position counts {', '.join(sorted(counted))}, but this loader counts {unit}: it is "
             "not the kind of loader, or of sampler, that the state was saved with. Prepare the same loader, or do not "
             "load its state."
         )
@@ -90,10 +91,6 @@ def check_lengths(loader: _Loader, restored: Restored) -> None:
     length = next((length for length in reversed(whole) if length is not None), samples)
     if samples > length:
         raise DataError(f"The saved position is after {samples} samples, and this epoch has {length}.")
-
-
-def _units(position: dict[str, Any]) -> list[str]:
-    return [unit for unit in ("samples", "base_batches", "local_batches") if unit in position]
 
 
 def check_workers(loader: _Loader, restored: Restored) -> None:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -56,6 +56,7 @@ class _Request:
     split: bool
     even: bool
     sharded: _Sharded
+    rng_types: list[Any] | None
     options: dict[str, Any]
     """Arguments of the prepared loader that do not depend on the branch."""
 
@@ -202,9 +203,9 @@ def prepare_for_ranks(
         split=config.split_batches,
         even=config.even_batches,
         sharded=sharded,
+        rng_types=rng_types,
         options={
             "device": device,
-            "rng_types": rng_types,
             "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
             "use_stateful_dataloader": config.use_stateful_dataloader,
             "_non_blocking": config.non_blocking,
@@ -334,37 +335,21 @@ def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> tu
 # Branches
 
 
-def _place(batch_sampler: Any, sampler: Any) -> dict[str, Any]:
-    """The arguments that determine which samples a loader of a map-style dataset yields."""
-    if batch_sampler is None:
-        return {"sampler": sampler, "batch_size": None}
-    return {"batch_sampler": batch_sampler}
-
-
-def _show(prepared: PreparedLoader, sampler: Any, batch_size: int | None, drop_last: bool) -> PreparedLoader:
-    """Let a loader that was built on a batch sampler show what a loader built from a batch size shows."""
-    # Torch clears these attributes when it is given a batch sampler, and forbids to set them later.
-    prepared.__dict__.update(sampler=sampler, batch_size=batch_size, drop_last=drop_last)
-    return prepared
-
-
 def _dispatcher(
     request: _Request, slice_fn: Callable[..., Any] | None, batch_sampler: Any, sampler: Any
 ) -> PreparedLoader:
-    loader, options = request.loader, dict(request.options)
-    _drop_unused_rng_type(options)
-    options.update(split_batches=request.split, slice_fn=slice_fn)
+    loader = request.loader
+    own: dict[str, Any] = {"split_batches": request.split, "slice_fn": slice_fn}
     if isinstance(loader.dataset, IterableDataset):
-        return DataLoaderDispatcher(
-            loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options
-        )
-    prepared = DataLoaderDispatcher(loader.dataset, **_place(batch_sampler, sampler), **options)
+        own |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return _build(DataLoaderDispatcher, request, loader.dataset, **own)
+    prepared = _build(DataLoaderDispatcher, request, loader.dataset, **own, **_place(batch_sampler, sampler))
     return _show(prepared, sampler, loader.batch_size, loader.drop_last)
 
 
 def _iterable_shard(request: _Request) -> PreparedLoader:
-    loader, options = request.loader, dict(request.options)
-    dataset, batch_size = loader.dataset, loader.batch_size
+    loader, ranks = request.loader, request.ranks
+    dataset, batch_size, generator = loader.dataset, loader.batch_size, None
     anyhow = request.sharded is _Sharded.PRE_SHARDED_UNEVEN
     if (
         request.sharded is _Sharded.PRE_SHARDED_EVEN
@@ -375,56 +360,73 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
             f"The dataset is an IterableDatasetShard that gives a rank {dataset.local_batch} samples at a time, "
             f"but the loader's batch_size is {batch_size}. Use batch_size={dataset.local_batch}."
         )
-    if request.ranks.size > 1 and request.sharded is _Sharded.NO:
-        own = None if request.split else native_shard(dataset, request.ranks.size, request.ranks.index)
+    if ranks.size > 1 and request.sharded is _Sharded.NO:
+        own = None if request.split else native_shard(dataset, ranks.size, ranks.index)
         if own is not None:
             dataset, anyhow = own, True
         else:
             generator = getattr(dataset, "generator", None)
-            if isinstance(generator, torch.Generator):
-                options["synchronized_generator"] = generator
-            stateful = options["use_stateful_dataloader"] and is_stateful(dataset)
+            stateful = request.options["use_stateful_dataloader"] and is_stateful(dataset)
             dataset = (StatefulShard if stateful else IterableDatasetShard)(
                 dataset,
                 batch_size=1 if batch_size is None else batch_size,
                 drop_last=loader.drop_last,
-                num_processes=request.ranks.size,
-                process_index=request.ranks.index,
+                num_processes=ranks.size,
+                process_index=ranks.index,
                 split_batches=request.split,
             )
             batch_size = None if batch_size is None else dataset.local_batch
-    _drop_unused_rng_type(options)
-    prepared = DataLoaderShard(dataset, batch_size=batch_size, drop_last=loader.drop_last, **options)
+    prepared = _build(
+        DataLoaderShard, request, dataset, generator, batch_size=batch_size, drop_last=loader.drop_last
+    )
     prepared.pre_sharded = anyhow
     return prepared
 
 
 def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> PreparedLoader:
-    loader, options = request.loader, dict(request.options)
-    base = sampler if batch_sampler is None else batch_sampler
-    batch_size = loader.batch_size
+    loader, ranks, batch_size = request.loader, request.ranks, request.loader.batch_size
     innermost = innermost_sampler(batch_sampler, sampler)
-    if request.ranks.size > 1 and request.sharded is _Sharded.NO:
-        ranks = request.ranks
+    seeded = isinstance(innermost, SeedableRandomSampler)
+    generator = None if seeded else getattr(innermost, "generator", None)
+    if ranks.size > 1 and request.sharded is _Sharded.NO:
+        base = sampler if batch_sampler is None else batch_sampler
         share = ShardedBatchSampler(base, ranks.size, ranks.index, request.split, request.even)
         if batch_sampler is None:
             sampler = share
         else:
             batch_sampler = share
             batch_size = None if batch_size is None else share.layout(0).batch
-    generator = getattr(innermost, "generator", None)
-    if isinstance(generator, torch.Generator) and not isinstance(innermost, SeedableRandomSampler):
-        options["synchronized_generator"] = generator
-    _drop_unused_rng_type(options)
-    prepared = DataLoaderShard(loader.dataset, **_place(batch_sampler, sampler), **options)
+    prepared = _build(DataLoaderShard, request, loader.dataset, generator, **_place(batch_sampler, sampler))
     prepared.pre_sharded = request.sharded is _Sharded.PRE_SHARDED_UNEVEN
     return _show(prepared, sampler, batch_size, loader.drop_last)
 
 
-def _drop_unused_rng_type(options: dict[str, Any]) -> None:
-    """Without a generator to be made equal, the name "generator" means nothing."""
-    if options["rng_types"] and options.get("synchronized_generator") is None:
-        options["rng_types"] = [kind for kind in options["rng_types"] if kind != "generator"]
+_Loader = TypeVar("_Loader", bound=PreparedLoader)
+
+
+def _build(
+    kind: type[_Loader], request: _Request, dataset: Any, generator: Any = None, **options: Any
+) -> _Loader:
+    """Make the loader; `generator` is what draws the order, if it is a generator of torch."""
+    found = generator if isinstance(generator, torch.Generator) else None
+    rng_types = request.rng_types
+    if rng_types and found is None:  # the name "generator" means nothing then
+        rng_types = [name for name in rng_types if name != "generator"]
+    return kind(dataset, synchronized_generator=found, rng_types=rng_types, **request.options, **options)
+
+
+def _place(batch_sampler: Any, sampler: Any) -> dict[str, Any]:
+    """The arguments that determine which samples a loader of a map-style dataset yields."""
+    if batch_sampler is None:
+        return {"sampler": sampler, "batch_size": None}
+    return {"batch_sampler": batch_sampler}
+
+
+def _show(prepared: _Loader, sampler: Any, batch_size: int | None, drop_last: bool) -> _Loader:
+    """Let a loader that was built on a batch sampler show what a loader built from a batch size shows."""
+    # Torch clears these attributes when it is given a batch sampler, and forbids to set them later.
+    prepared.__dict__.update(sampler=sampler, batch_size=batch_size, drop_last=drop_last)
+    return prepared
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -17,7 +17,7 @@ from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.reading_states import ReadingStates, read_with
 from accel_train.data.rng_replay import Randomness, generators_of
 from accel_train.data.torch_iterator import torch_iterator
-from accel_train.data.workers import RecordRngState, RestoreWorkerRng
+from accel_train.data.workers import Noted, RecordRngState, RestoreWorkerRng, WithoutNotes
 
 __all__ = ["Positions", "StatefulShard", "is_position", "is_stateful", "read_with_positions"]
 
@@ -60,22 +60,17 @@ class _Note:
         self.worker, self.dataset, self.rng = worker, dataset, rng
 
 
-class _Noted(NamedTuple):
-    batch: Any
-    note: _Note
-
-
 class _RecordPosition:
     """A collate function that reports the position of the worker's dataset; runs in workers."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = RecordRngState(collate)
 
-    def __call__(self, samples: Any) -> _Noted:
+    def __call__(self, samples: Any) -> Noted:
         batch, rng = self._collate(samples)
         info: Any = get_worker_info()
         # The queue pickles later, when the dataset may have moved on.
-        return _Noted(batch, _Note(info.id, copy.deepcopy(info.dataset.state_dict()), rng))
+        return Noted(batch, _Note(info.id, copy.deepcopy(info.dataset.state_dict()), rng))
 
 
 class _LoadPosition:
@@ -136,21 +131,6 @@ def _tree(rng: Any) -> Any:
     return rng if rng is None or isinstance(rng, Mapping) else rng.tree()
 
 
-class _Source:
-    """Torch's iterator without the notes, which `positions` records."""
-
-    def __init__(self, iterator: Iterator[Any], positions: Positions, noted: bool) -> None:
-        self._iterator, self._positions, self._noted = iterator, positions, noted
-
-    def __iter__(self) -> _Source:
-        return self
-
-    def __next__(self) -> Any:
-        batch, note = next(self._iterator) if self._noted else (next(self._iterator), None)
-        self._positions.taken(note)
-        return batch
-
-
 def read_with_positions(
     loader: DataLoader[Any],
     state: Mapping[str, Any] | None,
@@ -175,7 +155,7 @@ def read_with_positions(
         plain = torch_iterator(loader, replaced)
         if draws is not None:
             read_with(draws, plain)
-        return _Source(plain, positions, False), positions
+        return WithoutNotes(map(Noted, plain, itertools.repeat(None)), positions.taken), positions
     if (state is not None or turned) and loader._iterator is not None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
         loader._iterator = None  # new workers begin where these cannot go
@@ -186,7 +166,7 @@ def read_with_positions(
         initialise = _LoadPosition(states, replaced.get("worker_init_fn", loader.worker_init_fn))
         replaced["worker_init_fn"] = RestoreWorkerRng(state["turn"], count, rngs, initialise)
     positions = Positions(None, count, state)
-    return _Source(torch_iterator(loader, replaced), positions, True), positions
+    return WithoutNotes(torch_iterator(loader, replaced), positions.taken), positions
 
 
 class StatefulShard(IterableDatasetShard):

@@ -22,10 +22,11 @@ from accel_state.seeding import numpy_state, numpy_state_tree, python_state, pyt
 
 __all__ = [
     "Ending",
+    "Noted",
     "RecordRngState",
     "RestoreWorkerRng",
     "ShowDataset",
-    "StripRngState",
+    "WithoutNotes",
     "WorkerStates",
     "dataset_with_epoch",
     "end_workers_with",
@@ -61,28 +62,28 @@ class _States:
         }
 
 
-class BatchWithState(NamedTuple):
-    """A batch, and the states after it; None: as after the worker's batch before."""
+class Noted(NamedTuple):
+    """A batch, and what a worker reports with it; a named tuple, because torch's pinning thread looks inside those."""
 
     batch: Any
-    states: _States | None
+    note: Any
 
 
 class RecordRngState:
-    """A collate function that reports the generators; runs in workers."""
+    """A collate function that reports the generators, or None if they are as after its last batch; runs in workers."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
         self._last: _States | None = None
 
-    def __call__(self, samples: Any) -> BatchWithState:
+    def __call__(self, samples: Any) -> Noted:
         """Collate, and add the states if they have changed."""
         batch = self._collate(samples)
         states = _States()
         if states.same(self._last):
-            return BatchWithState(batch, None)
+            return Noted(batch, None)
         self._last = states
-        return BatchWithState(batch, states)
+        return Noted(batch, states)
 
 
 class WorkerStates:
@@ -125,19 +126,19 @@ class WorkerStates:
         return {"count": self.count, "turn": (self._turn + handed_out) % self.count, "states": trees}
 
 
-class StripRngState:
-    """Torch's iterator without the reported states, which `states` records."""
+class WithoutNotes:
+    """Torch's iterator without what workers report, which `record` is called with."""
 
-    def __init__(self, source: Iterator[Any], states: WorkerStates) -> None:
+    def __init__(self, source: Iterator[Any], record: Callable[[Any], None]) -> None:
         self._source = source
-        self._states = states
+        self._record = record
 
-    def __iter__(self) -> StripRngState:
+    def __iter__(self) -> WithoutNotes:
         return self
 
     def __next__(self) -> Any:
-        batch, states = next(self._source)
-        self._states.record(states)
+        batch, note = next(self._source)
+        self._record(note)
         return batch
 
 

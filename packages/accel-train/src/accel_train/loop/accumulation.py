@@ -152,6 +152,7 @@ class Accumulator:
 
     Attributes:
         observers: see backward passes and steps.
+        may_reduce: whether all ranks take part in what this one does; false where a rank may be out of data.
     """
 
     def __init__(
@@ -191,19 +192,9 @@ class Accumulator:
         self.manual = Window()  # for backward() outside accumulate()
         self._latest = self.manual  # of the last backward
         self._held_back = 0  # depth of no_sync() contexts
-        self._may_count = True  # false where a rank may be out of data and could not take part
+        self.may_reduce = True
 
     # Windows
-
-    @property
-    def may_reduce(self) -> bool:
-        """Whether all ranks take part in what this one does; false where a rank may be out of data."""
-        return self._may_count
-
-    @property
-    def averaged_over(self) -> int:
-        """Number of ranks over which gradients are averaged when a window ends."""
-        return self._strategy.loss.size
 
     def unfinished(self) -> list[Window]:
         """Windows that hold micro-batches and go on; one whose last micro-batch is running ends with it."""
@@ -223,6 +214,11 @@ class Accumulator:
             self._windows[models] = Window(models)
             self._naming.clear()
         return self._windows[models]
+
+    @property
+    def windows_take_turns(self) -> bool:
+        """Whether there are several, so that gradients of one model may be complete when those of another are not."""
+        return len(self._windows) > 1
 
     @property
     def current(self) -> Window:
@@ -252,19 +248,16 @@ class Accumulator:
 
     def _with_any(self, parameters: Iterable[Tensor]) -> list[Window]:
         """The windows that name a model with any of these parameters."""
-        wanted = {id(parameter) for parameter in parameters}
+        wanted, parts_of = {id(parameter) for parameter in parameters}, self._strategy.gathered.parts_of
         return [
             window
             for models, window in self._windows.items()
-            if any(id(parameter) in wanted for model in models for parameter in self._parts(model))
+            if any(id(part) in wanted for model in models for part in parts_of(list(model.parameters())))
         ]
-
-    def _parts(self, model: nn.Module) -> Sequence[Tensor]:
-        return self._strategy.gathered.parts_of(list(model.parameters()))
 
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the gradients of some parameters are complete: the last micro-batch of their window was entered."""
-        if len(self._windows) < 2:
+        if not self.windows_take_turns:
             return self.sync_gradients
         windows = self._with_any(parameters)
         last = max(windows, key=lambda window: window.entered, default=None)
@@ -392,7 +385,7 @@ class Accumulator:
 
     def _ends(self, loader: _Loader) -> bool:
         """Whether the loader's batch ends the window."""
-        if self._may_count or not loader.may_be_uneven:
+        if self.may_reduce or not loader.may_be_uneven:
             return loader.end_of_dataloader
         # Ranks that still have data must reduce together with the one that ends here.
         ends = loader.ends_on_any_rank
@@ -500,7 +493,7 @@ class Accumulator:
     @property
     def steps_together(self) -> bool:
         """Whether all ranks take the same number of steps at this time."""
-        return self._may_count and not self._alone
+        return self.may_reduce and not self._alone
 
     def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Check an optimizer that is about to step for the first time; `closure`: its gradients come in the step."""
@@ -574,7 +567,7 @@ class Accumulator:
 
         A metric that is equal on all ranks comes back as it is.
         """
-        if self._strategy.loss.world_size == 1 or self._rehearsed or not self._may_count:
+        if self._strategy.loss.world_size == 1 or self._rehearsed or not self.may_reduce:
             return metric
         values: list[float] = gather(torch.tensor([float(metric)], dtype=torch.float64)).tolist()
         return metric if len(set(values)) == 1 else sum(values) / len(values)
@@ -610,7 +603,7 @@ class Accumulator:
         if not window.synchronising:
             return loss / window.planned, None
         owner = window.owner() if window.owner is not None else None
-        uneven = self._may_count and owner is not None and owner.may_be_uneven
+        uneven = self.may_reduce and owner is not None and owner.may_be_uneven
         if not uneven and window.micro_batches == window.planned:
             return (loss / window.planned if window.planned > 1 else loss), None
         if self._strategy.capabilities.window == "planned":
@@ -649,7 +642,7 @@ class Accumulator:
                 f"The strategy {self._strategy.name!r} cannot weigh micro-batches by their items, because its engine "
                 "uses gradients before the items of all ranks are known. Call backward(loss) with the mean loss."
             )
-        if not self._may_count:
+        if not self.may_reduce:
             raise AccumulationError(
                 "backward(num_items=…) sums the items of all ranks, which a rank without data cannot take part in. "
                 "Outside join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank the "
@@ -760,11 +753,11 @@ class Accumulator:
     @contextlib.contextmanager
     def without_counting(self) -> Iterator[None]:
         """No communication of counts inside, because a rank may be out of data (used by `join_uneven_inputs`)."""
-        before, self._may_count = self._may_count, False
+        before, self.may_reduce = self.may_reduce, False
         try:
             yield
         finally:
-            self._may_count = before
+            self.may_reduce = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
         return self  # a copied optimizer still belongs to its accelerator

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.trees import send_to_device
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.loop import lomo
+from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.observers import StepObserver
 from accel_train.loop.trained_places import TrainedPlaces
 from accel_train.mesh import Mesh
@@ -17,7 +19,6 @@ from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
-    from accel_train.loop.accumulation import Accumulator, Window
     from accel_train.loop.state import AcceleratorState, GradientState
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
@@ -25,39 +26,6 @@ __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
 _FIRST_STEPS = 4
 _LONGEST_UNCHECKED = 1024
-
-
-class _AlwaysSync:
-    """Stands in for an accumulator when the wrapper is built by hand."""
-
-    sync_gradients = True
-    current: Window | None = None
-    may_reduce = True
-    steps_together = True
-
-    def __init__(self) -> None:
-        self.observers: list[StepObserver] = []
-
-    def window_for(self, optimizer: torch.optim.Optimizer) -> Window | None:
-        return None
-
-    def forget_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-    def may_drop_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        return True
-
-    def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
-        pass
-
-    def places_of(self, optimizer: torch.optim.Optimizer, before: TrainedPlaces | None) -> None:
-        return None
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-    def check_waiting(self, *, gradients: bool, closure: bool) -> None:
-        pass
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -87,8 +55,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         # What the script gave: schedulers that are prepared later may be of it.
         self.given = optimizer if given is None else given
-        self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
         self._strategy = strategy or _alone()
+        self._accumulator = accumulator or Accumulator(
+            self._strategy, ActiveLoaders(), all_models=(), all_optimizers=()
+        )
         self.device_placement = device_placement
         self._is_accelerate_prepared = False
         self._skipped = False

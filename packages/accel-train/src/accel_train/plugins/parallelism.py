@@ -241,7 +241,8 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         self._device_mesh: DeviceMesh | None = None
-        unset = [name for name in self._plain_names() if getattr(self, name) is None]
+        plain = (*(f"{name}_size" for name in DIMENSIONS), "ep_size", *_WHEN_UNSET)
+        unset = [name for name in plain if getattr(self, name) is None]
         if unset:
             launched = _launched()
             for name in unset:
@@ -484,10 +485,6 @@ class ParallelismConfig:
 
     def _enabled(self, *names: str) -> list[str]:
         return [name for name in names if self.degrees[name] > 1]
-
-    @staticmethod
-    def _plain_names() -> list[str]:
-        return [*(f"{name}_size" for name in DIMENSIONS), "ep_size", *_WHEN_UNSET]
 
     def _complete_handlers(self) -> None:
         for name, kind in _HANDLERS.items():

@@ -42,11 +42,9 @@ def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module], new: It
 
 def _mixing(model: nn.Module) -> tuple[nn.Module, str] | None:
     """The outermost model of transformers in a trained model that lets documents attend to each other, and why."""
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    for module in filter(is_of_transformers, model.modules() if trained else ()):
-        reason = _mixes(module)
-        if reason is not None:
-            return module, reason
+    for module in model.modules():
+        if is_of_transformers(module) and (reason := _mixes(module)) is not None:
+            return (module, reason) if any(p.requires_grad for p in model.parameters()) else None
     return None
 
 

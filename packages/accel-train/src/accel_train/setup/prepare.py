@@ -53,13 +53,13 @@ def prepare(prepared: Prepared, objects: Sequence[Any], device_placement: list[b
         raise PrepareError(
             f"device_placement has {len(device_placement)} entries for {len(objects)} objects; pass one per object."
         )
-    found = _Objects(prepared, list(objects), device_placement)
-    found.check()
-    found.meet()
-    found.loaders()
-    found.models_and_optimizers()
-    found.schedulers()
-    return found.results[0] if len(objects) == 1 else tuple(found.results)
+    call = _Call(prepared, list(objects), device_placement)
+    call.check()
+    call.meet()
+    call.prepare_loaders()
+    call.prepare_models_and_optimizers()
+    call.prepare_schedulers()
+    return call.results[0] if len(objects) == 1 else tuple(call.results)
 
 
 def prepare_one(prepared: Prepared, item: Any, placed: bool | None) -> Any:
@@ -67,118 +67,130 @@ def prepare_one(prepared: Prepared, item: Any, placed: bool | None) -> Any:
     return prepare(prepared, (item,), None if placed is None else [placed])
 
 
-class _Objects:
+class _Call:
     """The objects of one call, replaced one kind after the other by what is returned for them."""
 
     def __init__(self, prepared: Prepared, objects: list[Any], placed: list[bool]) -> None:
         self._prepared = prepared
         self._strategy: Strategy = prepared.plan.strategy
         self._placed = placed
-        self._models: dict[int, nn.Module] = {}  # by their place among the objects, as the next ones
-        self._new: dict[int, nn.Module] = {}  # models that are prepared in this call
-        self._outdated: list[nn.Module] = []  # models that were prepared before, and are again
-        self._fresh: list[int] = []  # optimizers that are prepared in this call
-        self._optimizers = [n for n, item in enumerate(objects) if isinstance(item, torch.optim.Optimizer)]
-        self._loaders = [n for n, item in enumerate(objects) if isinstance(item, DataLoader)]
-        self._schedulers = [n for n, item in enumerate(objects) if isinstance(item, LRScheduler)]
+        # Places among the objects, by kind.
+        self._models: list[int] = []
+        self._optimizers: list[int] = []
+        self._loaders: list[int] = []
+        self._schedulers: list[int] = []
+        # What is prepared in this call, the places of its models, optimizers and schedulers, and of each model what is
+        # inside its wrappers, and what an earlier call has returned for it.
+        self._parts = Parts()
+        self._new: list[int] = []
+        self._fresh: list[int] = []
+        self._planned: list[int] = []
+        self._plain: list[nn.Module] = []
+        self._before: list[nn.Module | None] = []
         self.results = objects
+        for place, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                self._models.append(place)
+            elif isinstance(item, torch.optim.Optimizer):
+                self._optimizers.append(place)
+            elif isinstance(item, DataLoader):
+                self._loaders.append(place)
+            elif isinstance(item, LRScheduler):
+                self._schedulers.append(place)
 
     def check(self) -> None:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
-        self._models = {n: item for n, item in enumerate(self.results) if isinstance(item, nn.Module)}
-        self._find_new_models()
-        seen = {id(own) for known in self._prepared.optimizers for own in (known.optimizer, known.given)}
-        for place in self._optimizers:
-            inner = id(_inner(self.results[place]))
-            if inner not in seen:
-                seen.add(inner)
-                self._fresh.append(place)
-        self._check_together()
-        self._check_optimizers()
+        prepared, strategy, parts = self._prepared, self._strategy, self._parts
+        seen: set[int] = set()
+        for place in self._models:
+            model = self.results[place]
+            plain = strategy.plain(model)
+            before = _known_as(prepared, plain)
+            if id(plain) in seen or (before is not None and not strategy.is_outdated(before)):
+                continue
+            seen.add(id(plain))
+            given = model if before is None else plain
+            _check_device_map(prepared, given)
+            self._new.append(place)
+            self._plain.append(plain)
+            self._before.append(before)
+            parts.models.append(given)
+        if self._optimizers:
+            seen = {id(own) for known in prepared.optimizers for own in (known.optimizer, known.given)}
+            for place in self._optimizers:
+                optimizer = _inner(self.results[place])
+                if id(optimizer) not in seen:
+                    seen.add(id(optimizer))
+                    self._fresh.append(place)
+                    parts.optimizers.append(optimizer)
+        for place in self._schedulers:
+            scheduler = self.results[place]
+            if not any(scheduler is known for known in prepared.schedulers):
+                self._planned.append(place)
+                parts.schedulers.append(scheduler)
+        if self._new or self._fresh:
+            self._check_together()
+            self._check_optimizers()
         # Attention that is divided among ranks keeps documents apart.
         if (
-            (self._new or self._loaders)
+            (self._new or (self._loaders and prepared.models))
             and "transformers" in sys.modules
-            and self._prepared.plan.sequence is None
-            and self._strategy.loss.rank == 0
+            and prepared.plan.sequence is None
+            and strategy.loss.rank == 0
         ):
-            found = [*self._prepared.loaders, *(self.results[place] for place in self._loaders)]
+            found = [*prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
-            new = list(map(self._strategy.plain, self._new.values()))
-            warn_of_packing(loaders, [*self._prepared.models, *new], new)
+            warn_of_packing(loaders, [*prepared.models, *self._plain], self._plain)
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
-        models = [model for model in self._new.values() if self._strategy.needs_all_ranks(model)]
+        models = list(filter(self._strategy.needs_all_ranks, self._parts.models))
         loaders = [item for place in self._loaders if _is_new(self._prepared, item := self.results[place])]
         if models or loaders:
             names = [type(item).__name__ for item in (*models, *loaders)]
             _meet(self._prepared, "prepare", names, shared=bool(models))
 
-    def loaders(self) -> None:
+    def prepare_loaders(self) -> None:
+        """Replace the loaders, and check that all ranks have the same data."""
         new: list[Any] = []
         for place in self._loaders:
             given = self.results[place]
             self.results[place] = _own_part(self._prepared, given, self._placed[place])
+            self._parts.loaders.append(self.results[place])
             if self.results[place] is not given:
                 new += single_loaders(self.results[place])
-        check_lengths(self._strategy.batch, new)
-
-    def models_and_optimizers(self) -> None:
-        if not (self._models or self._optimizers or self._schedulers):
-            return
-        prepared, strategy, new, fresh = self._prepared, self._strategy, self._new, self._fresh
-        known = {id(scheduler) for scheduler in prepared.schedulers}
-        schedulers = [place for place in self._schedulers if id(self.results[place]) not in known]
-        parts = Parts(
-            models=list(new.values()),
-            optimizers=[_inner(self.results[place]) for place in fresh],
-            schedulers=[self.results[place] for place in schedulers],
-            loaders=[self.results[place] for place in self._loaders],
-            schedule_steps=_schedule_steps(prepared),
-        )
-        if new or fresh or parts.schedulers:
-            parts = self._prepare_parts(
-                parts, as_is=[place for place in new if not self._placed[place]], new=new
-            )
         if new:
-            share_draws(strategy.batch)
-        for place, model, result in zip(new, new.values(), parts.models, strict=True):
-            self._register_model(model, result)
-            self.results[place] = result
-        for place, optimizer in zip(fresh, parts.optimizers, strict=True):
-            self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
-        for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
-            self.results[place] = scheduler
-        wrapped = {id(own): known for known in prepared.optimizers for own in (known.given, known.optimizer)}
-        for place in self._optimizers:
-            self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
-        for place, model in self._models.items():
-            if place not in new:
-                known_as = _known_as(prepared, strategy.plain(model))
+            check_lengths(self._strategy.batch, new)
+
+    def prepare_models_and_optimizers(self) -> None:
+        """Replace models and optimizers, which belong together, and schedulers that an engine replaces."""
+        prepared = self._prepared
+        if self._new or self._fresh or self._planned:
+            done = self._prepare_parts()
+            for place, optimizer in zip(self._fresh, done.optimizers, strict=True):
+                self.results[place] = self._wrap_optimizer(
+                    self.results[place], optimizer, self._placed[place]
+                )
+            for place, scheduler in zip(self._planned, done.schedulers, strict=True):
+                self.results[place] = scheduler
+        # Objects that were prepared before, and those that are twice among the objects of this call.
+        if len(self._optimizers) > len(self._fresh):
+            wrapped = {
+                id(own): known for known in prepared.optimizers for own in (known.given, known.optimizer)
+            }
+            for place in self._optimizers:
+                self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
+        for place in self._models:
+            if place not in self._new:
+                known_as = _known_as(prepared, self._strategy.plain(self.results[place]))
                 assert known_as is not None, "prepared before, or in this call"
                 self.results[place] = known_as
 
-    def _find_new_models(self) -> None:
-        """Models that are not prepared yet, each once."""
-        seen: set[int] = set()
-        for place, model in self._models.items():
-            plain = self._strategy.plain(model)
-            known = _known_as(self._prepared, plain)
-            if id(plain) in seen or (known is not None and not self._strategy.is_outdated(known)):
-                continue
-            seen.add(id(plain))
-            if known is not None:
-                self._outdated.append(known)
-                model = plain
-            _check_device_map(self._prepared, model)
-            self._new[place] = model
-
     def _check_together(self) -> None:
-        models, optimizers = self._new, self._fresh
+        models, optimizers = self._parts.models, self._parts.optimizers
         capabilities, name = self._strategy.capabilities, self._strategy.name
         most = capabilities.max_models
-        count = len(self._prepared.models) - len(self._outdated) + len(models)
+        count = len(self._prepared.models) + self._before.count(None)
         if models and most is not None and count > most:
             raise PrepareError(
                 f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
@@ -200,8 +212,7 @@ class _Objects:
     def _check_optimizers(self) -> None:
         """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
         strategy, capabilities = self._strategy, self._strategy.capabilities
-        for place in self._fresh:
-            optimizer = _inner(self.results[place])
+        for optimizer in self._parts.optimizers:
             for observer in self._prepared.accumulator.observers:
                 observer.check_optimizer(optimizer)
             if is_lomo(optimizer):
@@ -209,13 +220,12 @@ class _Objects:
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
         if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
             return  # an engine that takes both together looks itself
-        models = [*self._new.values(), *self._prepared.prepared_models]
-        own = {id(parameter) for model in models for parameter in self._strategy.plain(model).parameters()}
-        for place in self._fresh:
-            optimizer = _inner(self.results[place])
+        models = [*self._plain, *map(strategy.plain, self._prepared.prepared_models)]
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        for optimizer in self._parts.optimizers:
             held = [*parameters_of(optimizer)]
             if held and not any(id(p) in own or is_sharded(p) or p in self._prepared.replaced for p in held):
-                names = ", ".join(type(model).__name__ for model in self._new.values())
+                names = ", ".join(type(model).__name__ for model in self._parts.models)
                 raise PrepareError(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
                     f"{tuple(held[0].shape)}, and none of them belongs to {names} or to a model that was prepared "
@@ -223,32 +233,38 @@ class _Objects:
                     "prepared, not of a copy."
                 )
 
-    def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
-        prepared, strategy = self._prepared, self._strategy
+    def _prepare_parts(self) -> Parts:
+        """Let the strategy prepare the new objects; enters its models, and relinks optimizers to their parameters."""
+        prepared, strategy, given = self._prepared, self._strategy, self._parts.models
         plan = prepared.plan
-        steps = Steps(
-            plan.precision, plan.device, prepared.options.dynamo, {id(new[place]) for place in as_is}
-        )
-        replaced = prepared.replaced
-        plain = [strategy.plain(model) for model in parts.models]
+        self._parts.schedule_steps = _schedule_steps(prepared)
+        as_is = {id(model) for place, model in zip(self._new, given, strict=True) if not self._placed[place]}
+        steps = Steps(plan.precision, plan.device, prepared.options.dynamo, as_is)
         if plan.sequence is not None:
-            for model in plain:
+            for model in self._plain:
                 plan.sequence.prepare(model)
-        if new and isinstance(strategy.options.config, SectionPlugin):
+        if given and isinstance(strategy.options.config, SectionPlugin):
             strategy.options.config.mark_used()
-        with followed(plain, replaced, lambda: [strategy.plain(model) for model in done.models]):
-            done = strategy.prepare(parts, steps)
-        for optimizer in [*(_inner(known) for known in prepared.optimizers), *done.optimizers]:
+        replaced = prepared.replaced
+        with followed(self._plain, replaced, lambda: plain):
+            done = strategy.prepare(self._parts, steps)
+            plain = [strategy.plain(model) for model in done.models]
+        for known in prepared.optimizers:
+            replaced.relink(known.optimizer)
+        for optimizer in done.optimizers:
             replaced.relink(optimizer)
+        if given:
+            share_draws(strategy.batch)
+        for place, model, result, inside, before in zip(
+            self._new, given, done.models, plain, self._before, strict=True
+        ):
+            mark_prepared(result)
+            refuse_pickles(inside)
+            # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
+            own = model if inside_compiled(model) is inside else inside
+            prepared.add_model(own, result, before=before)
+            self.results[place] = result
         return done
-
-    def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        mark_prepared(prepared)
-        plain = self._strategy.plain(prepared)
-        refuse_pickles(plain)
-        # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
-        own = model if inside_compiled(model) is plain else plain
-        self._prepared.add_model(own, prepared, before=_known_as(self._prepared, plain))
 
     def _wrap_optimizer(
         self, given: torch.optim.Optimizer, inner: torch.optim.Optimizer, placed: bool
@@ -272,7 +288,8 @@ class _Objects:
         prepared.optimizers.append(wrapped)
         return wrapped
 
-    def schedulers(self) -> None:
+    def prepare_schedulers(self) -> None:
+        """Replace the schedulers."""
         for place in self._schedulers:
             if isinstance(self.results[place], LRScheduler):  # an engine may give something of its own
                 self.results[place] = prepare_scheduler(self._prepared, self.results[place])
@@ -390,9 +407,9 @@ def _own_part(
         )
         own = {id(source) for source in single_loaders(result)}  # their states are part of the mixture's
         prepared.loaders[:] = [known for known in prepared.loaders if id(known) not in own]
+        mark_prepared(result)
     else:
         result = _shard(prepared, loader, prepared.options.loaders, placed, slice_fn)
-    mark_prepared(result)
     prepared.loaders.append(result)
     return result
 

@@ -27,7 +27,7 @@ from accel_train.strategies.shared_buffers import running_averages, saved_buffer
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.transparent_ddp import TransparentDDP, ddp_of, set_takes_buffers
 from accel_train.strategies.uneven_inputs import UnevenInputs
-from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script, reduced_by_fsdp
+from accel_train.strategies.wrappers import check_division, inside_compiled, reduced_by_fsdp
 
 __all__ = ["DDPStates", "DDPStrategy", "inside_parallel"]
 
@@ -115,7 +115,7 @@ class DDPStrategy(Strategy):
 
     def needs_all_ranks(self, model: nn.Module) -> bool:
         """True if the model is wrapped: a frozen model is not."""
-        wrapped = ddp_of(model) is not None or is_sharded_by_script(model, self.batch)
+        wrapped = ddp_of(model) is not None or check_division(model, self.batch)
         return not wrapped and any(parameter.requires_grad for parameter in model.parameters())
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
@@ -125,7 +125,7 @@ class DDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if ddp_of(model) is not None:
             return model  # compiled around it
-        if is_sharded_by_script(model, self.batch):
+        if check_division(model, self.batch):
             self._check_divided_by_script(model)
             share_in_evaluation(model, model, saved_buffers)
             return model

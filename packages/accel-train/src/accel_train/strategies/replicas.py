@@ -105,8 +105,7 @@ class _Watched:
 
 def _marks(parameters: list[nn.Parameter]) -> list[tuple[Tensor, int] | None]:
     """The gradients themselves: of one that ddp replaced by its bucket, the next may have the `id`."""
-    grads = [parameter.grad for parameter in parameters]
-    return [None if grad is None else (grad, grad._version) for grad in grads]
+    return [None if (grad := p.grad) is None else (grad, grad._version) for p in parameters]
 
 
 def _same(before: tuple[Tensor, int] | None, after: tuple[Tensor, int] | None) -> bool:
@@ -170,12 +169,10 @@ class Replicas:
         Models that the backward did not reach take no part: only one rank may have run it.
         """
         reached = [item for item in self._watched if item.was_reached()]
-        if reached:
-            suspected = any(not item.was_armed for item in reached)
-            if suspected or self._to_compare > 0 or any(item.late for item in reached):
-                self._make_up(reached, suspected)
+        if reached and (self._to_compare > 0 or any(item.late or not item.was_armed for item in reached)):
+            self._make_up(reached)
 
-    def _make_up(self, reached: Sequence[_Watched], suspected: bool) -> None:
+    def _make_up(self, reached: Sequence[_Watched]) -> None:
         """Average what came past the reducers of models.
 
         A reduction that has begun and not ended is left alone: another backward, or a check before the step, ends it.
@@ -185,6 +182,7 @@ class Replicas:
             if item.late:
                 average(item.parameters, self._ranks)
         unproven = [item for item in due if not item.late]
+        suspected = any(not item.was_armed for item in reached)
         if not unproven or not (suspected or self._to_compare > 0):
             return
         self._to_compare -= 1

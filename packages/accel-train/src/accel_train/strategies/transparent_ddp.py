@@ -63,17 +63,17 @@ class TransparentDDP(DistributedDataParallel):
         super().register_comm_hook(state, hook)
         self.averages = False
 
+
+class _WritesThrough(TransparentDDP):
+    """A wrapper that is built; a copy of one is not until it has the attributes of the first."""
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # there is none yet
+            if name == "module":  # a copy has none yet
                 raise
         return getattr(self.module, name)
-
-
-class _WritesThrough(TransparentDDP):
-    """A wrapper that is built; a copy of one is not until it has the attributes of the first."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes that only the model has there: on the wrapper they would be read back and have no effect."""

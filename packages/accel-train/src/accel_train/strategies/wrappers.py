@@ -21,7 +21,6 @@ __all__ = [
     "innermost",
     "inside_compiled",
     "is_compiled_module",
-    "is_sharded_by_script",
     "reduced_by_fsdp",
 ]
 
@@ -55,15 +54,6 @@ def innermost(model: nn.Module, *unwraps: Callable[[nn.Module], nn.Module]) -> n
         model = inner
 
 
-def is_sharded_by_script(model: nn.Module, batch: Ranks) -> bool:
-    """Whether the script has divided a model with `fully_shard`, which reduces its gradients by itself.
-
-    Raises:
-        PrepareError: see `check_division`.
-    """
-    return bool(check_division(model, batch))
-
-
 def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
     """Check that ranks which share a tensor read the same samples, except the ranks among which FSDP divides it.
 
@@ -72,7 +62,7 @@ def check_division(model: nn.Module, batch: Ranks) -> list[Any]:
         batch: the ranks that read different samples.
 
     Returns:
-        The modules that FSDP divides.
+        The modules that the script has divided with `fully_shard`, which reduces their gradients by itself.
 
     Raises:
         PrepareError: they do not; the message says how many ranks must.

@@ -33,11 +33,6 @@ class AimTracker(EngineTracker):
         self.aim_repo_path = logging_dir
         self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """Aim's run."""
-        return self.writer
-
     @on_main_process
     def log_images(  # type: ignore[override]  # the arguments of Accelerate's tracker
         self,

@@ -30,6 +30,7 @@ class ClearMLTracker(StoresTables):
     name = "clearml"
     begins_with = "clearml:Task.init"
     is_installed = staticmethod(is_clearml_available)
+    run_is_in = "task"
     task: Any = None
     _is_own = False
 
@@ -53,11 +54,6 @@ class ClearMLTracker(StoresTables):
                 "Run `clearml-init`, set CLEARML_API_ACCESS_KEY and CLEARML_API_SECRET_KEY, or log to files with "
                 "CLEARML_OFFLINE_MODE=1.",
             )
-
-    @property
-    def tracker(self) -> Any:
-        """ClearML's task."""
-        return self.task
 
     @property
     def user_provided_run_name(self) -> str | None:

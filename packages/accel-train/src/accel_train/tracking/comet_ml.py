@@ -42,11 +42,6 @@ class CometMLTracker(StoresTables):
                 'init_kwargs={"comet_ml": {"online": False}}.',
             )
 
-    @property
-    def tracker(self) -> Any:
-        """Comet's experiment."""
-        return self.writer
-
     def _start(self) -> None:
         named = {"project", "project_name"} & self.init_kwargs.keys()
         project = {} if named else {"project_name": self.run_name}

@@ -26,15 +26,11 @@ class DVCLiveTracker(EngineTracker):
     name = "dvclive"
     begins_with = "dvclive:Live"
     is_installed = staticmethod(is_dvclive_available)
+    run_is_in = "live"
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
         self.live: Any = live
-
-    @property
-    def tracker(self) -> Any:
-        """The `dvclive.Live`."""
-        return self.live
 
     def _start(self) -> None:
         if self.live is None:

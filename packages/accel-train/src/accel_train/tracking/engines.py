@@ -50,16 +50,23 @@ class EngineTracker(GeneralTracker):
     Attributes:
         is_installed: whether the engine is installed.
         begins_with: the engine's function that takes `init_kwargs`, as `module:name`.
+        run_is_in: the attribute that has the run, under the name that it has in Accelerate.
     """
 
     requires_logging_directory = False
     is_installed: ClassVar[Callable[[], bool]]
     begins_with: ClassVar[str]
+    run_is_in: ClassVar[str] = "writer"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
+
+    @property
+    def tracker(self) -> Any:
+        """The engine's run, or what its library has in place of one; None before it begins."""
+        return getattr(self, self.run_is_in)
 
     @classmethod
     def install_line(cls) -> str | None:
@@ -166,11 +173,7 @@ class ProjectTracker(StoresTables, ABC):
     """
 
     run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The engine's run."""
-        return self.run
+    run_is_in = "run"
 
     def _start(self) -> None:
         self.run = self._engine_function()(**{"project": self.run_name, **self.init_kwargs})

@@ -47,6 +47,7 @@ class MLflowTracker(StoresTables):
 
     name = "mlflow"
     is_installed = staticmethod(is_mlflow_available)
+    run_is_in = "active_run"
 
     def __init__(
         self,
@@ -69,11 +70,6 @@ class MLflowTracker(StoresTables):
 
     def check_ready(self) -> None:
         """The constructor has checked the arguments."""
-
-    @property
-    def tracker(self) -> Any:
-        """MLflow's run."""
-        return self.active_run
 
     def _start(self) -> None:
         import mlflow

@@ -42,11 +42,6 @@ class TensorBoardTracker(StoresTables):
         self.logging_dir = str(Path(logging_dir) / run_name)
         self.writer: Any = None
 
-    @property
-    def tracker(self) -> Any:
-        """The `SummaryWriter`."""
-        return self.writer
-
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write images.

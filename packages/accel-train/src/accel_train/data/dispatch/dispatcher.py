@@ -69,8 +69,8 @@ class DispatchIteration(Iteration):
         if self.several:
             return self.known_to_end()
         assert isinstance(self.source, _Reader), "one rank alone reads"
-        self.ahead.found_end = not self.source.follows()
-        return self.ahead.found_end
+        self.found_end = not self.source.follows()
+        return self.found_end
 
     def place(self) -> tuple[int, dict[str, Any]]:
         """Steps since the epoch began, and the position, which counts batches of the user's loader."""
@@ -270,7 +270,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     raise
                 # The other ranks will wait for the first batch, so they get the error in its place.
                 iteration.stream = None
-                iteration.source = _Reader(self, iteration, _Unreadable(error), None)
+                iteration.source = _Reader(self, iteration, _unreadable(error), None)
             return
         # Rank 0's iterator draws a base seed here; all ranks draw alike.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -384,23 +384,13 @@ class _Follower:
         return envelope
 
 
-class _Unreadable:
+def _unreadable(error: Exception) -> Iterator[Any]:
     """A source that could not be opened: its first item is the error."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
-
-    def __iter__(self) -> _Unreadable:
-        return self
-
-    def __next__(self) -> Any:
-        error, self._error = self._error, None
-        if error is None:
-            raise StopIteration
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame, which must not hold it in turn
+    try:
+        yield from ()
+        raise error
+    finally:
+        del error  # its traceback holds this frame, which must not hold it in turn
 
 
 class _Reader:
@@ -410,6 +400,7 @@ class _Reader:
         self, loader: DataLoaderDispatcher, iteration: DispatchIteration, source: Iterator[Any], first: Any
     ) -> None:
         self.iteration = iteration
+        self._loader = loader
         self._source = source
         self._stream = stream = iteration.stream
         self._ranks = loader.ranks
@@ -421,13 +412,9 @@ class _Reader:
         # For padding, the first batch cannot be read again identically by workers, or after the dataset advanced.
         self._keeps_first = loader.may_pad and (iteration.source_state is not None or not self._reads_here)
         self._per_step = loader.sampler_batches_per_step
-        self._split = loader.split_batches
         self._drop_last = loader.drops_last_round
-        self._slice_fn = loader.slice_fn
         self._first = first
         self._passed = stream.first if stream is not None else 0
-        self._read_first = loader.read_first
-        self._count_batches = loader.count_batches
         self._steps: int | None = NOT_COUNTED
         self._taken = 0
         self._ahead: list[Any] = []
@@ -463,7 +450,7 @@ class _Reader:
             batches.append(self._ahead.pop(0))
             self._taken += 1
         if not self._ahead:
-            self.iteration.ahead.note(None, 0)
+            self.iteration.note_ahead(None, 0)
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
@@ -471,16 +458,16 @@ class _Reader:
         if self._keeps_first:
             self.iteration.first_batch = self._first
         if self._scatterer is not None and self._steps == NOT_COUNTED:
-            self._steps = self._count_batches(self.iteration)
+            self._steps = self._loader.count_batches(self.iteration)
         # One rank alone looks ahead only when asked; other ranks need the answer with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(
             batches,
             self._first_batch,
             self._ranks.size,
-            split=self._split,
+            split=self._loader.split_batches,
             last=last,
-            slice_fn=self._slice_fn,
+            slice_fn=self._loader.slice_fn,
         )
         return [
             Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows, self._steps)
@@ -492,7 +479,7 @@ class _Reader:
             # Read for a second time, for padding: with the same draws, and without any for what comes later.
             reading = self.reading
             with reading.as_of(self.iteration.first_rng or reading.tree(reading.now())):
-                self._first = self._read_first(self._stream)
+                self._first = self._loader.read_first(self._stream)
         return self._first
 
     def follows(self) -> bool:
@@ -511,14 +498,14 @@ class _Reader:
 
     def _read_ahead(self, wanted: int) -> bool:
         """Have `wanted` batches ready, and note with which draws they were read."""
-        ahead = self.iteration.ahead
-        noted = ahead.drawn
+        iteration = self.iteration
+        noted = iteration.drawn_ahead
         if noted is None and self._reads_here:
             noted = (self.reading.now(), 0)
-        if not self._ahead and self.iteration.source_state is not None:
-            ahead.before = self.iteration.source_state()
+        if not self._ahead and iteration.source_state is not None:
+            iteration.before_ahead = iteration.source_state()
         enough = self.fetch(wanted)
-        ahead.note(None if noted is None else noted[0], len(self._ahead) + (not enough))
+        iteration.note_ahead(None if noted is None else noted[0], len(self._ahead) + (not enough))
         return enough
 
     def fetch(self, wanted: int = 1) -> bool:

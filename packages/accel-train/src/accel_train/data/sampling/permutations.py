@@ -360,7 +360,7 @@ def order_source(sampler: object) -> OrderSource | None:
 
 
 def _inherits(kind: type, base: type) -> bool:
-    return all(getattr(kind, name) is getattr(base, name) for name in ("__iter__", "__len__"))
+    return kind.__iter__ is base.__iter__ and kind.__len__ is base.__len__  # type: ignore[attr-defined]
 
 
 def is_torch_batch_sampler(batch_sampler: object) -> bool:

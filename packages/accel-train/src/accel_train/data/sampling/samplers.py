@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -10,12 +9,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from accel_train.data.sampling.batches import ShardedBatchSampler, SkipBatchSampler
 
 __all__ = [
-    "epoch_followers",
-    "epochs_of",
     "innermost_sampler",
     "loader_options",
     "samplers_of",
-    "stateful_samplers",
 ]
 
 _OPTIONS = (
@@ -45,40 +41,11 @@ def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     return [*found.values()]
 
 
-def epoch_followers(loader: DataLoader[Any]) -> list[Any]:
-    """The samplers and the dataset of a loader that have ``set_epoch``."""
-    return [follower for follower in (*samplers_of(loader), loader.dataset) if hasattr(follower, "set_epoch")]
-
-
-def epochs_of(loader: DataLoader[Any], followers: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Which epoch they and the script's own dataset are in, of those that have an attribute ``epoch``."""
-    inner = getattr(loader.dataset, "dataset", None)  # inside of a shard
-    known = [(follower, getattr(follower, "epoch", None)) for follower in (*followers, inner)]
-    return [(follower, epoch) for follower, epoch in known if type(epoch) is int and epoch >= 0]
-
-
-def stateful_samplers(samplers: Iterable[Any]) -> list[Any]:
-    """Select the samplers that have ``state_dict()`` and ``load_state_dict()``."""
-    return [
-        sampler
-        for sampler in samplers
-        if hasattr(sampler, "state_dict")
-        and callable(sampler.state_dict)
-        and callable(getattr(sampler, "load_state_dict", None))
-    ]
-
-
-def _holder(batch_sampler: Any, sampler: Any) -> Any:
-    """The batch sampler whose `sampler` attribute yields single indices; None without batch samplers."""
-    outer = sampler if isinstance(sampler, BatchSampler) else batch_sampler
-    while isinstance(outer, ShardedBatchSampler | SkipBatchSampler):
-        outer = outer.batch_sampler
-    return outer
-
-
 def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
     """The sampler that yields single indices, below all batch samplers; None if a batch sampler has none."""
-    holder = _holder(batch_sampler, sampler)
+    holder = sampler if isinstance(sampler, BatchSampler) else batch_sampler
+    while isinstance(holder, ShardedBatchSampler | SkipBatchSampler):
+        holder = holder.batch_sampler
     if holder is None:
         return sampler
     if batch_sampler is None and not isinstance(holder, BatchSampler):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,6 @@ from accel_state.world.process import current_state
 from accel_train.ranks import Ranks
 
 __all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
-
-
-class Sharing(Protocol):
-    """Sends a random draw of rank 0 to every rank."""
-
-    alone: bool
-
-    def integer(self, value: int) -> int:
-        """Rank 0's `value` (fits int64)."""
-
-    def state(self, value: Tensor) -> Tensor:
-        """Rank 0's generator state, a uint8 CPU tensor of the same length on all ranks."""
-
-    def of_index(self, value: Any, ranks: Ranks) -> Any:
-        """The `value` of the first rank that has this rank's index."""
 
 
 class Alone:
@@ -49,7 +34,7 @@ class Alone:
 
 
 class FromMain:
-    """Broadcast from rank 0 of the world group.
+    """Sends a random draw of rank 0 to every rank of the world group.
 
     Args:
         device: where tensors must be for the group's backend.
@@ -61,22 +46,26 @@ class FromMain:
         self._device = device
 
     def integer(self, value: int) -> int:
-        """Rank 0's `value`."""
+        """Rank 0's `value` (fits int64, also without a sign)."""
         signed = value - 2**64 if value >= 2**63 else value
         tensor = torch.tensor([signed], dtype=torch.int64, device=self._device)
         collectives.broadcast(tensor)
         return int(tensor.item()) % 2**64
 
     def state(self, value: Tensor) -> Tensor:
-        """Rank 0's state."""
+        """Rank 0's state of a generator, a uint8 CPU tensor of the same length on all ranks."""
         tensor = value.to(self._device, copy=True)
         collectives.broadcast(tensor)
         return tensor.cpu()
 
     def of_index(self, value: Any, ranks: Ranks) -> Any:
-        """The value of the first rank of the index."""
+        """The `value` of the first rank that has this rank's index."""
         values = collectives.gather_object([value if ranks.is_first else None])
         return values[ranks.index_of.index(ranks.index)]
+
+
+Sharing: TypeAlias = Alone | FromMain
+"""How ranks agree on random draws."""
 
 
 def communication_device() -> torch.device:

@@ -42,7 +42,7 @@ from accel_train.strategies.relink import link_parts, step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.state_adapter import SavedModel, StateAdapter
 from accel_train.strategies.window_gradients import WindowGradients
-from accel_train.strategies.wrappers import check_is_divided, is_sharded_by_script
+from accel_train.strategies.wrappers import check_division, check_is_divided
 
 __all__ = ["FSDP2States", "FSDP2Strategy"]
 
@@ -137,7 +137,7 @@ class FSDP2Strategy(Strategy):
         """Shard units, inner ones first, then the model around them; a model that is sharded already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
-        by_script = is_sharded_by_script(plain, self.batch)
+        by_script = check_division(plain, self.batch)
         check_is_divided(plain, self.options.requested_tp_size)
         if by_script:
             model, lists = steps.place(model), []  # what the script has left whole

@@ -209,6 +209,6 @@ def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
     return _inner_first(model, {id(module) for module in model.modules() if policy(module)}.__contains__)
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def _some(names: Iterable[str]) -> str:
     listed = list(names)
-    return ", ".join(listed[:most]) + (", …" if len(listed) > most else "")
+    return ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
