@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from generated import ROOT, Generated, write_or_check
+
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
 for source in ("packages/accel-state/src", "packages/accel-train/src"):
     if str(ROOT / source) not in sys.path:
@@ -147,22 +146,9 @@ def _pairs(left: str, right: str, pairs: Any) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the page; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; fail if the page is out of date"
-    )
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    if current != page:
-        print(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/gen_config_docs.py")
-        return 1
-    return 0
+    text = render()
+    page = Generated(PAGE, PAGE.read_text(encoding="utf-8") == text, lambda: text)
+    return write_or_check(__doc__, "python tools/gen_config_docs.py", [page], arguments)
 
 
 if __name__ == "__main__":
