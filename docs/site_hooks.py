@@ -70,7 +70,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     import_table = _tool("import_table")
     pages = {
         "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT)),
-        "what-works.md": what_works(),
         "changelog.md": changelog(),
         "contributing.md": _moved(_text("CONTRIBUTING.md")),
         "licence.md": f"# Licence\n\n```text\n{_text('LICENSE')}```\n",
@@ -97,16 +96,6 @@ def version(package: str) -> str:
     if match is None:
         raise ValueError(f"__about__.py of {package} states no version, which the site shows")
     return match[1]
-
-
-def what_works() -> str:
-    """The table of the README, as a page."""
-    _, found, rest = _text("README.md").partition("\n## What works today\n")
-    if not found:
-        raise ValueError("README.md has no section 'What works today', which is a page of the site")
-    text = rest.partition("\n## ")[0].replace("](docs/", "](")
-    tags = "[status, support, supported, roadmap, gpu, cuda, maturity, stable]"
-    return f"---\ntags: {tags}\n---\n\n# What works today\n{text}\n"
 
 
 def changelog() -> str:
