@@ -10,7 +10,7 @@ import pytest
 from testkit import random_language_models, random_strategies
 from testkit.random_runs import describe, failures
 
-KINDS = {"small": random_strategies, "language": random_language_models}
+KINDS = {"small": random_strategies.KIND, "language": random_language_models.KIND}
 SAMPLES = {"small": 3, "language": 1}
 CASES = {"small": 300, "language": 150}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -37,6 +37,6 @@ def assert_right(kind: str, count: int) -> None:
 
 @kinds
 def test_a_number_is_one_run(kind: str) -> None:
-    draw = KINDS[kind].Case.draw
+    draw = KINDS[kind].draw
     assert draw(5) == draw(5)
     assert draw(5) != draw(6)

@@ -4,7 +4,11 @@
     hatch run mutations --list
     hatch run mutations accel_train.data  # of some modules
 
-A call that is left out without a failing test is a survivor. Those with a known reason are in ``HARMLESS``.
+A call that is left out without a failing test is a survivor. Those with a known reason are in ``HARMLESS``. Tests and
+the processes that they start import a copy of the sources.
+
+Where the value of a call is used it becomes what it was called on (``leaf.pin_memory()`` becomes ``leaf``), otherwise
+the call is gone; ``pin_memory=True`` becomes False.
 """
 
 from __future__ import annotations
@@ -12,12 +16,16 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from accel_cli.migration.source import PythonSource
 
 ROOT = Path(__file__).parents[1]
 CALLS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "record_event", "pin_memory"}
@@ -51,12 +59,25 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class Site:
-    """A call in our sources."""
+    """A call in our sources.
 
-    module: str
+    Attributes:
+        path: the file, from the root of the repository.
+        line: of the call.
+        place: its column, or the name of its argument.
+        text: the line.
+        without: the file without the call.
+    """
+
+    path: Path
     line: int
     place: str
     text: str
+    without: str
+
+    @property
+    def module(self) -> str:
+        return ".".join(self.path.with_suffix("").parts[3:])
 
     @property
     def name(self) -> str:
@@ -66,24 +87,31 @@ class Site:
 def sites() -> Iterator[Site]:
     """Every call that orders streams or keeps memory, in the order of the sources."""
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        source = path.read_text()
-        if not any(name in source for name in CALLS | KEYWORDS):
+        text = path.read_text()
+        if any(name in text for name in CALLS | KEYWORDS):
+            yield from _sites_in(path.relative_to(ROOT), text)
+
+
+def _sites_in(path: Path, text: str) -> Iterator[Site]:
+    source = PythonSource(text)
+    unused = {node.value for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+
+    def site(node: ast.expr, place: str, instead: str) -> Site:
+        changed = PythonSource(text)
+        changed.replace(*source.span(node), instead)
+        return Site(path, node.lineno, place, text.splitlines()[node.lineno - 1].strip(), changed.replaced())
+
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
             continue
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts[3:])
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.Call):
-                continue
-            if isinstance(node.func, ast.Attribute) and node.func.attr in CALLS and _is_meant(node.func):
-                yield Site(module, node.lineno, str(node.col_offset), lines[node.lineno - 1].strip())
-            for keyword in node.keywords:
-                if (
-                    keyword.arg in KEYWORDS
-                    and isinstance(keyword.value, ast.Constant)
-                    and keyword.value.value is True
-                ):
-                    line = keyword.value.lineno
-                    yield Site(module, line, keyword.arg, lines[line - 1].strip())
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr in CALLS and _is_meant(called):
+            instead = "pass" if node in unused else source.between(*source.span(called.value))
+            yield site(node, str(node.col_offset), instead)
+        for keyword in node.keywords:
+            value = keyword.value
+            if keyword.arg in KEYWORDS and isinstance(value, ast.Constant) and value.value is True:
+                yield site(value, keyword.arg, "False")
 
 
 def _is_meant(function: ast.Attribute) -> bool:
@@ -96,20 +124,25 @@ def tests_of(site: Site) -> list[str]:
     return next((tests for start, tests in TESTS.items() if site.module.startswith(start)), [])
 
 
-def notices(site: Site | None, tests: list[str]) -> tuple[bool, str]:
+def notices(site: Site, tests: list[str]) -> tuple[bool, str]:
     """Whether a test fails without the call, and the last line of pytest."""
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
-    if site is not None:
-        environment["MUTANT"] = site.name
     command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-p", "testkit.mutant", "-p", "no:cacheprovider",
-        "-m", "gpu or simulated", "--device", "npu:4", *tests,
+        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "gpu or simulated",
+        "--device", "npu:4", *tests,
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="accel-mutations-") as folder:
+        copy = Path(folder)
+        shutil.copytree(
+            ROOT / "packages", copy / "packages", ignore=shutil.ignore_patterns("tests", "__pycache__")
+        )
+        (copy / site.path).write_text(site.without)
+        paths = os.pathsep.join(map(str, (*copy.glob("packages/*/src"), ROOT / "tools")))
+        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr.strip()[-200:]
     if run.returncode not in (0, 1):
         raise SystemExit(
-            f"pytest ended with {run.returncode} for {site}:\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
+            f"pytest ended with {run.returncode} for {site.name}:\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
         )
     return run.returncode == 1, last
 

@@ -7,7 +7,6 @@ that they come from, without matplotlib, prints the names of files that differ a
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[1]
+from generated import ROOT, Generated, write_or_check
+
 IMAGES = ROOT / "docs" / "images"
 INK, LINE, OWN, OTHER, PAPER = "#1f2430", "#b9c1cf", "#0b6e69", "#a3acbb", "#ffffff"
 RANKS = ("#3f51b6", "#00796b", "#c75000", "#ad1457")
@@ -96,21 +96,10 @@ def drawings() -> Iterator[tuple[Path, Drawing]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or check; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    files = (
+        Generated(path, described(path) == drawing.description, drawing.svg) for path, drawing in drawings()
     )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a file shows other facts"
-    )
-    check = parser.parse_args(arguments).check
-    stale = 0
-    for path, drawing in drawings():
-        if not check:
-            path.write_text(drawing.svg(), encoding="utf-8")
-        elif described(path) != drawing.description:
-            stale = 1
-            print(f"{path.relative_to(ROOT)}: out of date; run: hatch run draw")
-    return stale
+    return write_or_check(__doc__, "hatch run draw", files, arguments)
 
 
 if __name__ == "__main__":

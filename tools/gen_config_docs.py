@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from generated import ROOT, Generated, write_or_check
+
 FOLDER = ROOT / "docs" / "reference"
 for source in ("packages/accel-state/src", "packages/accel-train/src"):
     if str(ROOT / source) not in sys.path:
@@ -169,20 +170,11 @@ def _pairs(left: str, right: str, pairs: Any) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the pages; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
-    pages = render()
-    check = parser.parse_args(arguments).check
-    old = [name for name, page in pages.items() if not _is(FOLDER / name, page)]
-    if check and old:
-        print(f"{', '.join(old)} of docs/reference: out of date; run python tools/gen_config_docs.py")
-        return 1
-    for name in old:
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / name).write_text(pages[name], encoding="utf-8")
-    return 0
+    pages = [
+        Generated(FOLDER / name, _is(FOLDER / name, text), functools.partial(str, text))
+        for name, text in render().items()
+    ]
+    return write_or_check(__doc__, "python tools/gen_config_docs.py", pages, arguments)
 
 
 def _is(path: Path, text: str) -> bool:

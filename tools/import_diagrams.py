@@ -7,18 +7,17 @@ of pages that would change, and exits with 1.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import grimp
 import networkx
 
-ROOT = Path(__file__).parents[1]
+from generated import ROOT, Generated, write_or_check
+
 PAGES = (
     *(ROOT / name for name in ("README.md", "docs/index.md", "docs/architecture.md")),
     *sorted((ROOT / "docs" / "architecture").glob("*.md")),
@@ -92,29 +91,17 @@ def _words(package: str, name: str, names: list[str]) -> tuple[str, str]:
     return name + "/" * place.is_dir(), re.split(r"[;.](?=\s|$)", " ".join(text.replace("`", "").split()))[0]
 
 
-def render() -> Iterator[tuple[Path, str, str]]:
-    """Each page, its text, and its text with the diagrams of the present sources."""
+def pages() -> Iterator[Generated]:
+    """The pages with the diagrams of the present sources."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        yield page, text, _BLOCK.sub(lambda found: f"{found[1]} -->\n{mermaid(found[1])}", text)
+        new = _BLOCK.sub(lambda found: f"{found[1]} -->\n{mermaid(found[1])}", text)
+        yield Generated(page, new == text, lambda new=new: new)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the pages; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; fail if a diagram is out of date"
-    )
-    check = parser.parse_args(arguments).check
-    stale = [(page, new) for page, old, new in render() if new != old]
-    for page, new in stale:
-        if check:
-            print(f"{page.relative_to(ROOT)}: out of date; run: python tools/import_diagrams.py")
-        else:
-            page.write_text(new, encoding="utf-8")
-    return 1 if check and stale else 0
+    return write_or_check(__doc__, "python tools/import_diagrams.py", pages(), arguments)
 
 
 if __name__ == "__main__":

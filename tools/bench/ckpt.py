@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from accel_ckpt.disk import Disk
 from accel_train import Accelerator
+from testkit.memory import growth
 
 BATCH = 32
 CHUNK = 1 << 24
@@ -151,16 +152,9 @@ def processor_seconds() -> float:
 @contextlib.contextmanager
 def peak(contender: Contender, figure: str) -> Iterator[None]:
     """Note by how many MB the resident memory rose at most."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith(key)))
-
-    before = status("VmRSS")
-    yield
-    contender.note(figure, (status("VmHWM") - before) / 1e3)
+    with growth() as grown:
+        yield
+    contender.note(figure, grown.peak / 1e6)
 
 
 @contextlib.contextmanager
@@ -248,7 +242,8 @@ def load_in_new_process(name: str, gigabytes: float, layers: int, folder: Path) 
     """Seconds of the load alone in a process that has just built its model and has no optimizer states yet."""
     size = ["--gigabytes", str(gigabytes), "--layers", str(layers)]
     command = [sys.executable, __file__, *size, "--load", name, "--folder", str(folder)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(printed.splitlines()[-1])
 
 
 def be_new_process(name: str, gigabytes: float, layers: int, folder: Path) -> None:

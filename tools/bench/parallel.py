@@ -34,7 +34,7 @@ from testkit import worlds
 
 STEPS = 8
 WIDTH, LAYERS, TOKENS, BATCH = 128, 4, 32, 4
-Round = Callable[[], None]
+Step = Callable[[], None]
 
 
 class Block(nn.Module):
@@ -87,7 +87,7 @@ def _shard(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def raw() -> tuple[nn.Module, Round]:
+def raw() -> tuple[nn.Module, Step]:
     from torch.distributed.device_mesh import init_device_mesh
 
     model, _, inputs = parts()
@@ -95,35 +95,41 @@ def raw() -> tuple[nn.Module, Round]:
     _shard(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
-    def run() -> None:
-        for _ in range(STEPS):
-            model(inputs).square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return model, run
+    return model, step
 
 
-def ours() -> tuple[nn.Module, Round]:
+def ours() -> tuple[nn.Module, Step]:
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
-    model, optimizer, inputs = parts()
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    return model, partial(_clipped_steps, accelerator, model, optimizer, inputs)
+    return _by_accelerator(accelerator, *parts(), clip=True)
 
 
-def _clipped_steps(
-    accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> None:
-    for _ in range(STEPS):
+def _by_accelerator(
+    accelerator: Any,
+    plain: nn.Module,
+    plain_optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    clip: bool = False,
+) -> tuple[nn.Module, Step]:
+    """A loop with an `Accelerator`, which clips unless the engine does."""
+    model, optimizer = accelerator.prepare(plain, plain_optimizer)
+
+    def step() -> None:
         with accelerator.accumulate(model):
             accelerator.backward(model(inputs).square().mean())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+
+    return model, step
 
 
 def _divide_feed_forward(model: nn.Module, mesh: Any) -> None:
@@ -138,7 +144,7 @@ def _inputs_of(group: int) -> Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(group))
 
 
-def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Round]:
+def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Step]:
     """Feed-forward nets over two ranks; with `sharded`, each of the parts over two more."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -152,18 +158,17 @@ def tensor_parallel_by_hand(sharded: bool) -> tuple[nn.Module, Round]:
     groups = _by_mesh(model)
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3, foreach=True)
 
-    def run() -> None:
-        for _ in range(STEPS):
-            model(inputs).square().mean().backward()
-            # torch's own clipping takes neither whole and divided gradients, nor those of two meshes, together.
-            norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
-            total = torch.stack([_whole(norm) for norm in norms]).norm()
-            for group in groups:
-                nn.utils.clip_grads_with_norm_(group, 1.0, total)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        # torch's own clipping takes neither whole and divided gradients, nor those of two meshes, together.
+        norms = [nn.utils.get_total_norm([p.grad for p in group]) for group in groups]
+        total = torch.stack([_whole(norm) for norm in norms]).norm()
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, 1.0, total)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return model, run
+    return model, step
 
 
 def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -179,7 +184,7 @@ def _whole(tensor: Any) -> Tensor:
     return value
 
 
-def tensor_parallel_ours(sharded: bool) -> tuple[nn.Module, Round]:
+def tensor_parallel_ours(sharded: bool) -> tuple[nn.Module, Step]:
     """The same by `Accelerator`."""
     from accel_train import Accelerator, ParallelismConfig
 
@@ -188,13 +193,10 @@ def tensor_parallel_ours(sharded: bool) -> tuple[nn.Module, Round]:
     model, _, _ = parts()
     _divide_feed_forward(model, accelerator.torch_device_mesh["tp"])
     optimizer = torch.optim.AdamW([{"params": group} for group in _by_mesh(model)], lr=1e-3, foreach=True)
-    inputs = _inputs_of(dist.get_rank() // 2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    return model, partial(_clipped_steps, accelerator, model, optimizer, inputs)
+    return _by_accelerator(accelerator, model, optimizer, _inputs_of(dist.get_rank() // 2), clip=True)
 
 
-def muon_by_hand() -> tuple[nn.Module, Round]:
+def muon_by_hand() -> tuple[nn.Module, Step]:
     """torch.optim.Muon over FSDP2's shards, whose products of matrices gather them; AdamW steps the rest."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -206,14 +208,13 @@ def muon_by_hand() -> tuple[nn.Module, Round]:
     muon = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.0, foreach=True)
 
-    def run() -> None:
-        for _ in range(STEPS):
-            model(inputs).square().mean().backward()
-            for optimizer in (muon, adamw):
-                optimizer.step()
-                optimizer.zero_grad()
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
 
-    return model, run
+    return model, step
 
 
 def _parts_for_muon() -> tuple[nn.Module, Tensor]:
@@ -227,7 +228,7 @@ def _is_muons(parameter: Tensor) -> bool:
     return parameter.dim() == 2
 
 
-def muon_ours() -> tuple[nn.Module, Round]:
+def muon_ours() -> tuple[nn.Module, Step]:
     """The same by `Accelerator`."""
     from accel_train import Accelerator, FullyShardedDataParallelPlugin, MuonWithAdamW
 
@@ -242,18 +243,10 @@ def muon_ours() -> tuple[nn.Module, Round]:
         ],
         lr=1e-3,
     )
-    model, optimizer = accelerator.prepare(model, optimizer)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            accelerator.backward(model(inputs).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return model, run
+    return _by_accelerator(accelerator, model, optimizer, inputs)
 
 
-def fabric() -> tuple[nn.Module, Round]:
+def fabric() -> tuple[nn.Module, Step]:
     """Lightning Fabric divides by a function of the script."""
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import ModelParallelStrategy
@@ -269,17 +262,16 @@ def fabric() -> tuple[nn.Module, Round]:
     model = runner.setup_module(plain)
     optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
 
-    def run() -> None:
-        for _ in range(STEPS):
-            runner.backward(model(inputs).square().mean())
-            runner.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        runner.backward(model(inputs).square().mean())
+        runner.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return plain, run
+    return plain, step
 
 
-def engine_by_hand(stage: int) -> tuple[nn.Module, Round]:
+def engine_by_hand(stage: int) -> tuple[nn.Module, Step]:
     """DeepSpeed's own loop."""
     import deepspeed
 
@@ -295,24 +287,22 @@ def engine_by_hand(stage: int) -> tuple[nn.Module, Round]:
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
 
-    def run() -> None:
-        for _ in range(STEPS):
-            engine.backward(engine(inputs).square().mean())
-            engine.step()
+    def step() -> None:
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
 
-    return model, run
+    return model, step
 
 
-def engine_ours(stage: int) -> tuple[nn.Module, Round]:
+def engine_ours(stage: int) -> tuple[nn.Module, Step]:
     """The same by `Accelerator`; the configuration clips, as in the loop above."""
     from accel_train import Accelerator, DeepSpeedPlugin
 
-    return _by_accelerator(
-        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0))
-    )
+    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0)
+    return _by_accelerator(Accelerator(cpu=True, deepspeed_plugin=plugin), *parts())
 
 
-def engine_accelerate(stage: int) -> tuple[nn.Module, Round]:
+def engine_accelerate(stage: int) -> tuple[nn.Module, Step]:
     """The same by Hugging Face Accelerate."""
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
@@ -324,29 +314,15 @@ def engine_accelerate(stage: int) -> tuple[nn.Module, Round]:
     accelerator = Accelerator(deepspeed_plugin=plugin)
     for state in (PartialState(), accelerator.state):  # without a GPU it counts one process
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
-    return _by_accelerator(accelerator)
+    return _by_accelerator(accelerator, *parts())
 
 
-def _by_accelerator(accelerator: Any) -> tuple[nn.Module, Round]:
-    model, optimizer, inputs = parts()
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(inputs).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return model, run
-
-
-def _engines(stage: int) -> dict[str, Callable[[], tuple[nn.Module, Round]]]:
+def _engines(stage: int) -> dict[str, Callable[[], tuple[nn.Module, Step]]]:
     makers = {"ours": engine_ours, "raw": engine_by_hand, "accelerate": engine_accelerate}
     return {name: partial(make, stage) for name, make in makers.items()}
 
 
-CONTENDERS: dict[str, dict[str, Callable[[], tuple[nn.Module, Round]]]] = {
+CONTENDERS: dict[str, dict[str, Callable[[], tuple[nn.Module, Step]]]] = {
     "FSDP2": {"ours": ours, "raw": raw, "fabric": fabric},
     "TP": {"ours": partial(tensor_parallel_ours, False), "raw": partial(tensor_parallel_by_hand, False)},
     "FSDP2 x TP": {
@@ -382,7 +358,7 @@ def measure_steps(kind: str, peers: list[str], rounds: int) -> dict[str, list[fl
 
     def turn(name: str) -> float:
         dist.barrier()
-        return seconds(runs[name][1]) / STEPS
+        return seconds(runs[name][1], STEPS)
 
     times = turns({name: lambda name=name: turn(name) for name in runs}, rounds)
     for peer in peers:

@@ -2,19 +2,17 @@
 
 A scenario is a script in ``tests-integration/engines/clients`` that imports only clients and, as they do,
 ``accelerate``; its first argument names what it does, its second a folder of its own. Rank 0 prints ``RESULT`` and
-a line of JSON. ``python tools/testkit/clients.py`` runs all and prints client x ranks: whether results are equal.
+a line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,45 +158,3 @@ def differences(ours: Any, real: Any, tolerance: float = 0.0, at: str = "") -> l
         )
         return [] if near else [f"{at}: {ours!r} is not {real!r}"]
     return [] if ours == real else [f"{at}: {ours!r} is not {real!r}"]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the scenarios and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", default="", help="only those that need this engine")
-    parser.add_argument("names", nargs="*", help="only scenarios whose names contain one of these")
-    options = parser.parse_args(arguments)
-    failed = 0
-    print(f"{'client':28} {'1 rank':10} {'2 ranks':10}")
-    for scenario in SCENARIOS:
-        if scenario.engine != options.engine:
-            continue
-        if options.names and not any(name in str(scenario) for name in options.names):
-            continue
-        if absent := scenario.missing():
-            print(f"{scenario!s:28} not run: {', '.join(absent)} not installed", flush=True)
-            failed += 1
-            continue
-        cells = []
-        for ranks in (1, 2):
-            if ranks not in scenario.ranks:
-                cells.append("-")
-                continue
-            with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-                try:
-                    here = run(scenario, ranks, True, Path(first))
-                    there = run(scenario, ranks, False, Path(second))
-                except ClientError as error:
-                    print(error, file=sys.stderr)
-                    cells.append("fails")
-                else:
-                    found = differences(here, there, scenario.tolerance)
-                    print(*found, sep="\n", file=sys.stderr, end="\n" if found else "")
-                    cells.append("differs" if found else "equal")
-            failed += cells[-1] != "equal"
-        print(f"{scenario!s:28} {cells[0]:10} {cells[1]:10}", flush=True)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

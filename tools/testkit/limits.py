@@ -5,13 +5,10 @@ which counts addresses: a mapped file takes as many as it has bytes, and no memo
 
     result = limits.run([sys.executable, "script.py"], limit=300 << 20)
     limits.call(function, argument, limit=300 << 20)
-
-    python tools/testkit/limits.py --megabytes 300 -- python script.py
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -269,21 +266,3 @@ def why_not() -> str | None:
             return None
     except LimitUnavailableError as error:
         return str(error)
-
-
-def main() -> int:
-    """Run a command and print its peak."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=int, required=True, help="the limit")
-    parser.add_argument("command", nargs="+")
-    arguments = parser.parse_args()
-    result = run(arguments.command, limit=arguments.megabytes << 20)
-    print(result.stdout, end="")
-    print(result.stderr, end="", file=sys.stderr)
-    killed = ", killed at the limit" if result.killed else ""
-    print(f"peak {result.peak / 2**20:.1f} MB of {arguments.megabytes}{killed}", file=sys.stderr)
-    return result.returncode
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

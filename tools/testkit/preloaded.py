@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
-import os
 
 NEEDED = [
     "torch",
@@ -42,8 +41,6 @@ ENGINES = {
     ],
 }  # what is installed of them
 
-if "MUTANT" in os.environ:  # a call is left out of a module that is imported below
-    importlib.import_module("testkit.mutant")
 for name in NEEDED:
     importlib.import_module(name)
 for package, names in ENGINES.items():

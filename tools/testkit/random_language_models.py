@@ -3,7 +3,7 @@
 A case is drawn from one number: a kind of model, how its rows are labelled or packed, windows, and one or two legs,
 each under a strategy of its own. The oracle computes every document alone, on one process in float64. To repeat one:
 
-    PYTHONPATH=tools python -m testkit.random_runs random_language_models 17
+    PYTHONPATH=tools python -m testkit.random_runs language 17
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from testkit import worlds
 from testkit.float64 import Float64
 from testkit.language_models import config_of
-from testkit.random_runs import difference, ranks_of
+from testkit.random_runs import Kind, difference, ranks_of
 
 ROWS, LENGTH, VOCABULARY = 4, 16, 96
 
@@ -344,3 +344,6 @@ def problem_of(number: int) -> str | None:
 
 def _bound(case: Case) -> float:
     return 1e-5 if case.optimizer == "muon" else 1e-7  # Muon sends its updates in bfloat16
+
+
+KIND = Kind("language", Case.draw, problem_of)

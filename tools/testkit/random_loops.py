@@ -3,18 +3,17 @@
 A case is drawn from one number: data, loaders, windows, precision, optimizer, scheduler, what is registered, and where
 it is saved and stopped. To repeat one on its own:
 
-    PYTHONPATH=tools python -m testkit.random_loops ddp 17
+    PYTHONPATH=tools python -m testkit.random_runs ddp 17
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from torch.utils.data import (
 )
 
 from testkit import worlds
-from testkit.random_runs import repeat
+from testkit.random_runs import Kind
 
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
 """Strategies, and the processes that each is tried on."""
@@ -564,10 +563,19 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other or (one != one and other != other))
 
 
-def problem_of(case: Case, folder: str) -> str | None:
-    """What a rank sees differ; collective, in a world of the ranks of the strategy."""
-    from accel_state import PartialState
+def problem_of(strategy: str, number: int) -> str | None:
+    """What differs between a run that is left alone and one that is stopped; None: nothing does."""
+    case = Case.draw(strategy, number)
+    with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
+        quiet = {"ACCELERATE_LOG_LEVEL": "ERROR"}
+        found = worlds.run(_seen_by_rank, RANKS[strategy], case, folder, timeout=90, environ=quiet)
+    wrong = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
+    return wrong[0] if wrong else None
 
+
+def _seen_by_rank(case: Case, folder: str) -> str | None:
+    """What this rank sees differ."""
+    torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole = Script(case, f"{folder}/whole", resume=False).run()
@@ -582,7 +590,6 @@ def problem_of(case: Case, folder: str) -> str | None:
         for begins in case.idle:
             Script(case, folder, resume=True).save_again(begins)
         after = Script(case, folder, resume=True).run()
-    PartialState().wait_for_everyone()
     where = f"saved after batch {save}, stopped after {stop} of {count}, saved again {case.idle}"
     for what, expected, found in (
         ("stopped run", whole.batches[:stop], before.batches),
@@ -600,74 +607,8 @@ def problem_of(case: Case, folder: str) -> str | None:
     )
 
 
-def try_all(strategy: str, numbers: Sequence[int], folder: str) -> list[tuple[int, str]]:
-    """The cases that fail and why; on every rank of a world. Notes the number of the one that runs."""
-    from accel_state import PartialState
-
-    torch.set_num_threads(1)
-    state = PartialState()
-    wrong = []
-    for number in numbers:
-        if state.is_main_process:
-            Path(folder, "running").write_text(str(number))
-        problem = problem_of(Case.draw(strategy, number), f"{folder}/{number}")
-        if problem is not None:
-            wrong.append((number, f"rank {state.process_index}: {problem}"))
-        state.wait_for_everyone()
-        if state.is_main_process:
-            shutil.rmtree(f"{folder}/{number}", ignore_errors=True)
-    return wrong
-
-
-def failures(strategy: str, numbers: Sequence[int], folder: str, timeout: float = 90.0) -> dict[int, str]:
-    """Number of a case that fails → why. Cases share a world, which is made again when one ends it.
-
-    Args:
-        strategy: one of `RANKS`.
-        numbers: which cases.
-        folder: for checkpoints.
-        timeout: seconds that a world may take to begin; each of its cases adds 15.
-    """
-    found: dict[int, str] = {}
-    left = list(numbers)
-    while left:
-        at_once, running = left[:25], Path(folder, "running")
-        try:
-            answers = worlds.run(
-                try_all,
-                RANKS[strategy],
-                strategy,
-                at_once,
-                folder,
-                timeout=timeout + 15 * len(at_once),
-                environ={"ACCELERATE_LOG_LEVEL": "ERROR"},
-            )
-        except worlds.RankError as error:
-            ended = int(running.read_text())
-            found[ended] = str(error)
-            left = left[left.index(ended) + 1 :]
-            continue
-        for number, why in (pair for answer in answers for pair in answer):
-            found.setdefault(number, why)
-        left = left[len(at_once) :]
-    return found
-
-
-def describe(strategy: str, number: int, why: str) -> str:
-    """A failure with the command that repeats it."""
-    return f"PYTHONPATH=tools python -m testkit.random_loops {strategy} {number}\n{why}"
-
-
-def main() -> None:
-    """Repeat cases: `python -m testkit.random_loops <strategy> <first> [<last>]`."""
-
-    def run(strategy: str, numbers: range) -> dict[int, str]:
-        with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
-            found = failures(strategy, numbers, folder)
-        return {number: describe(strategy, number, why) for number, why in found.items()}
-
-    repeat(__doc__, RANKS, run, Case.draw)
-
-
-if __name__ == "__main__":
-    main()
+KINDS = {
+    strategy: Kind(strategy, partial(Case.draw, strategy), partial(problem_of, strategy))
+    for strategy in RANKS
+}
+"""By strategy."""

@@ -1,19 +1,36 @@
-"""Random runs that `testkit.random_strategies` and `testkit.random_language_models` draw: trying and repeating them."""
+"""Random runs that `testkit.random_strategies`, `random_language_models` and `random_loops` draw: trying and repeating.
+
+PYTHONPATH=tools python -m testkit.random_runs KIND FIRST [LAST]
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from testkit import worlds
 
-__all__ = ["describe", "difference", "failures", "main", "ranks_of", "repeat"]
+__all__ = ["Kind", "describe", "difference", "failures", "main", "ranks_of"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of runs, each of which a number draws.
+
+    Attributes:
+        name: on the command line.
+        draw: the case of a number, a dataclass.
+        problem_of: runs the case of a number; what is wrong with it, None: nothing.
+    """
+
+    name: str
+    draw: Callable[[int], Any]
+    problem_of: Callable[[int], str | None]
 
 
 def ranks_of(degrees: Mapping[str, int] | None) -> int:
@@ -30,13 +47,8 @@ def difference(found: Any, wanted: Any, bound: float) -> str | None:
     return None
 
 
-def failures(kind: ModuleType, numbers: Sequence[int]) -> dict[int, str]:
-    """Number of a case that fails → why.
-
-    Args:
-        kind: the module that draws cases.
-        numbers: which cases.
-    """
+def failures(kind: Kind, numbers: Sequence[int]) -> dict[int, str]:
+    """Number of a case that fails → why."""
     found: dict[int, str] = {}
     for number in numbers:
         try:
@@ -48,51 +60,30 @@ def failures(kind: ModuleType, numbers: Sequence[int]) -> dict[int, str]:
     return found
 
 
-def describe(kind: ModuleType, number: int, why: str) -> str:
+def describe(kind: Kind, number: int, why: str) -> str:
     """A failure with the command that repeats it."""
-    return f"PYTHONPATH=tools python -m testkit.random_runs {_name(kind)} {number}\n{why}"
-
-
-def _name(kind: ModuleType) -> str:
-    return kind.__name__.rpartition(".")[2]
-
-
-def repeat(
-    about: str | None, kinds: Iterable[str], run: Callable[[str, range], dict[int, str]], draw: Any
-) -> None:
-    """Repeat the cases that the command line names as ``KIND FIRST [LAST]``, and end the program.
-
-    Args:
-        about: the docstring of the module.
-        kinds: of cases.
-        run: number of a case that fails → how to repeat it, and why, for a kind and numbers.
-        draw: the case of a kind and a number, which is shown if it is the only one.
-    """
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("kind", choices=[*kinds])
-    parser.add_argument("first", type=int)
-    parser.add_argument("last", type=int, nargs="?")
-    options = parser.parse_args()
-    numbers = range(options.first, (options.last or options.first) + 1)
-    if len(numbers) == 1:
-        for name, value in asdict(draw(options.kind, options.first)).items():
-            print(f"{name:20} {value}")
-    found = run(options.kind, numbers)
-    print(*found.values(), f"{len(numbers) - len(found)} of {len(numbers)} cases are right", sep="\n\n")
-    raise SystemExit(bool(found))
+    return f"PYTHONPATH=tools python -m testkit.random_runs {kind.name} {number}\n{why}"
 
 
 def main() -> None:
-    """Repeat cases: `python -m testkit.random_runs <module> <first> [<last>]`."""
-    from testkit import random_language_models, random_strategies
+    """Repeat the cases that the command line names; one alone is shown."""
+    from testkit import random_language_models, random_loops, random_strategies
 
-    kinds = {_name(kind): kind for kind in (random_strategies, random_language_models)}
-
-    def run(name: str, numbers: range) -> dict[int, str]:
-        found = failures(kinds[name], numbers)
-        return {number: describe(kinds[name], number, why) for number, why in found.items()}
-
-    repeat(__doc__, kinds, run, lambda name, number: kinds[name].Case.draw(number))
+    kinds = [random_strategies.KIND, random_language_models.KIND, *random_loops.KINDS.values()]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=[kind.name for kind in kinds])
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, nargs="?")
+    options = parser.parse_args()
+    (kind,) = (kind for kind in kinds if kind.name == options.kind)
+    numbers = range(options.first, (options.last or options.first) + 1)
+    if len(numbers) == 1:
+        for name, value in asdict(kind.draw(options.first)).items():
+            print(f"{name:20} {value}")
+    found = failures(kind, numbers)
+    print(*(describe(kind, number, why) for number, why in found.items()), sep="\n\n")
+    print(f"{len(numbers) - len(found)} of {len(numbers)} cases are right")
+    raise SystemExit(bool(found))
 
 
 if __name__ == "__main__":

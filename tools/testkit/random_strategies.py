@@ -4,7 +4,7 @@ A case is drawn from one number: a model, an optimizer, windows, and legs. Each 
 strategy of its own, saves, and the next one loads. All that the script sees and all weights must be those of one
 process that reads the same rows in float64. To repeat one:
 
-    PYTHONPATH=tools python -m testkit.random_runs random_strategies 17
+    PYTHONPATH=tools python -m testkit.random_runs strategies 17
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
 from testkit.experts import experts_of, routed
-from testkit.random_runs import difference, ranks_of
+from testkit.random_runs import Kind, difference, ranks_of
 
 FEATURES, HIDDEN, EXPERTS = 8, 12, 4
 ROWS = 12  # of a batch over all ranks; 1 to 4 groups of ranks divide it
@@ -510,3 +510,6 @@ def problem_of(number: int) -> str | None:
 
 def _bound(case: Case) -> float:
     return 1e-6 if case.optimizer == "muon" else 1e-8  # Muon sends its updates in bfloat16
+
+
+KIND = Kind("strategies", Case.draw, problem_of)

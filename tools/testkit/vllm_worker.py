@@ -11,6 +11,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -111,21 +112,8 @@ class Engine:
         self.workers = workers
 
     def call(self, method: str, *args: Any) -> None:
-        failures: list[BaseException] = []
-
-        def one(worker: Worker) -> None:
-            try:
-                getattr(worker, method)(*args)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=one, args=(worker,)) for worker in self.workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            list(threads.map(lambda worker: getattr(worker, method)(*args), self.workers))
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.call("init_weight_transfer_engine", init_info)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import generated
 import import_diagrams
 import weight
 from accel_bigmodel.planning.footprints import registry as footprints
@@ -248,7 +249,7 @@ def test_a_diagram_that_is_out_of_date_is_named_and_written_again(tmp_path, monk
     assert import_diagrams.main(["--check"]) == 0
     page = tmp_path / "page.md"
     page.write_text("a\n\n<!-- imports of accel_ckpt -->\n```mermaid\n```\n\nb\n")
-    monkeypatch.setattr(import_diagrams, "ROOT", tmp_path)
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
     monkeypatch.setattr(import_diagrams, "PAGES", (page,))
     monkeypatch.setattr(import_diagrams, "mermaid", lambda package: f"```mermaid\n{package}\n```\n")
     assert import_diagrams.main(["--check"]) == 1

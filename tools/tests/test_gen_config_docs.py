@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gen_config_docs
+import generated
 from accel_state.config import complete_root, schema_of
 
 
@@ -19,7 +20,8 @@ def test_every_option_has_an_entry():
 
 
 def test_an_old_page_is_noticed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gen_config_docs, "FOLDER", tmp_path / "docs")
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
+    monkeypatch.setattr(gen_config_docs, "FOLDER", tmp_path)
     assert gen_config_docs.main(["--check"]) == 1
     assert "out of date" in capsys.readouterr().out
     assert gen_config_docs.main([]) == 0

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -58,12 +57,3 @@ def test_nothing_is_left_behind():
         assert group.usage >= 0
     assert sleeper.wait() == -9
     assert not folder.exists()
-
-
-def test_the_command_line():
-    program = [sys.executable, str(Path(limits.__file__)), "--megabytes", "60", "--"]
-    done = subprocess.run(
-        [*program, sys.executable, "-c", "print(1); raise SystemExit(3)"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (3, "1\n")
-    assert "MB of 60" in done.stderr

@@ -16,6 +16,7 @@ from accel_cli.as_accelerate.extras import blocks, checkpointing, examples, fsdp
 from accel_state import DistributedOperationException, PartialState, gather
 from accel_train import Accelerator, FullyShardedDataParallelPlugin, SkipDataLoader, prepare_data_loader
 from accel_train.errors import OptionError, PrepareError
+from accel_train.loop.manual_amp import ConvertOutputsToFp32
 from testkit import worlds
 
 # Training states
@@ -125,8 +126,8 @@ def test_parameters_are_whole_without_an_engine():
 
 
 def test_outputs_are_converted():
-    forward = operations.ConvertOutputsToFp32(lambda value: {"x": value.half()})
-    assert isinstance(forward, operations.ConvertOutputsToFp32)
+    forward = ConvertOutputsToFp32(lambda value: {"x": value.half()})
+    assert isinstance(forward, ConvertOutputsToFp32)
     assert forward(torch.ones(1))["x"].dtype == torch.float32
 
 

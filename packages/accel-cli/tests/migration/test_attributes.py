@@ -1,9 +1,9 @@
 """What a script asks of its Accelerator."""
 
-import libcst
 import pytest
 
 from accel_cli.migration.attributes import accelerator_attributes, missing_attributes
+from accel_cli.migration.source import PythonSource
 from accel_train import Accelerator
 
 
@@ -14,7 +14,7 @@ def test_the_attributes_are_those_of_the_class():
 
 def test_what_does_not_exist_is_named_with_its_line():
     text = "acc = Accelerator()\nacc.prepare(m)\nacc.fly()\nother.fly()\nacc._private\nacc.project_dir\n"
-    found = missing_attributes(libcst.parse_module(text))
+    found = missing_attributes(PythonSource(text))
     assert [(remark.line, remark.text) for remark in found] == [(3, "acc.fly does not exist in this version")]
 
 
@@ -28,7 +28,7 @@ def test_what_does_not_exist_is_named_with_its_line():
     ],
 )
 def test_accelerators_are_found_where_scripts_have_them(text, name):
-    found = missing_attributes(libcst.parse_module(text))
+    found = missing_attributes(PythonSource(text))
     assert [(remark.line, remark.text) for remark in found] == [
         (2, f"{name}.fly does not exist in this version")
     ]
@@ -36,4 +36,4 @@ def test_accelerators_are_found_where_scripts_have_them(text, name):
 
 def test_other_objects_are_not_judged():
     text = "acc = make(Accelerator)\nacc.fly()\nself.acc = Accelerator()\nacc.fly()\nother.acc.fly()\nf().fly()\n"
-    assert missing_attributes(libcst.parse_module(text)) == []
+    assert missing_attributes(PythonSource(text)) == []

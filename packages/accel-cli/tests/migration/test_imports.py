@@ -1,14 +1,14 @@
 """Imports of ``accelerate``: where each name is found here, with the formatting kept."""
 
-import libcst
 import pytest
 
 from accel_cli.migration.imports import rewrite_imports
+from accel_cli.migration.source import PythonSource
 
 
 def changed(text):
-    module, refusals, notes = rewrite_imports(libcst.parse_module(text))
-    return module.code, [(remark.line, remark.text) for remark in refusals], [remark.line for remark in notes]
+    after, refusals, notes = rewrite_imports(PythonSource(text))
+    return after, [(remark.line, remark.text) for remark in refusals], [remark.line for remark in notes]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,19 @@ def changed(text):
             "try:\n    from accel_train import Accelerator\nexcept ImportError:\n    Accelerator = None\n",
         ),
         ("x = 1\nimport accelerate\n", "x = 1\n"),
+        ("if x: import accelerate\n", "if x: pass\n"),
+        (
+            "\ufeffimport accelerate\naccelerate.gather(x)\n",
+            "\ufeffimport accel_train\naccel_train.gather(x)\n",
+        ),
+        (
+            "é = 1\r\nimport accelerate as a\r\ns = f'é {a.Accelerator()}' + \"é\"; a.utils.set_seed(0)\r\n",
+            "é = 1\r\nimport accel_train\r\ns = f'é {accel_train.Accelerator()}' + \"é\"; accel_train.set_seed(0)\r\n",
+        ),
+        (
+            "if x:\n    from accelerate import Accelerator, cpu_offload\n    from accelerate import hooks  # c\n",
+            "if x:\n    from accel_train import Accelerator\n    from accel_bigmodel import cpu_offload  # c\n",
+        ),
         ("if x:\n    import accelerate\n", "if x:\n    pass\n"),
         (
             "x = 1; from accelerate import Accelerator; y = 2\n",
@@ -78,6 +91,8 @@ def test_imports_and_uses(before, after):
             "accelerate.utils.ParallelismConfigure has no counterpart",
         ),
         ("import accelerate\nf(accelerate)\n", 2, "the module accelerate is used as a value"),
+        ("from accelerate import utils\ndef f(utils): pass\n", 2, "the module utils is used as a value"),
+        ("import accelerate as a\na . Accelerator()\n", 2, "write a.Accelerator on one line, without spaces"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_its_line(text, line, message):

@@ -3,12 +3,12 @@
 import inspect
 import re
 
-import libcst
 import pytest
 
 from accel_cli.migration import plain_loops
 from accel_cli.migration.files import migrate_source
 from accel_cli.migration.plain_loops import notes_on_loops
+from accel_cli.migration.source import PythonSource
 from accel_train import Accelerator
 
 PLAIN = """\
@@ -50,7 +50,7 @@ def test_every_line_that_changes_has_a_note_and_no_other():
     ["", "x = 1\n", "torch.nn.utils.clip_grad_norm_(p, 1.0)\n", "a = Accelerator()\nloss.backward()\n"],
 )
 def test_other_sources_have_none(text):
-    assert notes_on_loops(libcst.parse_module(text)) == []
+    assert notes_on_loops(PythonSource(text)) == []
 
 
 def test_what_the_notes_advise_exists():

@@ -36,11 +36,11 @@ def migrate(
     there. The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
     changed. Exit code 1: at least one file was refused.
     """
-    from accel_cli.migration.files import find_files, migrate_apart, starts_of_refused
+    from accel_cli.migration.files import find_files, migrate_file, starts_of_refused
 
     shown, warned = colors_for(), colors_for(sys.stderr)
     changed = refused = looked = 0
-    migrations = {path: migrate_apart(path) for path in find_files(paths)}
+    migrations = {path: migrate_file(path) for path in find_files(paths)}
     unchanged = {path.resolve() for path, migration in migrations.items() if migration.refusals}
     for path, migration in migrations.items():
         looked += 1

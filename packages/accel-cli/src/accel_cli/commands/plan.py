@@ -115,9 +115,7 @@ def plan(
     if write is not None and write.expanduser().exists():
         raise ConfigError(f"--write {write} exists and is not changed; remove it, or give another path")
     with progress("loading torch") as shown:
-        from accel_bigmodel.planning.advice import suggestions
         from accel_bigmodel.planning.footprints.base import Workload
-        from accel_cli import plan_report
 
         cluster = _cluster(devices, machines, memory, device, host_memory, reserve)
         workload = Workload(
@@ -130,25 +128,23 @@ def plan(
         )
         shown.now(f"finding {model}")
         source = _Source(model, library_name, trust_remote_code, seq_length, workload, shown)
-        found, timelines = source.plan(cluster, lora, checkpointing=activation_checkpointing)
-        suggested = []
-        if found.advised is None:
-            shown.now("looking for a change after which something fits")
-            suggested = suggestions(found, timelines, checkpointing=activation_checkpointing)
-            suggested += source.adapted(cluster, activation_checkpointing) if not lora else []
+        found, suggested = source.advise(cluster, lora, checkpointing=activation_checkpointing)
+    _report(found, suggested, write, as_json)
+    return 0 if found.advised is not None else 1
+
+
+def _report(found: Any, suggested: list[Any], write: Path | None, as_json: bool) -> None:
+    """Print a plan with its suggestions, and write the configuration of the advised strategy."""
+    from accel_cli import plan_report
+
     if as_json:
         typer.echo(plan_report.as_json(found, suggested))
     else:
         plan_report.show(found, suggested)
     if write is not None:
         written = plan_report.write(found, write)
-        print(
-            f"{write} is not written, because nothing fits"
-            if written is None
-            else f"wrote {write}; start it with: accel launch --config_file {write} SCRIPT",
-            file=sys.stderr,
-        )
-    return 0 if found.advised is not None else 1
+        told = f"wrote {write}; start it with: accel launch --config_file {write} SCRIPT"
+        print(f"{write} is not written, because nothing fits" if written is None else told, file=sys.stderr)
 
 
 class _Source:
@@ -168,7 +164,21 @@ class _Source:
             shown.now(f"building {self.found.name} without weights, by {self.found.library}")
             self.model = build_model(self.found, trust)
 
-    def plan(self, cluster: Any, rank: int, *, checkpointing: bool, batches: bool = True) -> tuple[Any, Any]:
+    def advise(self, cluster: Any, rank: int, *, checkpointing: bool) -> tuple[Any, list[Any]]:
+        """The plan for adapters of a rank (0: none), and changes after which something fits if nothing does."""
+        from accel_bigmodel.planning.advice import Suggestion, suggestions
+
+        found, timelines = self._plan(cluster, rank, checkpointing=checkpointing)
+        if found.advised is not None:
+            return found, []
+        self.shown.now("looking for a change after which something fits")
+        suggested = suggestions(found, timelines, checkpointing=checkpointing)
+        if not rank:
+            adapted = self._plan(cluster, 16, checkpointing=checkpointing, batches=False)[0].advised
+            suggested += [] if adapted is None else [Suggestion("--lora 16", adapted)]
+        return found, suggested
+
+    def _plan(self, cluster: Any, rank: int, *, checkpointing: bool, batches: bool = True) -> tuple[Any, Any]:
         """The plan for adapters of a rank (0: all weights are trained), and the timelines that it uses.
 
         If no step of the model can be traced, activations are not in the figures, and a note says so.
@@ -217,13 +227,6 @@ class _Source:
             return timelines(numbers, again)
 
         return shape, told, ""
-
-    def adapted(self, cluster: Any, checkpointing: bool) -> list[Any]:
-        """The suggestion to train adapters, if something then fits."""
-        from accel_bigmodel.planning.advice import Suggestion
-
-        best = self.plan(cluster, 16, checkpointing=checkpointing, batches=False)[0].advised
-        return [] if best is None else [Suggestion("--lora 16", best)]
 
 
 def _cluster(

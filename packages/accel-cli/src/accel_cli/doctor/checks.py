@@ -11,7 +11,7 @@ from typing import Any
 from accel_cli.machine import GATHERED, PACKAGES, Machine
 from accel_state.installing import INSTALL
 
-__all__ = ["CHECKS", "Finding", "examine", "examine_here"]
+__all__ = ["CHECKS", "Finding", "examine_here"]
 
 _GB = 10**9
 _FIRST_DAY = 1760486400
@@ -219,11 +219,6 @@ CHECKS: tuple[tuple[Callable[[Machine], Iterator[Finding]], str], ...] = (
     (_variables, ""),
 )
 """The checks in the order in which they are shown, each with the part of ``GATHERED`` that it needs; empty: none."""
-
-
-def examine(machine: Machine) -> list[Finding]:
-    """All findings about a machine."""
-    return [finding for check, _ in CHECKS for finding in check(machine)]
 
 
 def examine_here(folder: Path, environ: Mapping[str, str], tell: Callable[[str], None]) -> Iterator[Finding]:

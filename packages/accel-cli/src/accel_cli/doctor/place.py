@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from accel_cli.doctor.checks import Finding
 from accel_cli.doctor.world import RankPlace
+from accel_state.clusters.base import DEFAULT_PORT
 from accel_state.clusters.topology import detect
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
@@ -19,8 +20,6 @@ from accel_state.launching.plan import World, plan_world
 from accel_state.launching.surroundings import find_surroundings
 
 __all__ = ["FoundPlace", "find_place"]
-
-_PORT = 29500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,7 @@ def find_place(flags: ParsedFlags, environ: Mapping[str, str]) -> FoundPlace | N
         if world.size == 1:
             return None
         address = config.main_process_ip or ("127.0.0.1" if world.machines == 1 else None)
-        port = config.main_process_port or (0 if world.machines == 1 else _PORT)
+        port = config.main_process_port or (0 if world.machines == 1 else DEFAULT_PORT)
         first, count, tells = world.machine_rank * world.local_size, world.local_size, True
     if address is None:
         raise ConfigError(

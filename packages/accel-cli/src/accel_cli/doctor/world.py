@@ -85,7 +85,7 @@ def examine_world(
             started.append(_start(config, place, port, local, environ, timeout))  # noqa: PERF401
         if store is None:
             return _follow(started, place), {}
-        return _Coordinator(store, place, started, timeout, tell).run()
+        return _Coordinator(store, place, {process.rank: process for process in started}, timeout, tell).run()
     finally:
         for process in started:
             if process.poll() is None:
@@ -149,23 +149,19 @@ def _follow(started: list[CommandProcess], place: RankPlace) -> list[Finding]:
     return [Finding("world", "ok", text)]
 
 
+@dataclasses.dataclass
 class _Coordinator:
     """Waits for the ranks, and collects their reports."""
 
-    def __init__(
-        self,
-        store: Any,
-        place: RankPlace,
-        started: list[CommandProcess],
-        timeout: float,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.store = store
-        self.place = place
-        self.size = place.world.size
-        self.local = {process.rank: process for process in started}
-        self.timeout = timeout
-        self.tell = tell
+    store: Any
+    place: RankPlace
+    local: Mapping[int, CommandProcess]
+    timeout: float
+    tell: Callable[[str], None]
+
+    @property
+    def size(self) -> int:
+        return self.place.world.size
 
     def run(self) -> tuple[list[Finding], dict[str, Any]]:
         """Findings and measurements."""

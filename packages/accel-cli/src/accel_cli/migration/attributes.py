@@ -8,11 +8,8 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider
-
 from accel_cli.migration.result import Remark
+from accel_cli.migration.source import PythonSource, dotted
 
 __all__ = ["accelerator_attributes", "missing_attributes"]
 
@@ -36,69 +33,54 @@ def accelerator_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
-def missing_attributes(module: cst.Module) -> list[Remark]:
+def missing_attributes(source: PythonSource) -> list[Remark]:
     """A remark for each line that uses an attribute of an ``Accelerator`` that does not exist here.
 
     Args:
-        module: the parsed source; names that are assigned ``Accelerator(…)`` anywhere in it count, those with a dot
+        source: of the script; names that are assigned ``Accelerator(…)`` anywhere in it count, those with a dot
             (``self.accelerator``), in a conditional expression, and parameters annotated with the class too.
     """
-    wrapper = MetadataWrapper(module)
-    finder = _Finder()
-    wrapper.visit(finder)
-    known = accelerator_attributes()
+    names = {name for node in ast.walk(source.tree) for name in _accelerators(node)}
+    used = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
     return sorted(
         {
-            Remark(line, f"{owner}.{name} does not exist in this version")
-            for owner, name, line in finder.used
-            if owner in finder.names and name not in known and not name.startswith("_")
+            Remark(node.lineno, f"{dotted(node)} does not exist in this version")
+            for node in used
+            if dotted(node.value) in names
+            and node.attr not in accelerator_attributes()
+            and not node.attr.startswith("_")
         }
     )
 
 
-class _Finder(cst.CSTVisitor):
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names = set[str]()
-        self.used: list[tuple[str, str, int]] = []
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        if _makes_one(node.value):
-            self.names |= {name for target in node.targets for name in _bound(target.target)}
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        if _makes_one(node.value) or _is_the_class(node.annotation.annotation):
-            self.names |= set(_bound(node.target))
-
-    def visit_Param(self, node: cst.Param) -> None:
-        if node.annotation is not None and _is_the_class(node.annotation.annotation):
-            self.names.add(node.name.value)
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:
-        owner = (
-            get_full_name_for_node(node.value) if isinstance(node.value, cst.Name | cst.Attribute) else None
-        )
-        if owner:
-            line = int(self.get_metadata(PositionProvider, node).start.line)
-            self.used.append((owner, node.attr.value, line))
+def _accelerators(node: ast.AST) -> Iterator[str]:
+    """The names that a node binds to an ``Accelerator``."""
+    match node:
+        case ast.Assign(targets=targets, value=value) if _makes_one(value):
+            for target in targets:
+                yield from _bound(target)
+        case ast.AnnAssign(target=target, annotation=kind, value=value) if _makes_one(value) or _is_the_class(
+            kind
+        ):
+            yield from _bound(target)
+        case ast.arg(arg=name, annotation=ast.expr() as kind) if _is_the_class(kind):
+            yield name
 
 
-def _makes_one(value: cst.BaseExpression | None) -> bool:
-    if isinstance(value, cst.IfExp):  # Accelerator(log_with=…) if tracked else Accelerator()
+def _makes_one(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.IfExp):  # Accelerator(log_with=…) if tracked else Accelerator()
         return _makes_one(value.body) or _makes_one(value.orelse)
-    return isinstance(value, cst.Call) and _is_the_class(value.func)
+    return isinstance(value, ast.Call) and _is_the_class(value.func)
 
 
-def _is_the_class(name: cst.BaseExpression) -> bool:
-    return (get_full_name_for_node(name) or "").rsplit(".", 1)[-1] == "Accelerator"
+def _is_the_class(name: ast.expr) -> bool:
+    return dotted(name).rpartition(".")[2] == "Accelerator"
 
 
-def _bound(target: cst.BaseExpression) -> Iterator[str]:
+def _bound(target: ast.expr) -> Iterator[str]:
     """The names in the target of an assignment: ``a``, ``a.b``, and those in a tuple or a list."""
-    if isinstance(target, cst.Tuple | cst.List):
-        for element in target.elements:
-            yield from _bound(element.value)
-    else:
-        yield from filter(None, [get_full_name_for_node(target)])
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from _bound(element)
+    elif name := dotted(target):
+        yield name

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-import multiprocessing
 import os
 import re
-import signal
-import warnings
 from collections.abc import Collection, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-
-import libcst as cst
 
 from accel_cli.migration.attributes import missing_attributes
 from accel_cli.migration.imports import rewrite_imports
 from accel_cli.migration.plain_loops import notes_on_loops
 from accel_cli.migration.result import Migration, Remark
+from accel_cli.migration.source import PythonSource
 from accel_state.errors import ConfigError
 from accel_state.whole_files import read_whole
 
-__all__ = ["find_files", "migrate_apart", "migrate_file", "migrate_source", "starts_of_refused"]
+__all__ = ["find_files", "migrate_file", "migrate_source", "starts_of_refused"]
 
 _KINDS = {
     **dict.fromkeys((".py",), "python"),
     **dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell"),
     **dict.fromkeys((".yaml", ".yml", ".json"), "configuration"),
 }
-_SECONDS, _MOST_SECONDS = 10.0, 120.0
-_BYTES_PER_SECOND = 2_000  # a sixth of what one processor reads
 _LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "build", "dist"})
 _WORD, _END = r"(?<![\w.-])", r"(?![\w.-])"
 _COMMAND = re.compile(
@@ -71,44 +63,6 @@ def find_files(paths: list[Path]) -> Iterator[Path]:
             raise ConfigError(f"{path} is none of the kinds that can be migrated: {', '.join(_KINDS)}")
         else:
             yield path
-
-
-def migrate_apart(path: Path) -> Migration:
-    """As ``migrate_file``, in a process of its own, which a source may end or keep busy without an end.
-
-    Raises:
-        ConfigError: the file is not text, or cannot be read.
-    """
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if forks else "spawn")
-    answer, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(path, theirs), daemon=True)  # type: ignore[attr-defined]
-    process.start()
-    theirs.close()
-    seconds = min(_SECONDS + path.stat().st_size / _BYTES_PER_SECOND, _MOST_SECONDS)
-    found: Migration | ConfigError | str = f"this takes longer than {seconds:.0f} s"
-    try:
-        if answer.poll(seconds):
-            found = answer.recv()
-    except EOFError:
-        found = "this ends the parser's process, probably because it is nested too deeply"
-    finally:
-        process.kill()
-        process.join()
-        answer.close()
-    if isinstance(found, ConfigError):
-        raise found
-    return Migration("", "", (Remark(1, found),)) if isinstance(found, str) else found
-
-
-def _answer(path: Path, answer: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too
-    try:
-        answer.send(migrate_file(path))
-    except ConfigError as error:
-        answer.send(error)
-    except (RecursionError, MemoryError):
-        answer.send(_TOO_DEEP)
 
 
 def migrate_file(path: Path) -> Migration:
@@ -165,34 +119,20 @@ def migrate_source(text: str) -> Migration:
     Args:
         text: the source; imports of ``accelerate`` are rewritten, and plain PyTorch training loops get notes.
     """
-    if _is_too_deep(text):
-        return Migration(text, text, (Remark(1, _TOO_DEEP),))
     try:
-        module = cst.parse_module(text)
-    except cst.ParserSyntaxError as error:
-        return Migration(text, text, (Remark(error.raw_line, f"this is not Python: {error.message}"),))
-    changed, refusals, notes = rewrite_imports(module)
-    if changed.code != module.code or refusals:
-        return _result(text, changed, [*refusals, *missing_attributes(module)], notes)
-    return Migration(text, text, (), tuple(notes_on_loops(module)))
-
-
-def _is_too_deep(text: str) -> bool:
-    """Whether Python itself cannot read the text because of its depth; others may be for a newer Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(text)
+        source = PythonSource(text)
     except (RecursionError, MemoryError):
-        return True
-    except (SyntaxError, ValueError) as error:
-        return "too many nested" in str(error)
-    return False
-
-
-def _result(text: str, module: cst.Module, refusals: list[Remark], notes: list[Remark]) -> Migration:
-    after = text if refusals else module.code
-    return Migration(text, after, tuple(sorted(set(refusals))), tuple(notes))
+        return Migration(text, text, (Remark(1, _TOO_DEEP),))
+    except SyntaxError as error:
+        why = _TOO_DEEP if "too many nested" in error.msg else f"this is not Python: {error.msg}"
+        return Migration(text, text, (Remark(error.lineno or 1, why),))
+    except ValueError as error:  # a byte that no source may have
+        return Migration(text, text, (Remark(1, f"this is not Python: {error}"),))
+    after, refusals, notes = rewrite_imports(source)
+    if after == text and not refusals:
+        return Migration(text, text, (), tuple(notes_on_loops(source)))
+    refusals = sorted({*refusals, *missing_attributes(source)})
+    return Migration(text, text if refusals else after, tuple(refusals), tuple(notes))
 
 
 def _ours(match: re.Match[str]) -> str:

@@ -1,395 +1,239 @@
-"""Imports and uses of ``accelerate`` become those of this library's packages, with the formatting kept."""
+"""Imports and uses of ``accelerate`` become those of this library's packages."""
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider
-
 from accel_cli.migration.names import SUBMODULES, home_of
 from accel_cli.migration.result import Remark
+from accel_cli.migration.source import PythonSource, dotted
 
 __all__ = ["rewrite_imports"]
 
 _THEIRS = "accelerate"
 _NOT_HERE = "has no counterpart in this version"
 _TRAINERS = ("transformers", "trl")
-_VERSION = "__version__"
 _KEPT = (
     "accelerate.__version__ is left as it is, and needs Accelerate: accel has versions of its own "
     "(accel_train.__version__); remove the comparison, or compare with those"
 )
+_Import = ast.Import | ast.ImportFrom
 
 
-def rewrite_imports(module: cst.Module) -> tuple[cst.Module, list[Remark], list[Remark]]:
-    """Rewrite a module.
+def rewrite_imports(source: PythonSource) -> tuple[str, list[Remark], list[Remark]]:
+    """Rewrite a source.
 
     Args:
-        module: the parsed source.
+        source: what is read; what has to change in it is replaced.
 
     Returns:
-        The new module, refusals (with any of them the new module is incomplete), and notes.
+        The new text, refusals (with any of them the new text is incomplete), and notes.
     """
-    wrapper = MetadataWrapper(module)
-    bindings = _Bindings()
-    wrapper.visit(bindings)
-    rewriter = _Rewriter(bindings.modules)
-    changed = wrapper.visit(rewriter).visit(_Merger())
-    assert isinstance(changed, cst.Module)
-    notes = rewriter.notes + ([] if changed.deep_equals(module) else bindings.notes)
-    return changed, sorted(set(bindings.refusals + rewriter.refusals)), sorted(set(notes))
+    rewriter = _Rewriter(source)
+    rewriter.rewrite_uses()
+    for block in _blocks(source.tree):
+        rewriter.rewrite_imports(block)
+    rewriter.note_texts()
+    after = source.replaced()
+    if after != source.text:
+        rewriter.note_trainers()
+    return after, sorted(set(rewriter.refusals)), sorted(set(rewriter.notes))
 
 
-class _Located(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (PositionProvider,)
+def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
 
-    def __init__(self) -> None:
-        super().__init__()
+
+class _Rewriter:
+    def __init__(self, source: PythonSource) -> None:
         self.refusals: list[Remark] = []
         self.notes: list[Remark] = []
+        self._source = source
+        self._modules = dict(_modules(source.tree))
+        # The packages of the names that are used of each module, which are imported in its place.
+        self._used: dict[str, dict[str, None]] = {local: {} for local in self._modules}
 
-    def line(self, node: cst.CSTNode) -> int:
-        return int(self.get_metadata(PositionProvider, node).start.line)
-
-    def refuse(self, node: cst.CSTNode, text: str) -> None:
-        self.refusals.append(Remark(self.line(node), text))
-
-
-class _Bindings(_Located):
-    """Finds the local names that stand for modules of Accelerate.
-
-    Attributes:
-        modules: local name to the dotted name of the module.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.modules: dict[str, str] = {}
-
-    def visit_Import(self, node: cst.Import) -> None:
-        """``import accelerate``, ``import accelerate.utils``, ``import accelerate.utils as u``."""
-        for alias in node.names:
-            name = get_full_name_for_node(alias.name) or ""
-            if _is_theirs(name):
-                local = _asname(alias)
-                self.modules[local or _THEIRS] = name if local else _THEIRS
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        """``from accelerate import utils``; and trainers that import Accelerate themselves."""
-        source = _source(node)
-        if source.partition(".")[0] in _TRAINERS and not isinstance(node.names, cst.ImportStar):
-            trainers = [get_full_name_for_node(alias.name) or "" for alias in node.names]
-            self.notes += [
-                Remark(
-                    self.line(node),
-                    f"{name} of {source} trains through Accelerate, so this file uses both; start it with "
-                    "`accel launch --as_accelerate`, which lets accel answer for Accelerate",
-                )
-                for name in trainers
-                if name.endswith("Trainer")
-            ]
-        if not _is_theirs(source) or isinstance(node.names, cst.ImportStar):
-            return
-        for alias in node.names:
-            name = get_full_name_for_node(alias.name) or ""
-            if source == _THEIRS and name in SUBMODULES:
-                self.modules[_asname(alias) or name] = f"{source}.{name}"
-
-
-class _Rewriter(_Located):
-    """Rewrites imports, and attributes of imported modules.
-
-    Args:
-        modules: local name to the dotted name of a module of Accelerate.
-
-    Attributes:
-        modules: the same.
-    """
-
-    def __init__(self, modules: dict[str, str]) -> None:
-        super().__init__()
-        self.modules = modules
-        self._used: dict[str, dict[str, None]] = {name: {} for name in modules}
-
-    def visit_Module(self, node: cst.Module) -> None:
-        """Find all uses of the modules first: their import statements become imports of the names that are used."""
-        node.visit(_Uses(self))
-
-    def use(self, local: str, package: str) -> None:
-        """Remember that ``package`` replaces the module called ``local``."""
-        self._used[local][package] = None
-
-    def note_version(self, name: str, node: cst.CSTNode) -> None:
-        """Note a use of Accelerate's version, which no package here replaces."""
-        if name == _VERSION:
-            self.notes.append(Remark(self.line(node), _KEPT))
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        """Not the names inside."""
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Not the names inside."""
-        return False
-
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
-        """``import accelerate`` becomes an import of the packages that replace it."""
-        kept: list[cst.ImportAlias] = []
-        packages: dict[str, None] = {}
-        found = False
-        for alias in original_node.names:
-            name = get_full_name_for_node(alias.name) or ""
-            if not _is_theirs(name):
-                kept.append(alias)
-                continue
-            found = True
-            packages |= self._used[_asname(alias) or _THEIRS]
-        if not found:
-            return updated_node
-        new = [*kept, *(cst.ImportAlias(name=cst.Name(package)) for package in packages)]
-        if not new:
-            return cst.RemoveFromParent()
-        commas = [
-            alias.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-            for alias in new[:-1]
-        ]
-        return updated_node.with_changes(
-            names=[*commas, new[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)]
-        )
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> Any:
-        """``from accelerate import A, b`` becomes one import for each package."""
-        statements: list[cst.SimpleStatementLine] = []
-        body: list[cst.BaseSmallStatement] = []
-        replaced = False
-        for small in updated_node.body:
-            if not isinstance(small, cst.ImportFrom) or not _is_theirs(_source(small)):
-                body.append(small)
-                continue
-            replaced = True
-            body += self._split(original_node, small)
-        if not replaced:
-            return updated_node
-        if not body:
-            return cst.RemoveFromParent()
-        if len(original_node.body) > 1:  # a; from accelerate import b
-            separated = [
-                small.with_changes(semicolon=cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" ")))
-                for small in body[:-1]
-            ]
-            return updated_node.with_changes(body=[*separated, body[-1]])
-        last = len(body) - 1
-        for index, small in enumerate(body):
-            line = cst.SimpleStatementLine([small])
-            if index == 0:
-                line = line.with_changes(leading_lines=updated_node.leading_lines)
-            if index == last:
-                line = line.with_changes(trailing_whitespace=updated_node.trailing_whitespace)
-            statements.append(line)
-        return cst.FlattenSentinel(statements)
-
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
+    def rewrite_uses(self) -> None:
         """``accelerate.utils.set_seed`` becomes ``accel_train.set_seed``."""
-        found = _resolve(original_node, self.modules)
-        if found is None:
-            return updated_node
-        package = home_of(found[1])
-        return updated_node if package is None else updated_node.with_changes(value=cst.Name(package))
+        owners = {node.value: node for node in ast.walk(self._source.tree) if isinstance(node, ast.Attribute)}
+        node: Any
+        for node in ast.walk(self._source.tree):
+            local = _name_of(node)
+            if local in self._modules:
+                used = self._used_of(node, owners)
+                if used is not None:
+                    self._rewrite_use(local, used)
+                else:
+                    text = f"the module {local} is used as a value, which cannot be rewritten"
+                    self.refusals.append(Remark(node.lineno, text))
 
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> Any:
-        """Texts are not code: mentions of ``accelerate`` in them are only noted."""
-        text = original_node.value.strip("rbuRBU\"'")
-        if text == _THEIRS or text.startswith("accelerate launch"):
-            self.notes.append(
-                Remark(self.line(original_node), f"the text {original_node.value} is left as it is")
-            )
-        return updated_node
+    def _used_of(self, node: Any, owners: dict[ast.expr, ast.Attribute]) -> ast.Attribute | None:
+        """The first attribute in ``module.….name`` that is no module; None: the module itself is used."""
+        module = self._modules[_name_of(node)]
+        names: list[str] = []
+        while (owner := owners.get(node)) is not None:
+            names.append(owner.attr)
+            if not _is_module(module, names):
+                return owner
+            node = owner
+        return None
 
-    def _split(
-        self, line: cst.SimpleStatementLine, statement: cst.ImportFrom
-    ) -> list[cst.BaseSmallStatement]:
-        """The imports that replace one of Accelerate's."""
-        source = _source(statement)
-        if isinstance(statement.names, cst.ImportStar):
-            self.refuse(line, f"from {source} import *: import the names that are used, one by one")
-            return [statement]
-        homes: dict[str, list[cst.ImportAlias]] = {}
-        modules: dict[str, None] = {}
-        for alias in statement.names:
-            name = get_full_name_for_node(alias.name) or ""
-            local = _asname(alias) or name
-            if source == _THEIRS and name in SUBMODULES:
-                modules |= self._used[local]
-                continue
-            self.note_version(name, line)
-            home = home_of(name)
-            if home is None:
-                self.refuse(line, f"{source}.{name} {_NOT_HERE}")
-                continue
-            homes.setdefault(home, []).append(alias)
-        several = [cst.Import([cst.ImportAlias(name=cst.Name(package))]) for package in modules]
-        return [*several, *(_import_from(statement, home, aliases) for home, aliases in homes.items())]
-
-
-class _Merger(cst.CSTTransformer):
-    """Makes one import of neighbouring imports from the same package of ours, and drops repeated ones."""
-
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        """The top level."""
-        return updated_node.with_changes(body=_merged(updated_node.body))
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        """A block."""
-        return updated_node.with_changes(body=_merged(updated_node.body))
-
-
-def _merged(body: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for statement in body:
-        package = _plain_import_of(statement)
-        if not package or not found:
-            found.append(statement)
-            continue
-        if _is_bare(statement) and any(statement.deep_equals(other) for other in found):
-            continue
-        same = next(
-            (at for at in reversed(range(len(found))) if _plain_import_of(found[at]) == package), None
-        )
-        near = same is not None and all(_plain_import_of(other) for other in found[same:])
-        if same is None or not near or not _is_bare(statement) or package.startswith("import "):
-            found.append(statement)
-            continue
-        before, after = found[same].body[0], statement.body[0]
-        names = {_spelled(alias): alias for alias in (*before.names, *after.names)}
-        new = before.with_changes(names=list(_separated(list(names.values()))))
-        found[same] = found[same].with_changes(body=[new])
-    return found
-
-
-def _plain_import_of(statement: Any) -> str:
-    """``from x`` or ``import x`` for an import of one of our packages on one line; else nothing."""
-    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-        return ""
-    small = statement.body[0]
-    if isinstance(small, cst.Import) and len(small.names) == 1 and _asname(small.names[0]) is None:
-        name = get_full_name_for_node(small.names[0].name) or ""
-        return f"import {name}" if name.startswith("accel_") else ""
-    if (
-        isinstance(small, cst.ImportFrom)
-        and small.lpar is None
-        and not isinstance(small.names, cst.ImportStar)
-    ):
-        name = _source(small)
-        return f"from {name}" if name.startswith("accel_") and "." not in name else ""
-    return ""
-
-
-def _is_bare(statement: cst.SimpleStatementLine) -> bool:
-    """Whether a statement has no comment or blank line that would be lost with it."""
-    return not statement.leading_lines and statement.trailing_whitespace.comment is None
-
-
-def _spelled(alias: cst.ImportAlias) -> str:
-    return f"{get_full_name_for_node(alias.name)} {_asname(alias)}"
-
-
-class _Uses(cst.CSTVisitor):
-    """Finds the uses of modules; a use other than by attribute is refused."""
-
-    def __init__(self, rewriter: _Rewriter) -> None:
-        super().__init__()
-        self._rewriter = rewriter
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        """Not the names inside."""
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Not the names inside."""
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        """Not the name of a keyword."""
-        node.value.visit(self)
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """``accelerate.Accelerator`` uses the package of ``Accelerator``."""
-        found = _resolve(node, self._rewriter.modules)
-        if found is None:
-            node.value.visit(self)
-            return False
-        local, name = found
-        package = home_of(name)
-        self._rewriter.note_version(name, node)
+    def _rewrite_use(self, local: str, used: ast.Attribute) -> None:
+        package = home_of(used.attr)
+        written = self._source.between(*self._source.span(used))
         if package is None:
-            self._rewriter.refuse(node, f"{get_full_name_for_node(node)} {_NOT_HERE}")
+            self.refusals.append(Remark(used.lineno, f"{written} {_NOT_HERE}"))
+        elif written != dotted(used):
+            self.refusals.append(Remark(used.lineno, f"write {dotted(used)} on one line, without spaces"))
         else:
-            self._rewriter.use(local, package)
-        return False
+            self._note_version(used.attr, used.lineno)
+            self._used[local][package] = None
+            self._source.replace(*self._source.span(used.value), package)
 
-    def visit_Name(self, node: cst.Name) -> None:
-        """The module itself, as a value."""
-        if node.value in self._rewriter.modules:
-            self._rewriter.refuse(
-                node, f"the module {node.value} is used as a value, which cannot be rewritten"
-            )
+    def rewrite_imports(self, block: Sequence[ast.stmt]) -> None:
+        """Imports of a block become imports of the packages that have the names; those below each other become one."""
+        theirs = [statement for statement in block if _imports_theirs(statement)]
+        groups: list[list[ast.stmt]] = []
+        for statement in theirs:
+            if groups and self._are_below(groups[-1][-1], statement):
+                groups[-1].append(statement)
+            else:
+                groups.append([statement])
+        for group in groups:
+            self._replace(group, keep=len(theirs) == len(block) and group is groups[-1])
+
+    def _are_below(self, first: ast.stmt, second: ast.stmt) -> bool:
+        """Whether two imports are on neighbouring lines, with nothing else on or between them."""
+        between = self._source.between(self._source.span(first)[1], self._source.span(second)[0])
+        one_line = all(each.lineno == each.end_lineno for each in (first, second))
+        return one_line and second.lineno == first.lineno + 1 and not between.strip()
+
+    def _replace(self, imports: Sequence[ast.stmt], keep: bool) -> None:
+        """Replace imports.
+
+        Args:
+            imports: on neighbouring lines.
+            keep: a statement must be left, because the block has no other.
+        """
+        packages: dict[str, None] = {}
+        names: dict[str, dict[str, None]] = {}
+        for statement in imports:
+            if isinstance(statement, ast.Import):
+                for alias in statement.names:
+                    theirs = _is_theirs(alias.name)
+                    packages |= self._used[alias.asname or _THEIRS] if theirs else {ast.unparse(alias): None}
+            elif isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    self._sort_name(statement, alias, packages, names)
+        begin, end = self._source.span(imports[0])[0], self._source.span(imports[-1])[1]
+        first, last = self._source.line_of(begin, end)
+        before, after = self._source.between(first, begin), self._source.between(end, last)
+        new = [f"import {', '.join(packages)}"] if packages else []
+        new += [f"from {home} import {', '.join(aliases)}" for home, aliases in names.items()]
+        if before.strip() or ";" in after.partition("#")[0]:  # a; import accelerate; b
+            self._source.replace(begin, end, "; ".join(new) or "pass")
+        elif not new and not keep:
+            self._source.replace(first, last, "")
+        elif len(imports) == len(new) == len(names) == 1 and isinstance(imports[0], ast.ImportFrom):
+            # Nothing is taken out: line breaks and comments among the names stay.
+            home, written = next(iter(names)), self._source.between(begin, end)
+            self._source.replace(begin, end, re.sub(r"^from\s+[\w.]+", f"from {home}", written))
+        else:
+            line_end = after[len(after.rstrip("\r\n")) :] or "\n"
+            self._source.replace(begin, end, f"{line_end}{before}".join(new) or "pass")
+
+    def _sort_name(
+        self,
+        statement: ast.ImportFrom,
+        alias: ast.alias,
+        packages: dict[str, None],
+        names: dict[str, dict[str, None]],
+    ) -> None:
+        """Add an imported name to those of its package, or the packages that are used of an imported module."""
+        source, name = statement.module, alias.name
+        if name == "*":
+            text = f"from {source} import *: import the names that are used, one by one"
+            self.refusals.append(Remark(statement.lineno, text))
+        elif source == _THEIRS and name in SUBMODULES:
+            packages |= self._used[alias.asname or name]
+        elif (home := home_of(name)) is None:
+            self.refusals.append(Remark(statement.lineno, f"{source}.{name} {_NOT_HERE}"))
+        else:
+            self._note_version(name, statement.lineno)
+            names.setdefault(home, {})[ast.unparse(alias)] = None
+
+    def _note_version(self, name: str, line: int) -> None:
+        """Note a use of Accelerate's version, which no package here replaces."""
+        if name == "__version__":
+            self.notes.append(Remark(line, _KEPT))
+
+    def note_texts(self) -> None:
+        """Texts are not code: mentions of ``accelerate`` in them are only noted."""
+        for node in ast.walk(self._source.tree):
+            match node:
+                case ast.Constant(value=str(text)) if text == _THEIRS or text.startswith("accelerate launch"):
+                    written = self._source.between(*self._source.span(node))
+                    self.notes.append(Remark(node.lineno, f"the text {written} is left as it is"))
+
+    def note_trainers(self) -> None:
+        """Note trainers of other libraries, which import Accelerate themselves."""
+        for node in ast.walk(self._source.tree):
+            source = _source_of(node)
+            if source.partition(".")[0] in _TRAINERS and isinstance(node, ast.ImportFrom):
+                self.notes += [
+                    Remark(
+                        node.lineno,
+                        f"{alias.name} of {source} trains through Accelerate, so this file uses both; start it with "
+                        "`accel launch --as_accelerate`, which lets accel answer for Accelerate",
+                    )
+                    for alias in node.names
+                    if alias.name.endswith("Trainer")
+                ]
 
 
-def _resolve(node: cst.Attribute, modules: dict[str, str]) -> tuple[str, str] | None:
-    """The local name of a module of Accelerate and the public name, if ``node`` is exactly ``module.….name``."""
-    parts = (get_full_name_for_node(node) or "").split(".")
-    if len(parts) < 2 or parts[0] not in modules:
+def _modules(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Local names that stand for modules of Accelerate, and the dotted names of these."""
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, _Import) else ():
+            if isinstance(node, ast.Import) and _is_theirs(alias.name):
+                yield (alias.asname, alias.name) if alias.asname else (_THEIRS, _THEIRS)
+            elif _source_of(node) == _THEIRS and alias.name in SUBMODULES:
+                yield alias.asname or alias.name, f"{_THEIRS}.{alias.name}"
+
+
+def _name_of(node: Any) -> Any:
+    """The name that a node uses or binds, unless it is that of an argument in a call, or of an import."""
+    if isinstance(node, ast.keyword | ast.alias):
         return None
-    inner: Any = node
-    while isinstance(inner, cst.Attribute):
-        inner = inner.value
-    if not isinstance(inner, cst.Name):  # f(x).accelerate
-        return None
-    rest = parts[1:]
-    if not all(_is_module(modules[parts[0]], rest[:index]) for index in range(1, len(rest))):
-        return None
-    return None if _is_module(modules[parts[0]], rest) else (parts[0], rest[-1])
+    return next((vars(node)[key] for key in ("id", "arg", "name") if key in vars(node)), None)
 
 
-def _is_module(module: str, parts: Sequence[str]) -> bool:
-    """Whether ``parts`` lead from a module of Accelerate to another module."""
-    if module == _THEIRS:
-        return parts[0] in SUBMODULES and all(part.islower() and home_of(part) is None for part in parts[1:])
-    return all(part.islower() and home_of(part) is None for part in parts)
+def _is_module(module: str, names: Sequence[str]) -> bool:
+    """Whether names lead from a module of Accelerate to another module."""
+    inner = names if module != _THEIRS else names[1:]
+    known = module != _THEIRS or names[0] in SUBMODULES
+    return known and all(name.islower() and home_of(name) is None for name in inner)
+
+
+def _imports_theirs(statement: ast.stmt) -> bool:
+    names = (
+        [alias.name for alias in statement.names]
+        if isinstance(statement, ast.Import)
+        else [_source_of(statement)]
+    )
+    return any(map(_is_theirs, names))
 
 
 def _is_theirs(name: str) -> bool:
     return name == _THEIRS or name.startswith(f"{_THEIRS}.")
 
 
-def _source(statement: cst.ImportFrom) -> str:
-    if statement.relative or statement.module is None:
-        return ""
-    return get_full_name_for_node(statement.module) or ""
-
-
-def _asname(alias: cst.ImportAlias) -> str | None:
-    name = alias.asname.name if alias.asname is not None else None
-    return name.value if isinstance(name, cst.Name) else None
-
-
-def _import_from(statement: cst.ImportFrom, home: str, aliases: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
-    names = list(_separated(aliases))
-    whole = isinstance(statement.names, Sequence) and len(statement.names) == len(aliases)
-    if whole:  # nothing was taken out: keep line breaks and comments
-        return statement.with_changes(module=cst.Name(home))
-    return cst.ImportFrom(module=cst.Name(home), names=names)
-
-
-def _separated(aliases: Sequence[cst.ImportAlias]) -> Iterator[cst.ImportAlias]:
-    for index, alias in enumerate(aliases):
-        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        yield alias.with_changes(comma=comma if index + 1 < len(aliases) else cst.MaybeSentinel.DEFAULT)
+def _source_of(node: ast.AST) -> str:
+    """What ``from … import`` names; empty for a relative import, and for anything else."""
+    return (node.module or "") if isinstance(node, ast.ImportFrom) and not node.level else ""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-from libcst.metadata import MetadataWrapper, PositionProvider
+import ast
 
 from accel_cli.migration.result import Remark
+from accel_cli.migration.source import PythonSource, dotted
 
 __all__ = ["notes_on_loops"]
 
@@ -39,30 +38,20 @@ _REPLACED = {
 """Last part of a called name, and what to write in its place."""
 
 
-def notes_on_loops(module: cst.Module) -> list[Remark]:
+def notes_on_loops(source: PythonSource) -> list[Remark]:
     """A note for each line of a plain PyTorch training script that changes here.
 
     Args:
-        module: the parsed source. One without ``backward()``, or with an ``Accelerator``, gets none.
+        source: of the script. One without ``backward()``, or with an ``Accelerator``, gets none.
     """
-    if "Accelerator" in module.code:
+    if "Accelerator" in source.text:
         return []
-    finder = _Calls()
-    MetadataWrapper(module).visit(finder)
-    if not any(name == "backward" for _, name in finder.found):
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    found = {(call.lineno, _last_name(call.func)) for call in calls}
+    if not any(name == "backward" for _, name in found):
         return []
-    return sorted({Remark(line, f"{name}(): {_REPLACED[name]}") for line, name in finder.found})
+    return sorted(Remark(line, f"{name}(): {_REPLACED[name]}") for line, name in found if name in _REPLACED)
 
 
-class _Calls(cst.CSTVisitor):
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[int, str]] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        called = node.func
-        name = called.attr.value if isinstance(called, cst.Attribute) else get_full_name_for_node(called)
-        if name is not None and name in _REPLACED:
-            self.found.append((int(self.get_metadata(PositionProvider, node).start.line), name))
+def _last_name(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else dotted(called)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from accel_state.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_PORT",
     "Cluster",
+    "TaskCluster",
     "Topology",
     "is_loopback",
     "node_placement",
@@ -21,6 +23,9 @@ __all__ = [
     "read_task",
     "stable_port",
 ]
+
+DEFAULT_PORT = 29500
+"""Of torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,42 @@ class Cluster(ABC):
         Raises:
             ConfigError: it started the process, but a variable is missing or wrong; the message names it and its value.
         """
+
+
+class TaskCluster(Cluster):
+    """A launcher or scheduler of tasks, which all know their own machine, but not the address of the first."""
+
+    def topology(
+        self,
+        environ: Mapping[str, str],
+        world: tuple[int, int],
+        node: tuple[int, int],
+        *,
+        nodes: tuple[int | None, int | None] = (None, None),
+        host: Callable[[], str | None],
+        job: str | None,
+    ) -> Topology:
+        """The topology of a task; MASTER_ADDR and MASTER_PORT are preferred to what the cluster says.
+
+        Args:
+            environ: the variables.
+            world: its rank, and the number of tasks.
+            node: its rank on its node, and the number of tasks there.
+            nodes: index of its node, and the number of nodes; None: consecutive ranks share a node.
+            host: gives the first node of several; None: it is not known.
+            job: name of the job, which the port follows from; None: the default port of torch.distributed.
+        """
+        node_rank, num_nodes = node_placement(*world, node[1])
+        num_nodes = num_nodes if nodes[1] is None else nodes[1]
+        return Topology(
+            *world,
+            *node,
+            node_rank=node_rank if nodes[0] is None else nodes[0],
+            num_nodes=num_nodes,
+            master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else host()),
+            master_port=read_port(environ) or (DEFAULT_PORT if job is None else stable_port(job)),
+            launcher=self.name,
+        )
 
 
 def read_int(

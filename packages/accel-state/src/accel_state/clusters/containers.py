@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accel_state.clusters.allocation import Allocation, Described, Scheduler
-from accel_state.clusters.base import read_int, read_port
+from accel_state.clusters.base import DEFAULT_PORT, read_int, read_port
 from accel_state.errors import ConfigError
 
 __all__ = ["Containers"]
 
 _MACHINES = ("NNODES", "NUM_NODES")
-_DEFAULT_PORT = 29500  # the default of torch.distributed
 
 
 class Containers(Scheduler):
@@ -65,7 +64,7 @@ class Containers(Scheduler):
 
 def _address(environ: Mapping[str, str]) -> dict[str, Described]:
     found = {
-        "main_process_port": Described(read_port(environ) or _DEFAULT_PORT, "MASTER_PORT", firm=False),
+        "main_process_port": Described(read_port(environ) or DEFAULT_PORT, "MASTER_PORT", firm=False),
     }
     if environ.get("MASTER_ADDR"):
         found["main_process_ip"] = Described(environ["MASTER_ADDR"], "MASTER_ADDR", firm=False)

@@ -8,13 +8,10 @@ from collections.abc import Mapping
 
 from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
-    Cluster,
+    TaskCluster,
     Topology,
-    node_placement,
     read_int,
-    read_port,
     read_task,
-    stable_port,
 )
 from accel_state.clusters.slurm import first_host
 
@@ -23,7 +20,7 @@ __all__ = ["Flux", "FluxJobs"]
 _PATIENCE = 20.0
 
 
-class Flux(Cluster):
+class Flux(TaskCluster):
     """The process is one of several tasks of a job. Variables: flux-environment(7)."""
 
     name = "flux"
@@ -37,18 +34,13 @@ class Flux(Cluster):
         rank, local_rank = read_task(environ, size, "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", advice)
         num_nodes = read_int(environ, "FLUX_JOB_NNODES", minimum=1) or 1
         local_world_size = max(-(-world_size // num_nodes), local_rank + 1)
-        node_rank, _ = node_placement(rank, world_size, local_world_size)
-        return Topology(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            master_addr=environ.get("MASTER_ADDR")
-            or ("127.0.0.1" if num_nodes == 1 else _first_host(environ)),
-            master_port=read_port(environ) or stable_port(environ.get("FLUX_JOB_ID", "")),
-            launcher=self.name,
+        return self.topology(
+            environ,
+            (rank, world_size),
+            (local_rank, local_world_size),
+            nodes=(None, num_nodes),
+            host=lambda: _first_host(environ),
+            job=environ.get("FLUX_JOB_ID", ""),
         )
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 from accel_state.clusters.allocation import Allocation, Described, TaskScheduler
 from accel_state.clusters.base import (
-    Cluster,
+    TaskCluster,
     Topology,
-    node_placement,
     read_int,
-    read_port,
     read_task,
     stable_port,
 )
@@ -27,7 +25,7 @@ __all__ = ["JobStepManager", "LSFJobs", "hosts_of"]
 _FILES = ("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE")
 
 
-class JobStepManager(Cluster):
+class JobStepManager(TaskCluster):
     """JSM_NAMESPACE_SIZE is above 1."""
 
     name = "lsf"
@@ -48,18 +46,12 @@ class JobStepManager(Cluster):
         local_world_size = read_int(environ, "JSM_NAMESPACE_LOCAL_SIZE", minimum=1)
         if local_world_size is None:
             local_world_size = max(-(-world_size // max(1, len(compute))), local_rank + 1)
-        node_rank, num_nodes = node_placement(rank, world_size, local_world_size)
-        host = compute[0] if compute and num_nodes > 1 else None
-        return Topology(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            master_addr=environ.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else host),
-            master_port=read_port(environ) or stable_port(environ.get("LSB_JOBID", "")),
-            launcher=self.name,
+        return self.topology(
+            environ,
+            (rank, world_size),
+            (local_rank, local_world_size),
+            host=lambda: next(iter(compute), None),
+            job=environ.get("LSB_JOBID", ""),
         )
 
 

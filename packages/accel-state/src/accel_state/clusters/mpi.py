@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
-    Cluster,
+    TaskCluster,
     Topology,
-    node_placement,
     read_int,
-    read_port,
-    stable_port,
 )
 from accel_state.clusters.sagemaker import sagemaker_hosts
 from accel_state.errors import ConfigError
@@ -51,10 +48,9 @@ _JOB_NAMES = (
     "PBS_JOBID",
     "LSB_JOBID",
 )
-_DEFAULT_PORT = 29500  # the default of torch.distributed
 
 
-class MPI(Cluster):
+class MPI(TaskCluster):
     """A size variable of an MPI launcher is above 1."""
 
     name = "mpi"
@@ -73,9 +69,9 @@ class MPI(Cluster):
             and environ.get("SLURM_PROCID") == environ.get(names.rank)
         ):
             return None
-        return self._topology(environ, names, sizes[names])
+        return self._of(environ, names, sizes[names])
 
-    def _topology(self, environ: Mapping[str, str], names: _Names, world_size: int) -> Topology:
+    def _of(self, environ: Mapping[str, str], names: _Names, world_size: int) -> Topology:
         rank = read_int(environ, names.rank, below=(names.size, world_size))
         if rank is None:
             raise ConfigError(
@@ -92,20 +88,13 @@ class MPI(Cluster):
                 f"environment variable {names.local_rank} is {local_rank}, but {names.local_size} is "
                 f"{local_world_size}; it must be between 0 and {local_world_size - 1}"
             )
-        addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else None)
-        if addr is None:  # SageMaker's library for data parallelism starts ranks with mpirun
-            addr = next(iter(sagemaker_hosts(environ)), None)
-        node_rank, num_nodes = node_placement(rank, world_size, local_world_size)
-        return Topology(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
-            master_addr=addr,
-            master_port=read_port(environ) or _port(environ),
-            launcher=self.name,
+        return self.topology(
+            environ,
+            (rank, world_size),
+            (local_rank, local_world_size),
+            # SageMaker's library for data parallelism starts ranks with mpirun.
+            host=lambda: next(iter(sagemaker_hosts(environ)), None),
+            job=next((environ[name] for name in _JOB_NAMES if environ.get(name)), None),
         )
 
 
@@ -120,8 +109,3 @@ class MPIProcesses(TaskScheduler):
     def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
         """See the base class."""
         return dict.fromkeys(("size", "nodes", "node"), f"the {topology.world_size} processes of mpirun")
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
-    return _DEFAULT_PORT if job is None else stable_port(job)

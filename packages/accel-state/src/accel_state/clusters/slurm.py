@@ -10,21 +10,18 @@ from collections.abc import Mapping
 
 from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
-    Cluster,
+    TaskCluster,
     Topology,
-    node_placement,
     read_first,
     read_int,
-    read_port,
     read_task,
-    stable_port,
 )
 from accel_state.errors import ConfigError
 
 __all__ = ["Slurm", "SlurmSteps", "first_host", "tasks_per_node"]
 
 
-class Slurm(Cluster):
+class Slurm(TaskCluster):
     """The process is a task of a job step with several tasks.
 
     The ``sbatch`` script itself also has SLURM_PROCID and SLURM_NTASKS; it is one process, recognised by
@@ -52,18 +49,13 @@ class Slurm(Cluster):
         )
         node_rank = read_int(environ, "SLURM_NODEID")
         local_world_size = _local_world_size(environ, world_size, num_nodes or 1, node_rank or 0, local_rank)
-        by_size = node_placement(rank, world_size, local_world_size)
-        num_nodes = by_size[1] if num_nodes is None else num_nodes
-        return Topology(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            node_rank=by_size[0] if node_rank is None else node_rank,
-            num_nodes=num_nodes,
-            master_addr=_address(environ, num_nodes),
-            master_port=read_port(environ) or _port(environ),
-            launcher=self.name,
+        return self.topology(
+            environ,
+            (rank, world_size),
+            (local_rank, local_world_size),
+            nodes=(node_rank, num_nodes),
+            host=lambda: _first_node(environ),
+            job=_job(environ),
         )
 
 
@@ -122,14 +114,12 @@ def _local_world_size(
     return max(-(-world_size // num_nodes), local_rank + 1)
 
 
-def _address(environ: Mapping[str, str], num_nodes: int) -> str | None:
-    if num_nodes == 1 or environ.get("MASTER_ADDR"):
-        return environ.get("MASTER_ADDR") or "127.0.0.1"
+def _first_node(environ: Mapping[str, str]) -> str | None:
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodelist = next((environ[name] for name in names if environ.get(name)), "")
     return first_host(nodelist) or None
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def _job(environ: Mapping[str, str]) -> str:
     step = environ.get("SLURM_STEP_ID", "0")
-    return stable_port(f"{environ.get('SLURM_JOB_ID') or environ.get('SLURM_JOBID', '')}.{step}")
+    return f"{environ.get('SLURM_JOB_ID') or environ.get('SLURM_JOBID', '')}.{step}"

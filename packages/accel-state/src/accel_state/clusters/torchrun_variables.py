@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.clusters.allocation import Allocation, Described, Scheduler
-from accel_state.clusters.base import read_int
+from accel_state.clusters.base import DEFAULT_PORT, read_int
 from accel_state.errors import ConfigError
 
 __all__ = ["TorchrunVariables"]
 
 _COUNTED = ("auto", "gpu", "cpu", "xpu")
-_DEFAULT_PORT = 29400  # of torchrun's c10d rendezvous
-_STATIC_PORT = 29500
+_C10D_PORT = 29400  # of torchrun's c10d rendezvous
 
 
 class TorchrunVariables(Scheduler):
@@ -81,7 +80,7 @@ def _processes(environ: Mapping[str, str]) -> Described | None:
 
 def _address(environ: Mapping[str, str], endpoint: str) -> dict[str, Described]:
     if endpoint:
-        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(_DEFAULT_PORT))
+        host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(_C10D_PORT))
         if not port.isdecimal() or not host:
             raise ConfigError(
                 f"environment variable PET_RDZV_ENDPOINT is {endpoint!r}; expected host:port, such as 10.0.0.1:29400"
@@ -101,7 +100,7 @@ def _address(environ: Mapping[str, str], endpoint: str) -> dict[str, Described]:
             found["main_process_port"] = Described(port_number, f"{name}={port_number}", firm=False)
             break
     else:
-        found["main_process_port"] = Described(_STATIC_PORT, "torchrun's default", firm=False)
+        found["main_process_port"] = Described(DEFAULT_PORT, "torchrun's default", firm=False)
     return found
 
 

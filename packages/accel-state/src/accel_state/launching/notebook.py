@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Template
 from typing import Any, Literal
 
+from accel_state.clusters.base import DEFAULT_PORT
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
 from accel_state.environment import patch_environment, snapshot
@@ -27,7 +28,6 @@ from accel_state.launching.watching.output import Console, stream_sink
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
-_DEFAULT_PORT = 29500
 
 # Topology of the process state that a one-process launch created in this process. It does not prevent the next launch,
 # whose ranks discard it, because only the launched function used it.
@@ -116,11 +116,11 @@ def notebook_launcher(
         max_restarts=max_restarts,
     )
     if isinstance(ranks, ForkedRanks) and elastic:
-        endpoint = rdzv_endpoint or f"{master_addr}:{port or _DEFAULT_PORT}"
+        endpoint = rdzv_endpoint or f"{master_addr}:{port or DEFAULT_PORT}"
         _run_elastic(ranks, num_nodes, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id, monitor_interval)
         return
     if num_nodes > 1 and not port:
-        port = _DEFAULT_PORT
+        port = DEFAULT_PORT
     _run(ranks, port, own_port=node_rank == 0, monitor_interval=monitor_interval)
 
 

@@ -469,32 +469,24 @@ def _end(processes: Sequence[RankProcess]) -> None:
         process.kill()
 
 
+@dataclasses.dataclass
 class _Attempts:
     """Plans and starts each attempt, on a port that stays reserved until the next attempt.
 
     The first plan is made before the start, because the launcher uses it to decide how to proceed.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        target: Target,
-        world: World,
-        environ: Mapping[str, str],
-        host: Host,
-        console: Console,
-    ) -> None:
-        self._config = config
-        self._target = target
-        self._world = world
-        self._environ = environ
-        self._host = host
-        self._console = console
-        self._held = contextlib.ExitStack()
-        self._secret = secrets.token_hex(32)
-        self._monitor: Monitor | None = None
-        self._pool: SparePool | None = None
-        self._planned: dict[int, LaunchPlan] = {}
+    config: LaunchConfig
+    target: Target
+    world: World
+    environ: Mapping[str, str]
+    host: Host
+    console: Console
+    _held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _secret: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    _monitor: Monitor | None = None
+    _pool: SparePool | None = None
+    _planned: dict[int, LaunchPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, attempt: int) -> LaunchPlan:
         """The plan of an attempt, made once; its port is reserved from here on.
@@ -504,15 +496,9 @@ class _Attempts:
         """
         if attempt not in self._planned:
             self._held.close()
-            port = self._held.enter_context(_port(self._config, self._world))
+            port = self._held.enter_context(_port(self.config, self.world))
             made = plan(
-                self._config,
-                self._target,
-                self._world,
-                self._environ,
-                self._host,
-                port=port,
-                attempt=attempt,
+                self.config, self.target, self.world, self.environ, self.host, port=port, attempt=attempt
             )
             self._planned = {attempt: made}
         return self._planned[attempt]
@@ -520,27 +506,27 @@ class _Attempts:
     def start(self, attempt: int) -> list[SupervisedProcess]:
         """Start the processes of an attempt."""
         planned = self.plan(attempt)
-        logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])
+        logged = parse_tee(self.config.tee, [spec.rank for spec in planned.processes])
         specs = [self._sharing(self._watched(spec), planned.style) for spec in planned.processes]
         spares: dict[int, CommandProcess] = {}
         if self._pool is not None and attempt:
-            spares = self._pool.take(specs, [spec.environment(self._environ) for spec in specs])
+            spares = self._pool.take(specs, [spec.environment(self.environ) for spec in specs])
             self._tell_of_spares(spares)
         planned = dataclasses.replace(planned, processes=tuple(specs))
         members = start_members(
-            planned, self._environ, self._console, logged, hold=not self._config.debug, started=spares
+            planned, self.environ, self.console, logged, hold=not self.config.debug, started=spares
         )
-        if self._config.spares and planned.style == "ranks":
+        if self.config.spares and planned.style == "ranks":
             self._fill_pool(specs[0])
         return members
 
     def watch(self) -> Monitor | None:
         """The monitor of the ranks, created once; None on systems that do not support one."""
         if self._monitor is None and CAN_WATCH:
-            config = self._config
+            config = self.config
             limits = Limits(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
             self._monitor = Monitor(
-                self._world.local_size, limits, timed=watches(config), folded=not config.debug
+                self.world.local_size, limits, timed=watches(config), folded=not config.debug
             )
         return self._monitor
 
@@ -562,21 +548,21 @@ class _Attempts:
 
         Ranks of several machines have one only if the user gives it to all of them.
         """
-        if style != "ranks" or self._world.machines > 1 or STORE_SECRET in self._environ:
+        if style != "ranks" or self.world.machines > 1 or STORE_SECRET in self.environ:
             return spec
         return dataclasses.replace(spec, env={**spec.env, STORE_SECRET: self._secret})
 
     def _fill_pool(self, spec: ProcessSpec) -> None:
         if self._pool is None:
-            self._pool = SparePool(self._config.spares, self._host.python, self._target, cpu=self._world.cpu)
-        self._pool.fill(spec.environment(self._environ))
+            self._pool = SparePool(self.config.spares, self.host.python, self.target, cpu=self.world.cpu)
+        self._pool.fill(spec.environment(self.environ))
 
     def _tell_of_spares(self, spares: Mapping[int, object]) -> None:
         assert self._pool is not None
-        if self._config.quiet:
+        if self.config.quiet:
             return
         for fault in self._pool.faults:
-            self._console.say(f"accel: a spare is not used: {fault}")
+            self.console.say(f"accel: a spare is not used: {fault}")
         self._pool.faults.clear()
-        count = f"{len(spares)} of {self._world.local_size} ranks"
-        self._console.say(f"accel: spare processes take the places of {count}")
+        count = f"{len(spares)} of {self.world.local_size} ranks"
+        self.console.say(f"accel: spare processes take the places of {count}")

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["device_count", "get_backend", "memory_allocated_func", "torch_device"]
-
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """The accelerator's type or "cpu", its count (CPU: 1), and a function for the bytes in use on a device."""

@@ -8,8 +8,6 @@ from torch import nn
 
 from accel_train.setup.compile import compile_regions
 
-__all__ = ["compile_regions_deepspeed", "compile_regions_fsdp2", "has_repeated_blocks", "is_repeated_blocks"]
-
 
 def is_repeated_blocks(module: nn.Module) -> bool:
     """Whether a module is a list of modules of one class."""

@@ -24,8 +24,6 @@ from accel_train import save
 from accel_train.errors import OptionError
 from accel_train.loop.optimizer import AcceleratedOptimizer
 
-__all__ = ["load_accelerator_state", "load_custom_state", "save_accelerator_state", "save_custom_state"]
-
 
 def save_accelerator_state(
     output_dir: str | Path,

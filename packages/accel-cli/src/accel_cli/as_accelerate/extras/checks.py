@@ -8,8 +8,6 @@ from pathlib import Path
 from accel_cli.sanity.world import run_checks
 from accel_train import Accelerator, PartialState, broadcast_object_list
 
-__all__ = ["check_collectives", "check_training", "check_world", "say_where"]
-
 
 def check_world() -> None:
     """Check processes, collectives, data, training and saving, as ``accel test`` does. Collective.

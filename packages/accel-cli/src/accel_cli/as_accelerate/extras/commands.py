@@ -25,24 +25,6 @@ from accel_state.errors import ConfigError
 from accel_state.launching.machines.tpu_pod import ssh_commands
 from accel_state.whole_files import read_whole
 
-__all__ = [
-    "convert_config_to_fsdp2",
-    "env_command",
-    "env_command_parser",
-    "estimate_command",
-    "estimate_command_parser",
-    "load_config",
-    "main",
-    "merge_command",
-    "merge_command_parser",
-    "test_command",
-    "test_command_parser",
-    "to_fsdp2_command",
-    "to_fsdp2_command_parser",
-    "tpu_command_launcher",
-    "tpu_command_parser",
-]
-
 _logger = logging.getLogger(__name__)
 
 

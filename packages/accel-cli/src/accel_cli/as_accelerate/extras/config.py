@@ -12,16 +12,6 @@ from accel_state.config.launch import LaunchConfig as _Local
 from accel_state.config.sagemaker import SageMakerConfig as _Cloud
 from accel_state.config.schema import build, schema_of
 
-__all__ = [
-    "BaseConfig",
-    "ClusterConfig",
-    "SageMakerConfig",
-    "cache_dir",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "load_config_from_file",
-]
-
 _FILE = Path(default_config_file)
 
 cache_dir = str(_FILE.parent)

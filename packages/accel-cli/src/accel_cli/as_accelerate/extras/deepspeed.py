@@ -9,14 +9,9 @@ from torch import Tensor
 from accel_state import DistributedType
 from accel_train import AcceleratedOptimizer, AcceleratorState
 from accel_train.loop.state import is_initialized
-from accel_train.strategies.deepspeed.scheduler import EngineScheduler as DeepSpeedSchedulerWrapper
+from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedSchedulerWrapper",
-    "get_active_deepspeed_plugin",
-]
+DeepSpeedSchedulerWrapper = EngineScheduler
 
 
 class DeepSpeedEngineWrapper:

@@ -8,8 +8,6 @@ from typing import Any
 from accel_bigmodel import calculate_maximum_sizes
 from accel_cli.models import build_model, find_model
 
-__all__ = ["create_empty_model", "gather_data"]
-
 _DTYPES = {"float32": 1, "float16": 2, "int8": 4, "int4": 8}
 """How many times smaller than float32."""
 

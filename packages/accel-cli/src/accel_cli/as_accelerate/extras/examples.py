@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["clean_lines", "compare_against_test", "get_function_contents_by_name"]
-
 _ENDS = {"training_function": "def main", "main": "if __name__"}
 _PLAIN = Path("examples", "nlp_example.py")
 _LOADERS = "train_dataloader, eval_dataloader = get_dataloaders(accelerator, batch_size)\n"

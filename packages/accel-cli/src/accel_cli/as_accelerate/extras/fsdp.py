@@ -19,19 +19,6 @@ from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_o
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import any_divided
 
-__all__ = [
-    "ensure_weights_retied",
-    "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_auto_wrap_policy",
-    "fsdp2_prepare_model",
-    "get_fsdp2_grad_scaler",
-    "get_module_class_from_name",
-    "get_parameters_from_modules",
-    "model_has_dtensor",
-]
-
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """The class with that name in a tree of modules, parents before children; None if no module has it."""

@@ -21,16 +21,6 @@ from accel_state.enums import DistributedType
 from accel_state.environment import assign, get, snapshot
 from accel_state.errors import ConfigError
 
-__all__ = [
-    "PrepareForLaunch",
-    "_validate_launch_command",
-    "flags_of",
-    "launch_command",
-    "launch_command_parser",
-    "launch_words",
-    "resolve_namespace",
-]
-
 _SCRIPT = "training_script"
 _ARGUMENTS = "training_script_args"
 _OWN = {"config_file": True}

@@ -19,16 +19,6 @@ from accel_state.launching.machines.mpi import check_mpi
 from accel_state.launching.plan import Host, World, plan
 from accel_state.launching.submission.sagemaker_job import hyperparameters_of
 
-__all__ = [
-    "_convert_nargs_to_dict",
-    "env_var_path_add",
-    "prepare_deepspeed_cmd_env",
-    "prepare_extend_env_parallelism_config",
-    "prepare_multi_gpu_env",
-    "prepare_simple_launcher_cmd_env",
-    "setup_fp8_env",
-]
-
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
     """The options of a script for SageMaker, with values as booleans and numbers where they read as such.

@@ -12,37 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from accel_state import PartialState
-from accel_state.clusters.topology import Topology as CPUInformation
+from accel_state.clusters.topology import Topology
 from accel_state.host.available import is_deepspeed_available
-from accel_train.data.loader import PreparedLoader as DataLoaderAdapter
-from accel_train.precision.fp8.te import convert_model
+from accel_train.data.loader import PreparedLoader
 
-__all__ = [
-    "DTENSOR_PYTORCH_VERSION",
-    "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
-    "FSDP2_PYTORCH_VERSION",
-    "FSDP_PYTORCH_VERSION",
-    "SAGEMAKER_PARALLEL_EC2_INSTANCES",
-    "SAGEMAKER_PYTHON_VERSION",
-    "SAGEMAKER_PYTORCH_VERSION",
-    "SAGEMAKER_TRANSFORMERS_VERSION",
-    "_PYTORCH_DATALOADER_KWARGS",
-    "AmaxComputeAlgorithm",
-    "Backend",
-    "CPUInformation",
-    "DataLoaderAdapter",
-    "FP8Format",
-    "OptLevel",
-    "ProfilerActivity",
-    "SharedDict",
-    "check_device_same",
-    "convert_model",
-    "deepspeed_required",
-    "do_nothing",
-    "get_model_tp_size",
-    "get_parameter_device",
-    "test_launch",
-]
+CPUInformation = Topology
+DataLoaderAdapter = PreparedLoader
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -17,18 +17,7 @@ from accel_state import (
     gather_object,
     get_shape,
 )
-from accel_train.loop.manual_amp import ConvertOutputsToFp32
 from accel_train.loop.state import AcceleratorState
-
-__all__ = [
-    "TENSOR_INT_TO_DTYPE",
-    "TENSOR_TYPE_TO_INT",
-    "ConvertOutputsToFp32",
-    "GatheredParameters",
-    "chained_operation",
-    "gather_tensor_shape",
-    "verify_operation",
-]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -14,69 +14,17 @@ import accel_train
 from accel_cli.as_accelerate.extras.backend import device_count, torch_device
 from accel_state.environment import parse_flag_from_env
 
-__all__ = [
-    "require_aim",
-    "require_bnb",
-    "require_clearml",
-    "require_comet_ml",
-    "require_cpu",
-    "require_cuda",
-    "require_cuda_or_hpu",
-    "require_cuda_or_xpu",
-    "require_datasets",
-    "require_deepspeed",
-    "require_dvclive",
-    "require_fp8",
-    "require_fp16",
-    "require_fsdp2",
-    "require_huggingface_suite",
-    "require_import_timer",
-    "require_matplotlib",
-    "require_mlflow",
-    "require_mlu",
-    "require_mps",
-    "require_multi_device",
-    "require_multi_gpu",
-    "require_multi_gpu_or_xpu",
-    "require_multi_xpu",
-    "require_musa",
-    "require_neuron",
-    "require_non_cpu",
-    "require_non_hpu",
-    "require_non_torch_xla",
-    "require_non_xpu",
-    "require_npu",
-    "require_pandas",
-    "require_peft",
-    "require_pippy",
-    "require_schedulefree",
-    "require_sdaa",
-    "require_single_device",
-    "require_single_gpu",
-    "require_single_xpu",
-    "require_swanlab",
-    "require_tensorboard",
-    "require_timm",
-    "require_torch_min_version",
-    "require_torchao",
-    "require_torchdata_stateful_dataloader",
-    "require_torchvision",
-    "require_tp",
-    "require_tpu",
-    "require_trackers",
-    "require_trackio",
-    "require_transformer_engine",
-    "require_transformer_engine_mxfp8",
-    "require_transformers",
-    "require_triton",
-    "require_wandb",
-    "require_xpu",
-    "run_first",
-    "skip",
-    "slow",
-]
-
 _Test = TypeVar("_Test", bound=Callable[..., Any])
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """``require_<package>``, for each package that accel_train looks for."""
+    package = name.removeprefix("require_")
+    is_available = getattr(accel_train, f"is_{package}_available", None)
+    if name == package or is_available is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _require(package, is_available)
 
 
 def _require(needed: str, *conditions: Callable[[], bool]) -> Callable[[Any], Any]:
@@ -86,10 +34,6 @@ def _require(needed: str, *conditions: Callable[[], bool]) -> Callable[[Any], An
         return unittest.skipUnless(all(condition() for condition in conditions), f"needs {needed}")(test_case)
 
     return mark
-
-
-def _installed(package: str) -> Callable[[Any], Any]:
-    return _require(package, getattr(accel_train, f"is_{package}_available"))
 
 
 def _on(*kinds: str) -> Callable[[], bool]:
@@ -141,32 +85,6 @@ require_non_torch_xla = _require("a process without torch_xla", _not(accel_train
 require_fp16 = _require("a device that computes in float16", accel_train.is_fp16_available)
 require_fp8 = _require("a library for fp8", accel_train.is_fp8_available)
 
-require_aim = _installed("aim")
-require_bnb = _installed("bnb")
-require_clearml = _installed("clearml")
-require_comet_ml = _installed("comet_ml")
-require_datasets = _installed("datasets")
-require_peft = _installed("peft")
-require_deepspeed = _installed("deepspeed")
-require_dvclive = _installed("dvclive")
-require_import_timer = _installed("import_timer")
-require_matplotlib = _installed("matplotlib")
-require_mlflow = _installed("mlflow")
-require_pandas = _installed("pandas")
-require_pippy = _installed("pippy")
-require_schedulefree = _installed("schedulefree")
-require_swanlab = _installed("swanlab")
-require_tensorboard = _installed("tensorboard")
-require_timm = _installed("timm")
-require_torchao = _installed("torchao")
-require_torchdata_stateful_dataloader = _installed("torchdata_stateful_dataloader")
-require_torchvision = _installed("torchvision")
-require_trackio = _installed("trackio")
-require_transformer_engine = _installed("transformer_engine")
-require_transformer_engine_mxfp8 = _installed("transformer_engine_mxfp8")
-require_transformers = _installed("transformers")
-require_triton = _installed("triton")
-require_wandb = _installed("wandb")
 require_huggingface_suite = _require(
     "transformers and datasets", accel_train.is_transformers_available, accel_train.is_datasets_available
 )

@@ -25,25 +25,6 @@ from accel_state import PartialState, gather
 from accel_state.environment import get
 from accel_train.loop.state import AcceleratorState
 
-__all__ = [
-    "DEFAULT_LAUNCH_COMMAND",
-    "AccelerateTestCase",
-    "MockingTestCase",
-    "RegressionDataset",
-    "RegressionModel",
-    "SubprocessCallException",
-    "TempDirTestCase",
-    "are_the_same_tensors",
-    "assert_exception",
-    "capture_call_output",
-    "execute_subprocess_async",
-    "get_launch_command",
-    "get_torch_dist_unique_port",
-    "path_in_accelerate_package",
-    "pytest_xdist_worker_id",
-    "run_command",
-]
-
 # Programs
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_state.clusters.base import DEFAULT_PORT
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.messages import shown
 from accel_state.whole_files import read_whole
@@ -38,7 +39,6 @@ _WHOLE_HOSTFILE = ("openmpi", "mpich", "impi", "mvapich")
 """Launchers that DeepSpeed runs on all slots of the hostfile or not at all."""
 _ENTRY = re.compile(r"^([^\s-]\S*)\s+slots=(\d{1,5})(?!\d)")  # not a host that ssh would take for an option
 _LOOPBACK = "127.0.0.1"
-_DEFAULT_PORT = 29500
 _FILTERS = ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
 
 
@@ -170,7 +170,7 @@ def deepspeed_argv(
     if config.num_processes is not None and not filtered and launcher not in _WHOLE_HOSTFILE:
         _, machines = deepspeed_size(config)
         words += ["--num_accelerators", str(config.num_processes // machines)]
-    address, chosen = _address(config), config.main_process_port or port or _DEFAULT_PORT
+    address, chosen = _address(config), config.main_process_port or port or DEFAULT_PORT
     words += ["--master_addr", address, "--master_port", str(chosen)]
     command = target.argv(python)
     if (

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from accel_state.clusters.base import DEFAULT_PORT
 from accel_state.config.flags import to_flags
 from accel_state.config.sections.runtime import RuntimeSection
 from accel_state.config.sections.tpu import TpuSection
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PodPlace", "in_its_pod", "pod_place", "run_on_pod", "ssh_commands", "worker_command"]
 
-PORT = 29500
 """Port of rank 0, if none is given: torch's default. The machines of a pod are one user's."""
 
 _METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
@@ -149,7 +149,7 @@ def _at(config: LaunchConfig, place: PodPlace) -> LaunchConfig:
         num_machines=len(place.hosts),
         machine_rank=place.index,
         main_process_ip=place.hosts[0],
-        main_process_port=config.main_process_port or PORT,
+        main_process_port=config.main_process_port or DEFAULT_PORT,
     )
 
 

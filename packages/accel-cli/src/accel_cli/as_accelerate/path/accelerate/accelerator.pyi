@@ -15,7 +15,7 @@ from accel_cli.as_accelerate.extras.fsdp import model_has_dtensor as model_has_d
 from accel_cli.as_accelerate.extras.names import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
 from accel_cli.as_accelerate.extras.names import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
 from accel_cli.as_accelerate.extras.names import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
-from accel_cli.as_accelerate.extras.names import convert_model as convert_model
+from accel_train.precision.fp8.te import convert_model as convert_model
 from accel_cli.as_accelerate.extras.names import get_model_tp_size as get_model_tp_size
 from accel_state import FP8BackendType as FP8BackendType
 from accel_train import AORecipeKwargs as AORecipeKwargs

@@ -38,7 +38,7 @@ from accel_cli.as_accelerate.extras.launch import PrepareForLaunch as PrepareFor
 from accel_cli.as_accelerate.extras.launch_environment import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_cli.as_accelerate.extras.launch_environment import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accel_cli.as_accelerate.extras.launch_environment import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accel_cli.as_accelerate.extras.names import convert_model as convert_model
+from accel_train.precision.fp8.te import convert_model as convert_model
 from accel_cli.as_accelerate.extras.names import deepspeed_required as deepspeed_required
 from accel_cli.as_accelerate.extras.names import get_model_tp_size as get_model_tp_size
 from accel_cli.as_accelerate.extras.operations import GatheredParameters as GatheredParameters

@@ -1,4 +1,4 @@
-from accel_cli.as_accelerate.extras.operations import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from accel_train.loop.manual_amp import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel_cli.as_accelerate.extras.operations import GatheredParameters as GatheredParameters
 from accel_cli.as_accelerate.extras.operations import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accel_cli.as_accelerate.extras.operations import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT

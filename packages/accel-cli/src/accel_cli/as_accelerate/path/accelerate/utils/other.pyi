@@ -5,7 +5,7 @@ from accel_cli.as_accelerate.extras.blocks import has_repeated_blocks as has_rep
 from accel_cli.as_accelerate.extras.blocks import is_repeated_blocks as is_repeated_blocks
 from accel_cli.as_accelerate.extras.fsdp import model_has_dtensor as model_has_dtensor
 from accel_cli.as_accelerate.extras.names import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
-from accel_cli.as_accelerate.extras.names import convert_model as convert_model
+from accel_train.precision.fp8.te import convert_model as convert_model
 from accel_cli.as_accelerate.extras.names import get_model_tp_size as get_model_tp_size
 from accel_state import get_free_port as get_free_port
 from accel_state import is_numpy_available as is_numpy_available

@@ -1,4 +1,4 @@
-from accel_cli.as_accelerate.extras.names import convert_model as convert_model
+from accel_train.precision.fp8.te import convert_model as convert_model
 from accel_cli.as_accelerate.extras.operations import GatheredParameters as GatheredParameters
 from accel_train import apply_fp8_autowrap as apply_fp8_autowrap
 from accel_train import contextual_fp8_autocast as contextual_fp8_autocast
