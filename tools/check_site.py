@@ -110,10 +110,8 @@ def main() -> int:
     if browser is None or driver is None:
         print("site: not checked, because Chromium is not installed: bash tools/engines/chromium.sh")
         return 0
-    pages = sorted(
-        "" if page.parent == site.site_dir else f"{page.parent.relative_to(site.site_dir).as_posix()}/"
-        for page in site.site_dir.rglob("index.html")
-    )
+    homes = [page.parent.relative_to(site.site_dir) for page in site.site_dir.rglob("index.html")]
+    pages = sorted(f"{home.as_posix()}/" for home in homes)
     with _served(site.site_dir) as address, _chromium(browser, driver) as chrome:
         problems, heights = [], {}
         for page in pages:

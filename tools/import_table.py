@@ -1,10 +1,10 @@
-"""Generate the page that lists for each public name of Accelerate where to import it from here.
+"""Check where each public name of Accelerate is imported from here.
 
 ``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's
-home. What a package really exports is read from its stub, ``__init__.pyi``; nothing is imported, so the
-documentation can be built without torch. Run from the repository root: ``python tools/import_table.py``
-prints the page, ``--check`` tells whether names and packages agree, and ``--missing`` lists the names of Accelerate's
-modules (``tools/data/accelerate_modules.tsv``) that the answered ``accelerate`` does not have.
+home. What a package really exports is read from its stub, ``__init__.pyi``; nothing is imported, so the check runs
+without torch. Run from the repository root: ``python tools/import_table.py`` tells whether names and packages agree,
+and ``--missing`` lists the names of Accelerate's modules (``tools/data/accelerate_modules.tsv``) that the answered
+``accelerate`` does not have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import csv
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
@@ -25,22 +24,9 @@ PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel
 # bigmodel.
 PREFERRED = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel-cli")
 NOT_YET = "not yet"
-# Names of which two packages have a version of their own, with what the other than the one shown is for.
-TWO_VERSIONS = {
-    "load_checkpoint_in_model": "the one of `accel_train` and `accel_ckpt` loads onto one device, or into shards, and "
-    "takes no map of several devices",
-}
-
-INTRODUCTION = """\
-# Imports, name by name
-
-Where each public name of Accelerate 1.15 is found here. This page is generated from the packages when the
-documentation is built. A name marked *{not_yet}* is not in this version; {available} of {total} names are
-available.
-
-A training script takes everything from `accel_train`, an inference script from `accel_bigmodel`; the home is
-the package that defines the name, for code that wants to depend on nothing above it.
-"""
+# Names of which two packages have a version of their own: the one that is not at home loads onto one device, or into
+# shards, and takes no map of several devices.
+TWO_VERSIONS = ("load_checkpoint_in_model",)
 
 
 @dataclass(frozen=True)
@@ -116,37 +102,18 @@ def problems(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> lis
     return found
 
 
-def render(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> str:
-    """The page, in Markdown."""
-    available = sum(import_line(row, exported) != NOT_YET for row in rows)
-    parts = [INTRODUCTION.format(not_yet=NOT_YET, available=available, total=len(rows))]
-    for module, group in groupby(rows, key=lambda row: row.module):
-        parts.append(f"\n## `{module}`\n\n| name | here | home |\n|---|---|---|\n")
-        for row in group:
-            line = import_line(row, exported)
-            shown = f"*{NOT_YET}*" if line == NOT_YET else f"`{line}`"
-            shown += f"; {TWO_VERSIONS[row.name]}" if row.name in TWO_VERSIONS else ""
-            parts.append(f"| `{row.name}` | {shown} | `{row.home}` |\n")
-    return "".join(parts)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Print the page, or with ``--check`` what disagrees; 1 when anything does."""
+    """Print what disagrees, or with ``--missing`` names without a counterpart; 1 when anything disagrees."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--check", action="store_true", help="print what disagrees instead of the page")
-    instead.add_argument("--missing", action="store_true", help="print names without a counterpart instead")
+    parser.add_argument("--missing", action="store_true", help="print names without a counterpart instead")
     parser.add_argument("--root", type=Path, default=Path(), help="repository root")
     options = parser.parse_args(arguments)
     if options.missing:
         print("\n".join(missing(options.root)))
         return 0
     rows, exported = load_rows(), exports(options.root)
-    if not options.check:
-        print(render(rows, exported), end="")
-        return 0
     found = problems(rows, exported)
     for problem in found:
         print(problem)

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WriteNotices", "completed_by_writer"]
 
-_PATIENCE = (
-    30 * 60.0
-)  # seconds until the writer has begun, as in torch's collectives; then until it has ended
+# Seconds until the writer has begun, as in torch's collectives; then until it has ended.
+_PATIENCE = 30 * 60.0
 _GRACE = 60.0  # seconds that a notice of the same line is preferred
 _LOOK = 1.0  # seconds between two looks at whether the writer is still there
 _LIBRARIES = (

@@ -30,9 +30,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"\.(.+)\.(saving|previous)-([0-9a-f]{12}@.+)")
-_FOREIGN_AGE = (
-    24 * 3600
-)  # seconds; a lock of another machine cannot be seen, so its folder is judged by its age
+# Seconds; a lock of another machine cannot be seen, so its folder is judged by its age.
+_FOREIGN_AGE = 24 * 3600
 
 
 # Seconds to wait for another save that is just removing a folder which it found before its owner had locked it.

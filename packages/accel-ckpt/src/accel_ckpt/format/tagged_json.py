@@ -38,9 +38,8 @@ Source: TypeAlias = Callable[[str], Any]
 """Returns the tensor that a sink stored under a name, or something with ``read()`` that does."""
 
 TAG = "!"
-INLINE_BYTES = (
-    4096  # bytes and arrays above this go to the sink: base64 costs a third more space and two copies
-)
+# Bytes and arrays above this go to the sink: base64 costs a third more space and two copies.
+INLINE_BYTES = 4096
 _PLAIN = 1 << 63  # integers below this magnitude are written as they are without another look
 _PLAIN_DIGITS = 4000  # Python refuses to parse decimal integers above 4300 digits
 _NUMPY_KINDS = "biufcmMSU"

@@ -35,9 +35,8 @@ Record = dict[str, Any]
 """What was drawn for an epoch: ``{"seed": int}``, ``{"generator": uint8 tensor}`` or nothing; and how far, as
 ``{"drawn": samples, "exhausted": bool}``."""
 
-_REPLACEMENT_CHUNK = (
-    32  # RandomSampler draws with replacement in blocks of this size (torch/utils/data/sampler.py)
-)
+# RandomSampler draws with replacement in blocks of this size (torch/utils/data/sampler.py).
+_REPLACEMENT_CHUNK = 32
 
 
 class Order(Protocol):
