@@ -107,17 +107,20 @@ def _answer(environ: dict[str, str], path: list[str], blob: bytes) -> tuple[bool
         sys.stderr.flush()
 
 
-def _generators() -> tuple[Any, ...]:
-    """The states of the generators of random numbers."""
+def _generators() -> list[tuple[Callable[[Any], None], Any]]:
+    """The generators of random numbers: what restores each, and its state."""
     import numpy
     import torch
 
-    return random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    return [
+        (random.setstate, random.getstate()),
+        (numpy.random.set_state, numpy.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
 
 
-def _forget(generators: tuple[Any, ...]) -> None:
+def _forget(generators: list[tuple[Callable[[Any], None], Any]]) -> None:
     """Leave a world, so that the next function finds a process without one."""
-    import numpy
     import torch
 
     from accel_train.loop.state import AcceleratorState
@@ -126,9 +129,8 @@ def _forget(generators: tuple[Any, ...]) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.compiler.reset()
-    random.setstate(generators[0])
-    numpy.random.set_state(generators[1])
-    torch.set_rng_state(generators[2])
+    for restore, state in generators:
+        restore(state)
     gc.collect()
 
 
