@@ -122,8 +122,14 @@ def _generators() -> list[tuple[Callable[[Any], None], Any]]:
 def _forget(generators: list[tuple[Callable[[Any], None], Any]]) -> None:
     """Leave a world, so that the next function finds a process without one."""
     import torch
+    from torch.distributed.tensor import _redistribute, debug
 
     from accel_train.loop.state import AcceleratorState
+
+    # These caches would give a mesh of this world for an equal one of the next.
+    debug._clear_sharding_prop_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # older versions of torch have none
+        _redistribute.clear_redistribute_planner_cache()
 
     AcceleratorState._reset_state(reset_partial_state=True)
     if torch.distributed.is_initialized():
@@ -195,7 +201,7 @@ def run(
             _end(ranks)
     for rank in ranks if keeps else ():
         rank.pipe.send(None)
-        rank.used = True
+        rank.worlds += 1
     return results
 
 
@@ -203,7 +209,7 @@ class _Rank:
     """A process that runs functions.
 
     Attributes:
-        used: it has run one, and says when it has left that world.
+        worlds: how many it has been in. It says when it has left one.
     """
 
     def __init__(self, forkserver: Any) -> None:
@@ -212,12 +218,12 @@ class _Rank:
         self.process: BaseProcess = forkserver.Process(target=_rank_main, args=(theirs,))
         self.process.start()
         theirs.close()
-        self.used = False
+        self.worlds = 0
 
     def is_ready(self) -> bool:
         """Whether it can run a function."""
-        if not self.used:
-            return True
+        if self.worlds in (0, _WORLDS):
+            return self.worlds == 0
         with contextlib.suppress(EOFError, ConnectionError):
             if self.pipe.poll(10):
                 return self.pipe.recv() is None
@@ -225,6 +231,7 @@ class _Rank:
 
 
 _kept: list[_Rank] | None = None
+_WORLDS = 40  # of a kept rank: threads of gloo stay where a model that is not yet freed holds a group
 
 
 @contextlib.contextmanager
@@ -233,7 +240,8 @@ def kept() -> Iterator[None]:
 
     A rank computes the most when it does something for the first time. What a function leaves in its process, beside
     the world and the generators of random numbers, the next one finds: for functions that train and compare. Those
-    that get variables of their environment run in processes of their own, since modules read them once.
+    that get variables of their environment run in processes of their own, since modules read them once. One world at a
+    time; not for engines, which start once in a process.
     """
     global _kept
     _kept = []
