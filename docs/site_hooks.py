@@ -1,14 +1,18 @@
 """Pages that are generated when the site is built, and what is added to the others.
 
 Generated are the import table, the API reference by topic, the changelog, and pages of files at the root of the
-repository. Diffs of scripts become tabs, pages get their weight in the search, and the footer says which
-version they describe.
+repository. Diffs of scripts become tabs, pages get their weight in the search, the footer says which version they
+describe, and the script that draws diagrams is served with the site. Each page is served as Markdown, too, at its
+address with ``index.md``, and ``llms.txt`` lists them, for programs that read.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -42,6 +46,10 @@ WEIGHTS = (
     ("tutorial/", 0.4),
     ("", 2.0),
 )
+# What draws diagrams in the reader's browser. The theme would fetch it from the web, and where that is blocked, its own
+# scripts end: then nothing is drawn, and the search does not begin.
+MERMAID = "11.17.2"
+_DRAWS = "javascripts/mermaid.min.js"
 # A diff is to be read; what is copied is a script, from the tab beside it.
 _NO_COPY = " { .no-copy }"
 _DIFF = re.compile(
@@ -70,13 +78,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     import_table = _tool("import_table")
     pages = {
         "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT)),
-        "what-works.md": what_works(),
         "changelog.md": changelog(),
         "contributing.md": _moved(_text("CONTRIBUTING.md")),
         "licence.md": f"# Licence\n\n```text\n{_text('LICENSE')}```\n",
     }
     reference = _tool("reference_pages")
     pages |= reference.pages(reference.read_topics())
+    files.append(File.generated(config, _DRAWS, abs_src_path=str(mermaid_script())))
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -90,6 +98,54 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _DIFF.sub(lambda match: tabs(match["text"], match["new"], match["old"]), markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Load the script that draws diagrams where there are some."""
+    from mkdocs.utils import get_relative_url
+
+    if 'class="mermaid"' not in html:
+        return html
+    return f'{html}<script src="{get_relative_url(_DRAWS, page.url)}"></script>'
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Write the page as Markdown, too, unless it is rendered from the source."""
+    if page.markdown is not None and "\n::: " not in page.markdown:
+        target = Path(config.site_dir) / page.url / "index.md"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page.markdown, encoding="utf-8")
+    return output
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """List the pages that are served as Markdown."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}\n\n> {config.site_description}\n"]
+    for page in sorted(site.rglob("index.md")):
+        title = next((line[2:] for line in page.read_text("utf-8").splitlines() if line[:2] == "# "), "accel")
+        lines.append(f"- [{title}]({config.site_url or '/'}{page.relative_to(site).as_posix()})")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def mermaid_script() -> Path:
+    """The script of mermaid, which npm fetches once.
+
+    Raises:
+        FileNotFoundError: npm is not installed.
+        CalledProcessError: npm could not fetch it.
+    """
+    folder = Path(os.environ.get("ACCEL_MERMAID_FOLDER", Path.home() / f".cache/accel/mermaid-{MERMAID}"))
+    script = folder / "node_modules/mermaid/dist/mermaid.min.js"
+    if not script.is_file():
+        npm = shutil.which("npm")
+        if npm is None:
+            raise FileNotFoundError(
+                "npm, which fetches the script of the diagrams, is not installed: apt install npm"
+            )
+        quiet = ("--no-fund", "--no-audit", "--no-save", "--ignore-scripts", "--silent")
+        subprocess.run([npm, "install", *quiet, "--prefix", str(folder), f"mermaid@{MERMAID}"], check=True)
+    return script
+
+
 def version(package: str) -> str:
     """The version that a package's source states."""
     about = _text(f"packages/{package}/src/{package.replace('-', '_')}/__about__.py")
@@ -97,16 +153,6 @@ def version(package: str) -> str:
     if match is None:
         raise ValueError(f"__about__.py of {package} states no version, which the site shows")
     return match[1]
-
-
-def what_works() -> str:
-    """The table of the README, as a page."""
-    _, found, rest = _text("README.md").partition("\n## What works today\n")
-    if not found:
-        raise ValueError("README.md has no section 'What works today', which is a page of the site")
-    text = rest.partition("\n## ")[0].replace("](docs/", "](")
-    tags = "[status, support, supported, roadmap, gpu, cuda, maturity, stable]"
-    return f"---\ntags: {tags}\n---\n\n# What works today\n{text}\n"
 
 
 def changelog() -> str:

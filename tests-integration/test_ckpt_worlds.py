@@ -273,7 +273,7 @@ def test_a_tensor_that_differs_after_all_is_the_leading_rank_s(tmp_path):
 
 def test_every_node_saves_all_of_it(tmp_path):
     def work(folder):
-        from accel_ckpt.coordination import WorldCoordinator
+        from accel_ckpt.coordination.ranks import WorldCoordinator
         from accel_state import PartialState
 
         rank = PartialState().process_index

@@ -274,13 +274,6 @@ def test_where_nothing_may_be_written_no_model_is_trained(tmp_path):
     assert "training" not in done.stdout
 
 
-def test_the_readme_shows_the_script_of_the_demo():
-    readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
-    assert (
-        f'```python title="digits.py"\n{(EXAMPLES / "digits.py").read_text(encoding="utf-8")}```\n' in readme
-    )
-
-
 def test_every_example_is_short_and_shown_on_the_page():
     page = EXAMPLES.parent / "examples.md"
     shown = {block.text for block in blocks.parse(page)}

@@ -1,6 +1,6 @@
 """The demo: train on two processes, stop, resume, finish, and check the saved weights in a fresh process.
 
-Run with ``hatch run demo``. Exits with 1 when a promise is not kept.
+Run with ``hatch run demo:run``. Exits with 1 when a promise is not kept.
 """
 
 from __future__ import annotations

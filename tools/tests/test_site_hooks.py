@@ -57,9 +57,17 @@ def test_guides_weigh_more_in_the_search_than_the_reference(hooks, path, meta, w
 
 
 def test_pages_made_of_files_at_the_root(hooks):
-    works = hooks.what_works()
-    assert "NOT RUN" not in works
-    assert "| strategies | [single, DDP, FSDP2](guides/strategies.md)" in works
     changes = hooks.changelog()
     for package in hooks.PACKAGES:
         assert f'=== "{package} {hooks.version(package)}"\n' in changes
+
+
+def test_pages_are_served_as_markdown_and_listed(hooks, tmp_path):
+    config = SimpleNamespace(
+        site_dir=str(tmp_path), site_name="accel", site_description="About.", site_url="/"
+    )
+    for url, text in (("guides/fsdp/", "# FSDP\n\nText."), ("reference/a/", "# A\n\n::: accel_train.a")):
+        assert hooks.on_post_page("<html>", SimpleNamespace(markdown=text, url=url), config) == "<html>"
+    hooks.on_post_build(config)
+    assert (tmp_path / "guides/fsdp/index.md").read_text() == "# FSDP\n\nText."
+    assert (tmp_path / "llms.txt").read_text() == "# accel\n\n> About.\n\n- [FSDP](/guides/fsdp/index.md)\n"

@@ -16,7 +16,7 @@ from accel_bigmodel.device_maps.infer import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.offload_cache import CacheFile, OffloadCache, check_folder
-from accel_ckpt.coordination import do_together
+from accel_ckpt.coordination.ranks import do_together
 from accel_ckpt.loading.load_model import (
     LoadReport,
     Placer,

@@ -6,10 +6,11 @@ from accel_ckpt.convert.accelerate import is_accelerate_checkpoint as is_acceler
 from accel_ckpt.convert.export import export_to_accelerate as export_to_accelerate
 from accel_ckpt.convert.merge import merge_fsdp_weights as merge_fsdp_weights
 from accel_ckpt.convert.merge import merge_weights as merge_weights
-from accel_ckpt.coordination import Coordinator as Coordinator
-from accel_ckpt.coordination import SingleProcess as SingleProcess
-from accel_ckpt.coordination import default_coordinator as default_coordinator
-from accel_ckpt.coordination import run_together as run_together
+from accel_ckpt.coordination.ranks import Coordinator as Coordinator
+from accel_ckpt.coordination.ranks import SingleProcess as SingleProcess
+from accel_ckpt.coordination.ranks import default_coordinator as default_coordinator
+from accel_ckpt.coordination.ranks import run_together as run_together
+from accel_ckpt.coordination.write_notices import completed_by_writer as completed_by_writer
 from accel_ckpt.errors import CheckpointError as CheckpointError
 from accel_ckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from accel_ckpt.errors import CheckpointSaveError as CheckpointSaveError
@@ -78,7 +79,6 @@ from accel_ckpt.saving.save_model import load as load
 from accel_ckpt.saving.save_model import save as save
 from accel_ckpt.saving.save_model import save_model as save_model
 from accel_ckpt.saving.save_state import save_training_state as save_training_state
-from accel_ckpt.saving.write_notices import completed_by_writer as completed_by_writer
 from accel_ckpt.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensor_storage import id_tensor_storage as id_tensor_storage
 from accel_ckpt.training.checkpointer import Checkpointer as Checkpointer

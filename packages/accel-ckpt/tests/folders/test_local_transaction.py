@@ -178,7 +178,9 @@ def test_a_newer_format_is_named(tmp_path):
     target = save(tmp_path / "c", 1)
     text = (target / "manifest.json").read_text()
     (target / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(CheckpointVersionError, match=r"format version 2.*pip install --upgrade accel-ckpt"):
+    with pytest.raises(
+        CheckpointVersionError, match=r"format version 2.*pip install -r requirements/all.txt"
+    ):
         open_training_state(target)
 
 

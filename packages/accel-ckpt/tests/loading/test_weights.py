@@ -15,7 +15,7 @@ from accel_ckpt import (
     open_weights,
     save_training_state,
 )
-from accel_ckpt.coordination import SingleProcess, WorldCoordinator
+from accel_ckpt.coordination.ranks import SingleProcess, WorldCoordinator
 from accel_ckpt.loading.weights import BroadcastWeights, fingerprint_of
 from testkit import worlds
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_ckpt import CheckpointSaveError, Part, UnsupportedValueError, save_training_state
-from accel_ckpt.coordination import SingleProcess
+from accel_ckpt.coordination.ranks import SingleProcess
 from accel_ckpt.saving.save_state import StateContent, begin_save, save_collected
 
 

@@ -36,12 +36,6 @@ def test_the_command_line_of_gcloud(pod):
         (["--command", "a", "--command", "b c"], "a; b c"),
         (["--command", "a", "b c", "--use_alpha"], "a; b c"),
         (["--command=a"], "a"),
-        (["--install_accelerate", "--command", "a"], "pip install -U accel-cli; a"),
-        (["--install-accel"], "pip install -U accel-cli"),
-        (
-            ["--install_accel", "--accelerate_version", "0.1.0", "--command", "a"],
-            "pip install accel-cli==0.1.0; a",
-        ),
         (["--command", "echo 'it''s' \"$HOME\" | cat # all"], "\necho 'it''s' \"$HOME\" | cat # all"),
     ],
 )
@@ -123,10 +117,7 @@ def test_debug_prints_a_command_that_a_shell_reads_back(pod, capsys):
         (["--command", "a"], "the TPU has no name; pass --tpu_name"),
         (["--tpu_name", "p"], "nothing to run; pass --command or --command_file"),
         (["--tpu_name", "p", "--command_file", "no.sh"], "--command_file no.sh cannot be read"),
-        (
-            ["--tpu_name", "p", "--install_accel", "--accel_version", "dev; rm"],
-            "expected latest or a version",
-        ),
+        (["--tpu_name", "p", "--install_accelerate", "--command", "a"], "are on no package index yet"),
         (["--tpu_name", "p", "stray"], "stray"),
     ],
 )

@@ -19,7 +19,7 @@ from accel_bigmodel.dispatch import is_dispatched
 from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.pipelines.stages import check_split_points, choose_split_points, generate_device_map
 from accel_bigmodel.pipelines.tracing import Inputs, Program, Weights, are_still_those_of, tensors_of
-from accel_ckpt.coordination import default_coordinator, run_together
+from accel_ckpt.coordination.ranks import default_coordinator, run_together
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
 from accel_state.operations.collectives import broadcast

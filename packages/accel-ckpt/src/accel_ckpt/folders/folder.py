@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
-from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError
 from accel_ckpt.folders.weight_switch import Writers, explained

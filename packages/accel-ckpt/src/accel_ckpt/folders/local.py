@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from accel_ckpt.coordination import Coordinator
+from accel_ckpt.coordination.ranks import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from accel_ckpt.folders.folder import Folder, OpenFolder

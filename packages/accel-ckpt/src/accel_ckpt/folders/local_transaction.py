@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_ckpt.coordination import Coordinator
+from accel_ckpt.coordination.ranks import Coordinator
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from accel_ckpt.folders.folder import Contribution, Transaction, check_regular, files_below

@@ -18,6 +18,7 @@ from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, posit
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
 from accel_ckpt.format.writer import BLOCK_HASHED, FileRecord, FileWriter
+from accel_state.installing import INSTALL
 
 __all__ = ["FORMAT", "MANIFEST_NAME", "VERSION", "Manifest"]
 
@@ -230,7 +231,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     if type(version) is int and version > VERSION:
         raise CheckpointVersionError(
             f"{path} is of format version {version}; this version of accel-ckpt reads up to {VERSION}. "
-            "Upgrade it: pip install --upgrade accel-ckpt"
+            f"Upgrade it: {INSTALL}"
         )
     match = _CHECKSUM.search(raw)
     blanked = raw if match is None else raw[: match.start(1)] + _BLANK.encode() + raw[match.end(1) :]

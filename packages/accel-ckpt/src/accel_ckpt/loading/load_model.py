@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
+from accel_ckpt.coordination.ranks import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.format.index import WeightFiles
@@ -28,6 +28,7 @@ from accel_ckpt.modules.tensors import refuse_without_values, set_data
 from accel_ckpt.parts import fill_part, is_sharded
 from accel_ckpt.tensor_storage import parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
+from accel_state.installing import INSTALL
 from accel_state.messages import warn
 
 __all__ = [
@@ -271,8 +272,8 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     _check_is_map(device_map)
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
-            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk, for "
-            'which accel-bigmodel has load_checkpoint_in_model (pip install accel-bigmodel). Pass None or {"": device}'
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk, for which "
+            f'accel-bigmodel has load_checkpoint_in_model ({INSTALL}). Pass None or {{"": device}}'
         )
     return _existing(device_map[""], "")
 

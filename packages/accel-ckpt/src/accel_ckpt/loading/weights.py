@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from accel_ckpt import hub
-from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.foreign.dcp import DCP_METADATA

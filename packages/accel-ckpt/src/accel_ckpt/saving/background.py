@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_ckpt.coordination import default_coordinator, run_together
+from accel_ckpt.coordination.ranks import default_coordinator, run_together
+from accel_ckpt.coordination.store import StoreCoordinator, in_background
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
 from accel_ckpt.folders.folder import Transaction
@@ -19,8 +20,6 @@ from accel_ckpt.format.memory import HostBuffers
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
-from accel_ckpt.saving.store_coordinator import StoreCoordinator
-from accel_state.world.process import PartialState
 
 __all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
 
@@ -201,11 +200,7 @@ class BackgroundSaver:
             plan.check()
             save = SaveHandle(transaction, Staging(plan, self._buffers), after)
             staged.append(save)
-            store = (
-                PartialState().connect(f"accel/save/{transaction.token}") if ranks.world_size > 1 else None
-            )
-            if store is not None:
-                transaction.coordinator = StoreCoordinator(store, ranks, save._why_stopped)
+            transaction.coordinator = in_background(f"save/{transaction.token}", ranks, save._why_stopped)
 
         try:
             transaction.together(stage)

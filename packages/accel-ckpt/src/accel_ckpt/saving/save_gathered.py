@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.folders.find import find_folder

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accel_ckpt import hub
+from accel_ckpt.coordination.write_notices import completed_by_writer
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.find import find_folder
@@ -31,7 +32,6 @@ from accel_ckpt.saving.plan import (
     plan_shards,
     shard_file_names,
 )
-from accel_ckpt.saving.write_notices import completed_by_writer
 from accel_ckpt.tensor_storage import (
     clean_state_dict_for_safetensors,
     id_tensor_storage,
@@ -268,7 +268,7 @@ def save(
     Raises:
         UnsupportedValueError: with ``safe_serialization``, the object is not a dictionary of tensors.
     """
-    from accel_ckpt.coordination import is_saving_process
+    from accel_ckpt.coordination.ranks import is_saving_process
 
     if not is_saving_process(save_on_each_node):
         return

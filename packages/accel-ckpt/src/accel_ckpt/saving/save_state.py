@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from accel_ckpt.coordination import Coordinator, default_coordinator
+from accel_ckpt.coordination.ranks import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.find import find_folder

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import nn
 
-from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, default_coordinator, run_together
 from accel_ckpt.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from accel_ckpt.coordination import SingleProcess, run_together
+from accel_ckpt.coordination.ranks import SingleProcess, run_together
 from accel_ckpt.errors import CheckpointError, TransferError
 from accel_ckpt.geometry import Box
 from accel_ckpt.parts import Leaf, Part, parts_of, shape_of

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, StateMismatchError, TransferError
 from accel_ckpt.format.memory import own_memory

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, default_coordinator, run_together
 from accel_ckpt.errors import StateMismatchError, UnsupportedValueError
 from accel_ckpt.geometry import Box
 from accel_ckpt.modules.names import listed

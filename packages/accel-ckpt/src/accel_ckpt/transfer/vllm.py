@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from accel_ckpt.coordination import run_together
+from accel_ckpt.coordination.ranks import run_together
 from accel_ckpt.errors import TransferError
 from accel_ckpt.geometry import Box
 from accel_ckpt.saving.part_division import Holding

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,13 +15,12 @@ from accel_state.config.merge import resolve
 from accel_state.config.sections.tpu import TpuSection
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
+from accel_state.installing import INSTALL
 from accel_state.launching.machines.tpu_pod import run_on_pod, ssh_commands
 from accel_state.messages import without_secrets
 from accel_state.whole_files import read_whole
 
-__all__ = ["app"]
-
-_PACKAGE = "accel-cli"
+__all__ = ["app", "refuse_to_install"]
 
 
 class TpuCommand(Command):
@@ -51,16 +49,9 @@ def tpu_config(
         list[str] | None,
         typer.Option("--command", help="Shell command to run, after those of the file; may be repeated."),
     ] = None,
-    install_accel: Annotated[
-        bool,
-        typer.Option(
-            "--install_accel", "--install_accelerate", help=f"Install {_PACKAGE} before the commands."
-        ),
+    install_accelerate: Annotated[
+        bool, typer.Option("--install_accel", "--install_accelerate", hidden=True)
     ] = False,
-    accel_version: Annotated[
-        str,
-        typer.Option("--accel_version", "--accelerate_version", help="Version to install, or latest."),
-    ] = "latest",
     debug: Annotated[
         bool, typer.Option("--debug", "--dry_run", help="Print the command; run nothing.")
     ] = False,
@@ -71,6 +62,8 @@ def tpu_config(
     command that fails on a machine stops the commands there (add || true to one that may fail), and the exit code is
     gcloud's.
     """
+    if install_accelerate:
+        refuse_to_install()
     environ = snapshot()
     tpu = resolve(config_file, environ).local().tpu
     changed: dict[str, Any] = {"tpu_vm": None}
@@ -81,9 +74,7 @@ def tpu_config(
     if command_file is not None or command:
         changed |= {"command_file": command_file, "commands": tuple(command or ())}
     tpu = dataclasses.replace(tpu, **changed)
-    (words,) = ssh_commands(
-        tpu, [_script(tpu, _installed(accel_version) if install_accel else None)], alpha=use_alpha
-    )
+    (words,) = ssh_commands(tpu, [_script(tpu)], alpha=use_alpha)
     if debug:
         typer.echo(f"Running {shlex.join(without_secrets(words))}")
         return 0
@@ -93,7 +84,19 @@ def tpu_config(
     return code
 
 
-def _script(tpu: TpuSection, install: str | None) -> str:
+def refuse_to_install() -> NoReturn:
+    """Raise what ``--install_accelerate`` gets.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "--install_accelerate cannot install by name: the packages are on no package index yet. Copy a clone to the "
+        f"machines, and pass its command by --command ({INSTALL})"
+    )
+
+
+def _script(tpu: TpuSection) -> str:
     """The shell script for each machine."""
     commands = list(tpu.commands or ())
     if tpu.command_file:
@@ -101,13 +104,12 @@ def _script(tpu: TpuSection, install: str | None) -> str:
             commands.insert(0, read_whole(Path(tpu.command_file).expanduser()).decode().strip("\n"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--command_file {tpu.command_file} cannot be read: {error}") from error
-    if not [text for text in commands if text.strip()] and install is None:
+    if not [text for text in commands if text.strip()]:
         raise ConfigError(
-            "there is nothing to run; pass --command or --command_file, write commands into the configuration file, or "
-            "pass --install_accel"
+            "there is nothing to run; pass --command or --command_file, or write commands into the configuration file"
         )
     # A file may have comments and blocks over several lines, so it is not joined with semicolons.
-    return "\n".join(_joined(["set -e", "cd /usr/share", *([install] if install else []), *commands]))
+    return "\n".join(_joined(["set -e", "cd /usr/share", *commands]))
 
 
 def _joined(commands: list[str]) -> list[str]:
@@ -120,14 +122,3 @@ def _joined(commands: list[str]) -> list[str]:
         else:
             found.append(text if plain else f"{text}\n")
     return [text.removesuffix("\n") for text in found]
-
-
-def _installed(version: str) -> str:
-    if version == "latest":
-        return f"pip install -U {_PACKAGE}"
-    if not re.fullmatch(r"[0-9][0-9A-Za-z.!+_-]*", version):
-        raise ConfigError(
-            f"--accel_version is {version!r}; expected latest or a version such as 0.1.0. For another source, pass "
-            '--command "pip install …"'
-        )
-    return f"pip install {_PACKAGE}=={version}"

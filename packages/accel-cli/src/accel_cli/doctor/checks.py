@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.machine import GATHERED, PACKAGES, Machine
+from accel_state.installing import INSTALL
 
 __all__ = ["CHECKS", "Finding", "examine", "examine_here"]
 
@@ -40,7 +41,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     }
     text = ", ".join(f"{name} {machine.versions[name]}" for name in PACKAGES if name in machine.versions)
     if len(set(series.values())) > 1:
-        advice = "their release series must be the same; pip install --upgrade accel-cli updates all"
+        advice = f"their release series must be the same; {INSTALL}, installs all of one"
         yield Finding("packages", "problem", text, advice)
     else:
         yield Finding("packages", "ok", text)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from torch import nn
 
 import accel_ckpt
-from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
+from accel_ckpt.coordination.ranks import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_sharded

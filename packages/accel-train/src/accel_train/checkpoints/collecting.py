@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
-from accel_ckpt.coordination import MainProcess
+from accel_ckpt.coordination.ranks import MainProcess
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift

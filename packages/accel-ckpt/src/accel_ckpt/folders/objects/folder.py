@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from accel_ckpt.coordination import Coordinator
+from accel_ckpt.coordination.ranks import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import (
     CheckpointError,

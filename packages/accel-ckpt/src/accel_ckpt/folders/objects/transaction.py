@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from accel_ckpt.coordination import Coordinator
+from accel_ckpt.coordination.ranks import Coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import (
     CheckpointError,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.as_accelerate.extras.arguments import add_option, parser_of, run
+from accel_cli.commands.tpu_config import refuse_to_install
 from accel_cli.dialect import App
 from accel_state.config.files import parse_text, read_text
 from accel_state.config.fsdp_conversion import convert_fsdp_options, converted
@@ -221,13 +222,15 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
         ConfigError: the pod has no name, or there is nothing to run.
         SystemExit: gcloud failed, with its exit code.
     """
+    if args.install_accelerate:
+        refuse_to_install()
     tpu = resolve(args.config_file, snapshot()).local().tpu
     named = {"tpu_name": args.tpu_name, "tpu_zone": args.tpu_zone, "command_file": args.command_file}
     changed: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if args.command_file is not None or args.command:
         changed |= {"command_file": args.command_file, "commands": tuple(args.command or ())}
     tpu = dataclasses.replace(tpu, tpu_vm=None, **changed)
-    script = "; ".join(["cd /usr/share", *_installation(args), *_commands(tpu)])
+    script = "; ".join(["cd /usr/share", *_commands(tpu)])
     (words,) = ssh_commands(tpu, [script], alpha=args.use_alpha)
     if args.debug:
         print(f"Running {' '.join(words)}")
@@ -236,13 +239,6 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if code:
         sys.exit(code)
     print("Successfully setup pod.")
-
-
-def _installation(args: argparse.Namespace) -> list[str]:
-    if not args.install_accel and not args.install_accelerate:
-        return []
-    version = args.accel_version if args.accel_version != "latest" else args.accelerate_version
-    return ["pip install -U accel-cli" if version == "latest" else f"pip install accel-cli=={version}"]
 
 
 def _commands(tpu: TpuSection) -> list[str]:

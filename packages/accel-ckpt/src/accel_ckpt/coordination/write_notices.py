@@ -28,9 +28,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel_ckpt.coordination import default_coordinator
+from accel_ckpt.coordination.ranks import default_coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_ckpt.folders.find import find_folder
+from accel_ckpt.locations import RemotePath, location
 from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.messages import module_of
@@ -88,7 +88,9 @@ def completed_by_writer(
             "the rank that writes, and wait_for_everyone() on all"
         )
     notices = WriteNotices(store, writer, ranks.rank)
-    call = WriteCall(str(find_folder(directory).absolute), collectives_so_far(), calling_lines())
+    place = location(directory)
+    named = str(place) if isinstance(place, RemotePath) else os.path.abspath(place)
+    call = WriteCall(named, collectives_so_far(), calling_lines())
     return notices.write(call, write) if ranks.rank == writer else notices.wait(call)
 
 

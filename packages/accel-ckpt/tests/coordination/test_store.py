@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, UnsupportedValueError
-from accel_ckpt.saving import store_coordinator
-from accel_ckpt.saving.store_coordinator import StoreCoordinator
+from accel_ckpt.coordination import store as store_module
+from accel_ckpt.coordination.store import StoreCoordinator
 from accel_state.host.process_identity import machine_id, start_time_of
 
 
@@ -24,8 +24,8 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(store_coordinator, "_LOOK", 0.01)
-    monkeypatch.setattr(store_coordinator, "_LAST_WORDS", 1.0)
+    monkeypatch.setattr(store_module, "_LOOK", 0.01)
+    monkeypatch.setattr(store_module, "_LAST_WORDS", 1.0)
 
 
 def coordinators(count):
@@ -136,7 +136,7 @@ def test_a_rank_whose_process_has_ended_is_named():
 
 
 def test_a_rank_that_never_answers(monkeypatch):
-    monkeypatch.setattr(store_coordinator, "_PATIENCE", 0.1)
+    monkeypatch.setattr(store_module, "_PATIENCE", 0.1)
     _, (first, _) = coordinators(2)
     with pytest.raises(CheckpointSaveError, match=r"ranks \[1\] did not answer within 0.1 s"):
         first.exchange("hello")

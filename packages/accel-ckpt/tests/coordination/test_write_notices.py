@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from accel_ckpt import CheckpointSaveError, completed_by_writer
-from accel_ckpt.saving import write_notices
-from accel_ckpt.saving.write_notices import WriteCall, WriteNotices, calling_lines
+from accel_ckpt.coordination import write_notices
+from accel_ckpt.coordination.write_notices import WriteCall, WriteNotices, calling_lines
 from accel_state.host.process_identity import machine_id, start_time_of
 
 

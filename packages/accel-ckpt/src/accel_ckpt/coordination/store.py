@@ -8,23 +8,39 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from accel_ckpt.coordination import Coordinator
+from accel_ckpt.coordination.ranks import Coordinator
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.forms import check_form
 from accel_ckpt.format.reader import parse_json
 from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["StoreCoordinator"]
+__all__ = ["StoreCoordinator", "in_background"]
 
 _WHO = {"machine": (None, str), "pid": int, "born": (None, str)}
 _PATIENCE = 30 * 60.0  # seconds to wait for the slowest rank, as in torch's collectives
 _LOOK = 1.0  # seconds between two looks at who is still there
 _LAST_WORDS = 10.0  # seconds that rank 0 keeps the store for ranks that have not read how the save ended
+
+
+def in_background(name: str, ranks: Coordinator, stopped: Callable[[], str | None]) -> Coordinator:
+    """The same ranks, which agree in threads of theirs while they train.
+
+    Args:
+        name: what they do, the same on all ranks and of no other work.
+        ranks: the ranks in their training.
+        stopped: returns why this rank gives up; None while it goes on.
+
+    Returns:
+        The ranks through the world's store; ``ranks`` if there is one, or the process group has no store.
+    """
+    store = PartialState().connect(f"accel/{name}") if ranks.world_size > 1 else None
+    return ranks if store is None else StoreCoordinator(store, ranks, stopped)
 
 
 class StoreCoordinator:

@@ -14,7 +14,7 @@ from accel_ckpt import (
     run_together,
     save_training_state,
 )
-from accel_ckpt.coordination import MainProcess
+from accel_ckpt.coordination.ranks import MainProcess
 
 
 class Threads:
