@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -26,12 +27,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch's store asks the name server for the name of each rank that connects to it. Where an answer gets lost, a
     # rank would wait 5 seconds for the next try.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    # Models of tests are so small that several threads wait for each other four times as long as one computes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _keep_bytecode()
     # Heed the signals that tests send; a run that was started by nohup or in the background ignores them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _give_examples_time()
+
+
+def _keep_bytecode() -> None:
+    """Let modules be compiled once, not by each of the thousands of processes that tests start."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def _give_examples_time() -> None:

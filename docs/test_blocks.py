@@ -27,6 +27,7 @@ LONG = {
     "docs/from-accelerate.md",
     "docs/from-pytorch.md",
     "docs/installation.md",
+    "docs/quickstart.md",
     *(
         f"docs/guides/{guide}.md"
         for guide in (

@@ -15,6 +15,7 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 Pair = namedtuple("Pair", ["y", "h"])
 
 

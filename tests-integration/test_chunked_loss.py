@@ -15,6 +15,7 @@ from torch import nn
 from testkit import worlds
 from testkit.float64 import Float64
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 VOCABULARY, WIDTH = 37, 16
 STEPS = 2  # micro-batches of a window
 ROWS = 16

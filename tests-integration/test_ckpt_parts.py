@@ -9,6 +9,7 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 SEEDS = range(12)
 SHAPES = {"matrix": (7, 5), "vector": (11,), "scalar": (), "cube": (3, 4, 5), "empty": (0, 3), "row": (1, 6)}
 

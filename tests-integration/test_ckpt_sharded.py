@@ -8,6 +8,8 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def reference():
     """The model and optimizer of one process after two steps."""

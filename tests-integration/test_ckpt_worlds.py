@@ -9,6 +9,8 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def weights(step):
     return {"layer.weight": torch.full((40, 5), float(step)), "layer.bias": torch.arange(3.0)}

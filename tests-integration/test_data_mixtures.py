@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 FIRST = {"code": 1000, "web": 0}
 SIZE = {"code": 22, "web": 50}
 

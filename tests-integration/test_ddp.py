@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def make() -> nn.Module:
     torch.manual_seed(0)

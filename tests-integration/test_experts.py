@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from testkit import worlds
 from testkit.language_models import config_of, ids, train
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 FEATURES, HIDDEN, CLASSES = 8, 12, 4
 
 

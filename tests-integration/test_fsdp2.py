@@ -8,6 +8,7 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 VOCABULARY = 97
 SMALL = {
     "vocab_size": VOCABULARY,

@@ -8,6 +8,8 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Block(nn.Module):
     def __init__(self):

@@ -12,6 +12,7 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 DIM = 8
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 DIM = 5
 
 

@@ -13,6 +13,8 @@ from accel_state import broadcast_object_list
 from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin, PrepareError
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def net(seed):
     torch.manual_seed(seed)

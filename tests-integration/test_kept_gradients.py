@@ -16,6 +16,7 @@ from accel_train import (
 )
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 STEPS = 4
 
 

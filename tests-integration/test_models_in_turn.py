@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 BATCHES, STEPS, EVERY = 24, 2, 3
 """Batches, micro-batches of a window, and after how many batches the generator has a micro-batch."""
 

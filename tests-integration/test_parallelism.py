@@ -18,6 +18,8 @@ from accel_train.errors import IncompatibleOptionsError
 from testkit import worlds
 from testkit.sentences import LENGTH, Sentences, divide, losses_of, make, make_optimizer
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

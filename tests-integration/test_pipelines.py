@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from testkit import worlds
 from testkit.language_models import config_of, ids
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 FEATURES, ROWS, STEPS = 6, 8, 3
 
 

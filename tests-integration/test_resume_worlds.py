@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 SIZE, EPOCHS = 48, 3
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from testkit import conformance
 from testkit.worlds import run
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 BATCHES = 6  # of each rank
 
 

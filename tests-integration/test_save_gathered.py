@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 SHAPES = {"a.weight": (7, 3), "b.weight": (4, 5), "c": (), "empty": (0, 2)}
 
 

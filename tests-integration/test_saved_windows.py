@@ -8,6 +8,7 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 WIDTH, STEPS, MICRO_BATCHES, SAVED_AFTER = 8, 4, 12, 5
 FULL = pytest.mark.full
 

@@ -27,6 +27,7 @@ from accel_train import (
 from accel_train.offload.refusal import is_refused
 from testkit import simulated_device, worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 WIDTH = 256
 ON_DEVICES = pytest.mark.simulated
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 

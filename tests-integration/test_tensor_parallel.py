@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 WIDTH = 8
 FOUR = pytest.param(4, marks=pytest.mark.full)
 

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from accel_train import Accelerator, AveragedWeights, DataLoaderConfiguration, GradScalerKwargs, LocalSGD
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 RANKS, EPOCHS = 2, 3
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

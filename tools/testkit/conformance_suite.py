@@ -66,6 +66,8 @@ OWN_SUITE = {"megatron": "tests-integration/engines/test_megatron.py"}
 
 MEMBERS = {name: member for name, member in FOUND.items() if installed(member) and name not in OWN_SUITE}
 MEMBERS |= {name: MEMBERS[strategy] for name, (strategy, _) in VARIANTS.items() if strategy in MEMBERS}
+if not any(member.capabilities.requires for member in MEMBERS.values()):  # an engine starts once in a process
+    pytestmark = pytest.mark.usefixtures("kept_ranks")
 EXACT = 1e-12  # in float64; a precision says how far it is from that
 SINGLE = 1e-6  # of members that compute in float32
 

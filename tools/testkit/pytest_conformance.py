@@ -8,6 +8,7 @@ prints strategy x property after the run.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark of the suite's tests that repeat others in a larger world."""
     config.addinivalue_line("markers", "full: long")
+
+
+@pytest.fixture(scope="module")
+def kept_ranks() -> Iterator[None]:
+    """Let the tests of a module share the processes of their ranks; see `testkit.worlds.kept`."""
+    from testkit import worlds
+
+    with worlds.kept():
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

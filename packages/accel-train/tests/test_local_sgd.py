@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_train import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs, LocalSGD
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 RANKS = 2
 
 

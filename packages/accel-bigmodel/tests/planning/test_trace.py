@@ -90,8 +90,17 @@ def tokens(samples):
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("kind", "cached"), [("llama", True), ("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("kind", "cached", "checkpointing"),
+    [
+        ("llama", True, True),
+        ("llama", False, False),
+        pytest.param("llama", True, False, marks=pytest.mark.full),
+        pytest.param("llama", False, True, marks=pytest.mark.full),
+        ("gpt2", True, False),
+        pytest.param("gpt2", True, True, marks=pytest.mark.full),
+    ],
+)
 def test_many_blocks_with_a_cache_are_as_a_few(kind, cached, checkpointing):
     """A cache of keys and values stays until the backward ends, and the blocks of gpt2 get it by position."""
     model = transformer(kind, use_cache=cached, layers=9)

@@ -16,6 +16,7 @@ from accel_state.operations.scatter import scatter
 from accel_state.world.process import PartialState
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 Pair = namedtuple("Pair", "a b")
 
 

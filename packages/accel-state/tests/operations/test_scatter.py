@@ -14,6 +14,7 @@ from accel_state.operations.scatter import Scatterer, scatter
 from accel_state.world.process import PartialState
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 Pair = namedtuple("Pair", "a b")
 
 

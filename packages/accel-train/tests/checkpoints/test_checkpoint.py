@@ -21,6 +21,7 @@ from accel_ckpt import (
 )
 from accel_ckpt.disk import LOCAL, Disk
 from accel_train import Accelerator, DataLoaderConfiguration, OptionError, ProjectConfiguration
+from testkit.samples import inputs, make
 from testkit.small_run import build, snapshot, train
 
 
@@ -309,16 +310,6 @@ def test_a_used_folder_is_refused_when_training_begins(tmp_path):
     with pytest.raises(OptionError, match=r"already holds checkpoint_0.*resume\(\) in a script started with"):
         begin()
     begin(load=True).save_state()
-
-
-def inputs(rows=12):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1, dtype=dtype)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("function", [False, True])

@@ -12,20 +12,8 @@ from accel_train.checkpoints import collecting
 from accel_train.checkpoints.parts import named_models, parts_of
 from accel_train.strategies.state_adapter import StateAdapter
 from testkit import worlds
+from testkit.samples import Held
 from testkit.small_run import build, snapshot
-
-
-class Held:
-    """A registered object whose state is whatever it is given."""
-
-    def __init__(self, state=None):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def collect(accelerator):

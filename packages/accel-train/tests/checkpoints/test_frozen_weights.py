@@ -11,6 +11,7 @@ from accel_train.checkpoints import training_state
 from accel_train.errors import OptionError
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 PLUGINS = {
     "single": dict,
     "ddp": dict,

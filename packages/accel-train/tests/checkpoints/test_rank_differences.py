@@ -13,19 +13,9 @@ from accel_ckpt import CorruptCheckpointError, open_training_state
 from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, ProjectConfiguration
 from accel_train.checkpoints import rank_differences
 from testkit import worlds
+from testkit.samples import Held
 
-
-class Held:
-    """An object whose state is what it holds."""
-
-    def __init__(self, state=None):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 class ByLoss(torch.optim.lr_scheduler.LRScheduler):

@@ -25,6 +25,7 @@ from accel_train.checkpoints import training_state
 from accel_train.checkpoints.random_state import RandomStates
 from accel_train.checkpoints.training_state import read
 from testkit import worlds
+from testkit.samples import Held
 from testkit.small_run import build, snapshot, train
 
 
@@ -97,19 +98,6 @@ def test_t9_a_rank_that_is_new_derives_its_random_state(tmp_path, caplog):
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])
     assert "rank 1, 2 is new and derives its random state" in caplog.text
-
-
-class Held:
-    """A registered object whose state is whatever it is given."""
-
-    def __init__(self, state=None):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 class Bomb:

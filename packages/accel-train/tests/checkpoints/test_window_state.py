@@ -16,6 +16,8 @@ from accel_train.strategies.window_gradients import WindowGradients
 from testkit import worlds
 from testkit.small_run import build
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def open_window(steps=4, taken=2, seed=0, precision="no"):
     """A training in the middle of a window."""

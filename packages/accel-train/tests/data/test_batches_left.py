@@ -4,22 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from testkit import worlds
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-        self.read = 0
-
-    def __iter__(self):
-        for index in range(self.n):
-            self.read += 1
-            yield index
+from testkit.samples import Numbers
 
 
 class Sized(Numbers):

@@ -8,14 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_train.data import IterableDatasetShard, prepare_data_loader
 from accel_train.errors import DataError
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
+from testkit.samples import Numbers
 
 
 class Sized(Numbers):

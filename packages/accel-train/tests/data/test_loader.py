@@ -12,14 +12,7 @@ from accel_state.errors import StateError
 from accel_train.data import ActiveLoaders, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_train.data.sampling.batches import ShardedBatchSampler
 from accel_train.errors import DataError
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
+from testkit.samples import Numbers
 
 
 class Failing(Dataset):

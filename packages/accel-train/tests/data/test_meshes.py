@@ -24,6 +24,7 @@ from accel_train.plugins import DataLoaderConfiguration
 from accel_train.ranks import Ranks
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 SIZE = 23
 EPOCHS = 3
 

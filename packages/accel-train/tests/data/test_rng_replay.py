@@ -29,16 +29,9 @@ from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from accel_train.errors import DataError
 from testkit import worlds
+from testkit.samples import Numbers
 
 SIZE = 23
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n=SIZE):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
 
 
 class Shuffled(IterableDataset):
@@ -190,7 +183,7 @@ LOADERS = {
     "stream's own generator": lambda: DataLoader(OwnGenerator(), batch_size=2),
     "custom batches": lambda: DataLoader(DATA, batch_sampler=CustomBatches(RandomSampler(DATA), 2, False)),
     "no batching": lambda: DataLoader(torch.arange(SIZE), batch_size=None, shuffle=True),
-    "stream": lambda: DataLoader(Numbers(), batch_size=2),
+    "stream": lambda: DataLoader(Numbers(SIZE), batch_size=2),
     "shuffled stream": lambda: DataLoader(Shuffled(), batch_size=2),
     "workers": lambda: DataLoader(
         DATA, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="fork"
@@ -208,7 +201,7 @@ LOADERS = {
         NoisyRows(own=False), 2, shuffle=True, num_workers=2, multiprocessing_context="fork"
     ),
     "stream, worker": lambda: DataLoader(
-        Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"
+        Numbers(SIZE), batch_size=2, num_workers=1, multiprocessing_context="fork"
     ),
 }
 SEEDABLE = {"use_seedable_sampler": True}

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_train.data import (
     ActiveLoaders,
@@ -13,14 +13,7 @@ from accel_train.data import (
     skip_first_batches,
 )
 from accel_train.errors import ArgumentTypeError, DataError
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
+from testkit.samples import Numbers
 
 
 class Reading(list):

@@ -3,26 +3,15 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accel_train.data import ActiveLoaders, prepare_data_loader
 from accel_train.data.iterators import AheadIterator
 from accel_train.data.transfer import DirectTransfer, StreamTransfer, choose_transfer
 from testkit.accelerators import keep_busy, this_accelerator
+from testkit.samples import Numbers
 
 CPU = torch.device("cpu")
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n, fail_at=None):
-        self.n = n
-        self.fail_at = fail_at
-
-    def __iter__(self):
-        for index in range(self.n):
-            if index == self.fail_at:
-                raise ValueError(f"sample {index} is broken")
-            yield index
 
 
 class Recording(StreamTransfer):
@@ -73,7 +62,7 @@ def test_a_failure_ahead_is_raised_in_its_turn():
     ledger = ActiveLoaders()
     loader = recorded(DataLoader(Numbers(9, fail_at=5), batch_size=2), ledger=ledger)
     seen = []
-    with pytest.raises(ValueError, match="sample 5 is broken"):
+    with pytest.raises(LookupError, match="sample 5 cannot be read"):
         seen.extend(batch.tolist() for batch in loader)
     assert seen == [[0, 10], [20, 30]]
     assert ledger.live == []

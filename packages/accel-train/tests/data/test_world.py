@@ -10,7 +10,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -21,14 +20,9 @@ from accel_state.seeding import set_seed
 from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from testkit import worlds
+from testkit.samples import Numbers
 
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 class Custom(Sampler):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_train import Accelerator, AccumulationError, AmbiguousLoaderError
 from accel_train.strategies.base import Capabilities, Strategy
+from testkit.samples import inputs, make
 
 
 def setup(steps=2, sizes=(10,), **kwargs):
@@ -216,16 +217,6 @@ def test_only_models_and_prepared_loaders_are_accumulated():
         accelerator.accumulate([model])
     with pytest.raises(TypeError, match="prepared loader, got DataLoader"):
         accelerator.accumulate(model, dataloader=DataLoader(loader.dataset))
-
-
-def inputs(rows=12):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1, dtype=dtype)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def test_a_copied_loader_still_ends_windows():

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_train import Accelerator, AccumulationError
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def make():
     torch.manual_seed(0)

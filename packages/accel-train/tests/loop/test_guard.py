@@ -19,6 +19,7 @@ from accel_train.strategies.megatron.strategy import MegatronStrategy
 from testkit import worlds
 from testkit.conformance import INSTALLED
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 FACTORS = [1, 1, 2, 1, 1, 50, 1, math.nan, 1, 40, 1, 1, math.inf, 3, 1, 1]  # of the loss of each update
 
 

@@ -5,10 +5,12 @@ from collections import namedtuple
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from testkit import worlds
+from testkit.samples import Numbers
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 Pair = namedtuple("Pair", "words x")
 
 
@@ -117,14 +119,6 @@ def refused_loader():
     with pytest.raises(ArgumentTypeError) as error:
         Accelerator(cpu=True).gather_for_metrics(torch.ones(2), dataloader=DataLoader(range(2)))
     return str(error.value)
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
 
 
 def repeated_losses(kind, n, batch):

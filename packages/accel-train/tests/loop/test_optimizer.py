@@ -15,16 +15,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer, move_state_to_param
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
-
-
-def inputs(rows=12):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1, dtype=dtype)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+from testkit.samples import inputs, make
 
 
 def test_a_copied_optimizer_stays_with_its_accelerator():

@@ -12,16 +12,7 @@ from accel_state import PartialState
 from accel_train import Accelerator, GradScalerKwargs
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
-
-
-def inputs(rows=12):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1, dtype=dtype)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+from testkit.samples import inputs, make
 
 
 def test_a_schedule_of_fixed_length_may_be_overrun_as_before():

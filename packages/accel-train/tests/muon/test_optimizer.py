@@ -13,6 +13,8 @@ from accel_train import Accelerator, MuonWithAdamW, muon_with_adamw
 from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Model(nn.Module):
     def __init__(self):

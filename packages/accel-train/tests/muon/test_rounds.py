@@ -13,6 +13,8 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Experts(nn.Module):
     """Every token visits every expert, weighed by a router."""

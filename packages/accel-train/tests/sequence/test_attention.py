@@ -13,6 +13,7 @@ from accel_train.sequence.layout import SequenceLayout
 from accel_train.sequence.ring import visible
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 CASES = [
     (is_causal, heads, kv_heads, dtype)
     for is_causal in (False, True)

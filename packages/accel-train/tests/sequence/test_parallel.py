@@ -18,6 +18,8 @@ from accel_train.mesh import Mesh
 from accel_train.sequence.parallel import SequenceParallel
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Attention(nn.Module):
     def __init__(self):

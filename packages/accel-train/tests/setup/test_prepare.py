@@ -16,16 +16,7 @@ from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.strategies.base import Capabilities, Parts, Strategy
 from testkit import worlds
-
-
-def inputs(rows=12):
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def make(dtype=torch.float64):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1, dtype=dtype)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+from testkit.samples import inputs, make
 
 
 def test_what_another_accelerator_prepared_follows_the_one_that_prepared_it_last():

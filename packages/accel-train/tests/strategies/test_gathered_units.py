@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 FEATURES = 6
 LOOKS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,

@@ -11,6 +11,7 @@ from accel_train.ranks import Ranks
 from accel_train.strategies.replicas import differing, differing_rates
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 ROWS = 8  # of each rank
 STEPS = 3
 

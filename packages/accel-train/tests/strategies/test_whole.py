@@ -10,6 +10,8 @@ from torch import nn
 
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def build():
     torch.manual_seed(0)

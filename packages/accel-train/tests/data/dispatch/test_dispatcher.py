@@ -9,18 +9,9 @@ from accel_state.world.process import PartialState
 from accel_train.data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accel_train.errors import DataError
 from testkit import worlds
+from testkit.samples import Numbers
 
-
-class Numbers(IterableDataset):
-    def __init__(self, n, fail_at=None):
-        self.n = n
-        self.fail_at = fail_at
-
-    def __iter__(self):
-        for index in range(self.n):
-            if index == self.fail_at:
-                raise LookupError(f"sample {index} cannot be read")
-            yield index
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 class Map(Dataset):

@@ -16,6 +16,8 @@ from accel_train.errors import PrepareError
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from testkit import worlds
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Attention(nn.Module):
     def __init__(self):
