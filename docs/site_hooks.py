@@ -81,7 +81,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     reference = _tool("reference_pages")
     pages |= reference.pages(reference.read_topics())
-    files.append(File.generated(config, _DRAWS, abs_src_path=str(mermaid_script())))
+    if (script := mermaid_script()) is not None:
+        files.append(File.generated(config, _DRAWS, abs_src_path=str(script)))
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -99,7 +100,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Load the script that draws diagrams where there are some."""
     from mkdocs.utils import get_relative_url
 
-    if 'class="mermaid"' not in html:
+    if 'class="mermaid"' not in html or files.get_file_from_path(_DRAWS) is None:
         return html
     return f'{html}<script src="{get_relative_url(_DRAWS, page.url)}"></script>'
 
@@ -123,23 +124,27 @@ def on_post_build(config: MkDocsConfig) -> None:
     (site / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def mermaid_script() -> Path:
-    """The script of mermaid, which npm fetches once.
-
-    Raises:
-        FileNotFoundError: npm is not installed.
-        CalledProcessError: npm could not fetch it.
-    """
+def mermaid_script() -> Path | None:
+    """The script of mermaid, which npm fetches once; None if it cannot, and says that pages need the web then."""
     folder = Path(os.environ.get("ACCEL_MERMAID_FOLDER", Path.home() / f".cache/accel/mermaid-{MERMAID}"))
     script = folder / "node_modules/mermaid/dist/mermaid.min.js"
     if not script.is_file():
-        npm = shutil.which("npm")
-        if npm is None:
-            raise FileNotFoundError(
-                "npm, which fetches the script of the diagrams, is not installed: apt install npm"
-            )
         quiet = ("--no-fund", "--no-audit", "--no-save", "--ignore-scripts", "--silent")
-        subprocess.run([npm, "install", *quiet, "--prefix", str(folder), f"mermaid@{MERMAID}"], check=True)
+        command = [
+            shutil.which("npm") or "npm",
+            "install",
+            *quiet,
+            "--prefix",
+            str(folder),
+            f"mermaid@{MERMAID}",
+        ]
+        try:
+            subprocess.run(command, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(
+                f"site: npm did not fetch mermaid ({error}): pages with diagrams, and their search, need the web"
+            )
+            return None
     return script
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, StateMismatchError, open_training_state
+from accel_ckpt.training.optimizers import name_positions
 from accel_train import Accelerator
 from accel_train.checkpoints.chosen_parts import ALL
 from accel_train.state_part import SavedTrees, StatePart, Trees, leaves, taken_up
@@ -180,6 +181,18 @@ def test_leaves():
 def test_what_objects_raise_names_the_checkpoint(tmp_path):
     text = r"the state of x is not what save_state\(\) writes \(KeyError"
     with pytest.raises(CorruptCheckpointError, match=text), taken_up("the state of x", tmp_path):
-        raise KeyError("y")
+        name_positions({}, [], [])
     with pytest.raises(OSError, match="disk"), taken_up("the state of x", tmp_path):
         raise OSError("disk")
+
+
+def test_what_an_object_of_the_script_raises_is_no_damage(tmp_path):
+    def load():
+        raise RuntimeError("other vocabulary")
+
+    with (
+        pytest.raises(RuntimeError, match="other vocabulary") as caught,
+        taken_up("the state of x", tmp_path),
+    ):
+        load()
+    assert caught.value.__notes__ == [f"raised while the state of x was taken from {tmp_path}"]

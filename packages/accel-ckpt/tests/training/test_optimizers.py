@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_ckpt import (
+    CheckpointError,
     CorruptCheckpointError,
     SavedTensor,
     StateMismatchError,
@@ -498,3 +499,23 @@ def test_parameters_that_share_a_step_count_their_own_again(tmp_path, lazy):
     for here, there in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(here, there)
     assert [float(state["step"]) for state in fresh.state.values()] == [2.0] * 4
+
+
+def test_an_optimizer_that_refuses_its_state_dict_is_no_damaged_checkpoint():
+    class Refuses(torch.optim.SGD):
+        def state_dict(self):
+            raise RuntimeError("not consolidated")
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tree = optimizer_state_by_name(optimizer, [model])
+    refusing = Refuses(model.parameters(), lr=0.1)
+    for use in (
+        lambda: optimizer_state_by_name(refusing, [model]),
+        lambda: check_optimizer_state(refusing, tree, [model]),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"Refuses\.state_dict\(\) failed.*not consolidated"
+        ) as caught:
+            use()
+        assert type(caught.value) is CheckpointError

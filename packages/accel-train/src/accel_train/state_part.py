@@ -8,6 +8,8 @@ and `load_state` collect them. A new kind of state is a class beside its object,
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +23,12 @@ from accel_ckpt.format.forms import check_form
 from accel_ckpt.parts import is_leaf
 from accel_ckpt.training.state_part import Groups, SavedTrees, StatePart, Trees
 from accel_state.errors import AccelError
-from accel_state.messages import first_line
+from accel_state.messages import first_line, module_of
 
 __all__ = ["Groups", "SavedTrees", "StatePart", "Trees", "check_order", "leaves", "taken_up"]
+
+
+_NOT_OF_THE_SCRIPT = {"accel_state", "accel_ckpt", "accel_train", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -63,7 +68,10 @@ def check_order(what: str, here: Sequence[str], saved: SavedTrees, name: str) ->
 
 @contextmanager
 def taken_up(what: str, directory: Path) -> Iterator[None]:
-    """Context that turns errors of objects which load a damaged state into one error that names the checkpoint."""
+    """Context that turns errors of objects which load a damaged state into one error that names the checkpoint.
+
+    What an object of the script raises by itself stays as it is, with a note: it says more about the state than we can.
+    """
     try:
         yield
     except (AccelError, MemoryError, OSError, torch.OutOfMemoryError, DistError):
@@ -77,6 +85,10 @@ def taken_up(what: str, directory: Path) -> Iterator[None]:
         ValueError,
         RuntimeError,
     ) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if module_of(frame).partition(".")[0] not in _NOT_OF_THE_SCRIPT:
+            error.add_note(f"raised while {what} was taken from {directory}")
+            raise
         raise accel_ckpt.CorruptCheckpointError(
             f"{directory}: {what} is not what save_state() writes ({type(error).__name__}: {first_line(error)[:200]}). "
             "The checkpoint is damaged, or something else wrote it; load another one"

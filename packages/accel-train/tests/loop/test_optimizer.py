@@ -344,6 +344,9 @@ def test_state_follows_its_parameter_and_counts_stay():
         "number": 3,
     }
     optimizer.state["global"] = {"moment": torch.ones(2)}  # torch allows keys that are no parameters
+    optimizer.state[nn.Parameter(torch.ones(1))] = (
+        None  # as torch's ZeroRedundancyOptimizer has of other ranks
+    )
     move_state_to_parameters(optimizer)
     state = optimizer.state[parameter]
     assert state["moment"].device.type == "meta"

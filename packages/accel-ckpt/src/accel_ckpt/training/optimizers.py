@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.errors import CheckpointError, StateMismatchError
 from accel_ckpt.format.forms import OTHERS, check_form
 from accel_ckpt.format.saved_tensors import SavedTensor
 from accel_ckpt.modules.named_model import NamedModel, named_models
@@ -74,7 +74,7 @@ def optimizer_state_by_name(
         optimizer. Other entries of its ``state_dict()`` keep their keys; state under keys that are not parameters is
         under ``"global_state"``.
     """
-    tree = name_positions(optimizer.state_dict(), _groups(optimizer), models)
+    tree = name_positions(_state_dict(optimizer), _groups(optimizer), models)
     kind = _torch_class(optimizer)
     return tree if kind is None else tree | {"class": kind}
 
@@ -119,6 +119,17 @@ def name_positions(
     if rest := {key: value for key, value in state.items() if key not in by_position}:
         tree["global_state"] = rest
     return tree
+
+
+def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer, whose own error has nothing to do with a checkpoint."""
+    try:
+        return optimizer.state_dict()
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() failed, so its state can be neither saved nor compared with a "
+            f"saved one: {error}"
+        ) from error
 
 
 def check_optimizer_state(
@@ -211,7 +222,7 @@ def _checked(
         }
         _check_options({**options, **defaults}, tree["param_groups"])
         _check_shapes(optimizer, here, names, tree["state"])
-    current = optimizer.state_dict()
+    current = _state_dict(optimizer)
     fill = _state_fill(optimizer, tree, names, current)
     fill.check()
     return compared, current, fill

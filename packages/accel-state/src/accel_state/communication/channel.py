@@ -469,7 +469,7 @@ class Channel:
     def _raise_mismatch(self, describe: Callable[[], str], local_error: BaseException | None) -> NoReturn:
         site = call_site(_frame(threading.get_ident()))
         words = f"{type(local_error).__name__}: {local_error}" if local_error is not None else describe()
-        text = f"{self._position[1]} at {site}: {words}".encode()
+        text = f"{self._position[1]} at {site}{words and ': '}{words}".encode()
         if len(text) > _TEXT:
             text = text[: _TEXT - 4] + " …".encode()
         mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
