@@ -9,7 +9,7 @@ from accel_cli.app import main
 
 OLD = "from accelerate import Accelerator\n\na = Accelerator()\n"
 NEW = "from accel_train import Accelerator\n\na = Accelerator()\n"
-UNKNOWN = "from accelerate import Accelerator\nfrom accelerate.utils import no_such_name\n"
+UNKNOWN = "import accelerate\naccelerate.utils.NoSuchName\n"
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_refused_file_is_not_written_and_the_others_are(folder, capsys):
     (folder / "unknown.py").write_text(UNKNOWN)
     assert main(["migrate", "--write", "."]) == 1
     assert (
-        "unknown.py:2: not understood: accelerate.utils.no_such_name has no counterpart"
+        "unknown.py:2: not understood: accelerate.utils.NoSuchName has no counterpart"
         in capsys.readouterr().err
     )
     assert (folder / "unknown.py").read_text() == UNKNOWN

@@ -86,9 +86,9 @@ def test_imports_and_uses(before, after):
     [
         ("x = 1\nfrom accelerate import *\n", 2, "import the names that are used"),
         (
-            "from accelerate.utils import ParallelismConfigure\n",
-            1,
-            "accelerate.utils.ParallelismConfigure has no counterpart",
+            "import accelerate\naccelerate.utils.ParallelismConfigure\n",
+            2,
+            "ParallelismConfigure has no counterpart",
         ),
         ("import accelerate\nf(accelerate)\n", 2, "the module accelerate is used as a value"),
         ("from accelerate import utils\ndef f(utils): pass\n", 2, "the module utils is used as a value"),
@@ -99,6 +99,26 @@ def test_what_is_not_understood_is_refused_with_its_line(text, line, message):
     _, refusals, _ = changed(text)
     assert [found for found, _ in refusals] == [line]
     assert message in refusals[0][1]
+
+
+def test_imports_without_a_counterpart_are_left_and_noted():
+    source = PythonSource(
+        "from accelerate import Accelerator\n"
+        "if testing:\n"
+        "    from accelerate.test_utils.training import mocked_dataloaders\n"
+        "from accelerate.utils import set_seed, no_such_name as other\n"
+    )
+    code, refusals, notes = rewrite_imports(source)
+    assert code == (
+        "from accel_train import Accelerator\n"
+        "if testing:\n"
+        "    from accelerate.test_utils.training import mocked_dataloaders\n"
+        "from accel_train import set_seed\nfrom accelerate.utils import no_such_name as other\n"
+    )
+    assert refusals == []
+    assert [note.line for note in notes] == [3, 4]
+    assert "it is for Accelerate's tests: remove the lines that use it" in notes[0].text
+    assert "accelerate.utils.no_such_name is left as it is, and needs Accelerate" in notes[1].text
 
 
 def test_texts_are_left_and_noted():

@@ -62,7 +62,15 @@ def to_fsdp2(
     colors = colors_for()
     typer.echo(_report(changes, notes, colors))
     typer.echo(difference(text, new, (str(source), str(target)), colors, context=1), nl=False)
-    _refuse_to_replace(source, output_file, target, overwrite)
+    if output_file is None and not overwrite:
+        given = (
+            f"--output_file {default_path(snapshot())}"
+            if is_accelerates(source)
+            else "--output_file, or --overwrite"
+        )
+        typer.echo(f"nothing is written; pass {given} to write it", err=True)
+        return
+    _refuse_to_replace(target, overwrite)
     write_text(target, new)
     typer.echo(f"wrote {target}")
     _check(target)
@@ -120,19 +128,13 @@ def _key_and_value(change: Change) -> str:
             return f"{change.key}: {before} -> {change.name}: {after}"
 
 
-def _refuse_to_replace(source: Path, output_file: Path | None, target: Path, overwrite: bool) -> None:
+def _refuse_to_replace(target: Path, overwrite: bool) -> None:
     if is_accelerates(target):
         raise ConfigError(
             f"nothing is written: {target} belongs to Accelerate and is not changed; pass --output_file "
             f"{default_path(snapshot())}, which accel launch reads first"
         )
-    if overwrite:
-        return
-    if output_file is None:
-        raise ConfigError(
-            f"nothing is written: name a new file with --output_file, or pass --overwrite to change {source} itself"
-        )
-    if target.exists():
+    if target.exists() and not overwrite:
         raise ConfigError(
             f"nothing is written: {target} exists; name another --output_file, or pass --overwrite to replace it"
         )

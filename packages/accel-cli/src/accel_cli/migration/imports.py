@@ -20,6 +20,14 @@ _KEPT = (
     "accelerate.__version__ is left as it is, and needs Accelerate: accel has versions of its own "
     "(accel_train.__version__); remove the comparison, or compare with those"
 )
+_OF_TESTS = "it is for Accelerate's tests: remove the lines that use it, or make loaders of your own"
+# What to write in the place of names that have no counterpart.
+_INSTEAD = {
+    "mocked_dataloaders": _OF_TESTS,
+    "mocked_dataloaders_for_autoregressive_models": _OF_TESTS,
+    "torch_device": "write PartialState().device of accel_train",
+    "PrepareForLaunch": "start the processes by accel launch, or by notebook_launcher of accel_train",
+}
 _Import = ast.Import | ast.ImportFrom
 
 
@@ -162,11 +170,14 @@ class _Rewriter:
             self.refusals.append(Remark(statement.lineno, text))
         elif source == _THEIRS and name in SUBMODULES:
             packages |= self._used[alias.asname or name]
-        elif (home := home_of(name)) is None:
-            self.refusals.append(Remark(statement.lineno, f"{source}.{name} {_NOT_HERE}"))
         else:
+            home = home_of(name)
+            if home is None:
+                advice = _INSTEAD.get(name, "remove what uses it, or write your own")
+                text = f"{source}.{name} is left as it is, and needs Accelerate: it has no counterpart here; {advice}"
+                self.notes.append(Remark(statement.lineno, text))
             self._note_version(name, statement.lineno)
-            names.setdefault(home, {})[ast.unparse(alias)] = None
+            names.setdefault(home or str(source), {})[ast.unparse(alias)] = None
 
     def _note_version(self, name: str, line: int) -> None:
         """Note a use of Accelerate's version, which no package here replaces."""
