@@ -7,6 +7,7 @@ prints strategy x property after the run.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -42,11 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept_ranks() -> Iterator[None]:
-    """Let the tests of a module share the processes of their ranks; see `testkit.worlds.kept`."""
+def kept_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the tests of a module share the processes of their ranks; see `testkit.worlds.kept`.
+
+    Not on simulated devices: a second mesh of them in one process ends it, where torch splits their group.
+    """
     from testkit import worlds
 
-    with worlds.kept():
+    with worlds.kept() if request.config.getoption("--device", None) is None else contextlib.nullcontext():
         yield
 
 
