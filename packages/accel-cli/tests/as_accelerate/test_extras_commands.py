@@ -95,6 +95,13 @@ def test_nothing_to_run_on_a_pod_is_an_error():
         )
 
 
+@pytest.mark.parametrize("flag", ["--install_accelerate", "--install_accel"])
+def test_installing_by_name_is_refused(flag):
+    args = commands.tpu_command_parser().parse_args(["--tpu_name", "pod", "--debug", "--command", "ls", flag])
+    with pytest.raises(ConfigError, match="on no package index yet"):
+        commands.tpu_command_launcher(args)
+
+
 # Configurations
 
 

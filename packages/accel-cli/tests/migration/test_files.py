@@ -145,3 +145,11 @@ def test_a_pipe_that_the_user_names_ends(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe.py")
     with pytest.raises(ConfigError, match=r"pipe.py cannot be read: it is no regular file"):
         migrate_file(tmp_path / "pipe.py")
+
+
+def test_an_import_that_stays_is_noted_where_nothing_else_changes(tmp_path):
+    text = "from accelerate.utils import PrepareForLaunch\n"
+    migration = migrated(tmp_path, "a.py", text)
+    assert (migration.after, migration.refusals) == (text, ())
+    assert ["has no counterpart here" in note.text for note in migration.notes] == [True]
+    assert migrated(tmp_path, "b.py", 'name = "accelerate"\n').notes == ()

@@ -50,7 +50,7 @@ def tpu_config(
         typer.Option("--command", help="Shell command to run, after those of the file; may be repeated."),
     ] = None,
     install_accelerate: Annotated[
-        bool, typer.Option("--install_accel", "--install_accelerate", hidden=True)
+        bool, typer.Option("--install_accelerate", "--install_accel", hidden=True)
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", "--dry_run", help="Print the command; run nothing.")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from accel_cli.migration.attributes import missing_attributes
-from accel_cli.migration.imports import rewrite_imports
+from accel_cli.migration.imports import imports_accelerate, rewrite_imports
 from accel_cli.migration.plain_loops import notes_on_loops
 from accel_cli.migration.result import Migration, Remark
 from accel_cli.migration.source import PythonSource
@@ -130,7 +130,8 @@ def migrate_source(text: str) -> Migration:
         return Migration(text, text, (Remark(1, f"this is not Python: {error}"),))
     after, refusals, notes = rewrite_imports(source)
     if after == text and not refusals:
-        return Migration(text, text, (), tuple(notes_on_loops(source)))
+        kept = notes if imports_accelerate(source) else []  # mentions alone are nothing to note
+        return Migration(text, text, (), (*kept, *notes_on_loops(source)))
     refusals = sorted({*refusals, *missing_attributes(source)})
     return Migration(text, text if refusals else after, tuple(refusals), tuple(notes))
 

@@ -11,7 +11,7 @@ from accel_cli.migration.names import SUBMODULES, home_of
 from accel_cli.migration.result import Remark
 from accel_cli.migration.source import PythonSource, dotted
 
-__all__ = ["rewrite_imports"]
+__all__ = ["imports_accelerate", "rewrite_imports"]
 
 _THEIRS = "accelerate"
 _NOT_HERE = "has no counterpart in this version"
@@ -49,6 +49,11 @@ def rewrite_imports(source: PythonSource) -> tuple[str, list[Remark], list[Remar
     if after != source.text:
         rewriter.note_trainers()
     return after, sorted(set(rewriter.refusals)), sorted(set(rewriter.notes))
+
+
+def imports_accelerate(source: PythonSource) -> bool:
+    """Whether a source imports ``accelerate`` or a module of it anywhere."""
+    return any(isinstance(node, _Import) and _imports_theirs(node) for node in ast.walk(source.tree))
 
 
 def _blocks(tree: ast.Module) -> Iterator[list[ast.stmt]]:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.parts import fsdp_modules
 from accel_state.enums import DistributedType
 from accel_state.world.rehearsal import Rehearsal
 from accel_train.mesh import Mesh
@@ -251,8 +250,7 @@ class Strategy:
         """
         models = [self.prepare_model(model, steps) for model in parts.models]
         for model in models:
-            if units := [*fsdp_modules(model)]:
-                self.gathered.add(units, (model, self.plain(model)))
+            self.gathered.add(model, self.plain)
         return Parts(models, parts.optimizers, parts.schedulers, parts.loaders)
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:

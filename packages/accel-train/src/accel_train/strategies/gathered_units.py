@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_ckpt.parts import fsdp_groups
+from accel_ckpt.parts import fsdp_groups, fsdp_modules
 
 __all__ = ["GatheredUnits"]
 
@@ -28,17 +28,17 @@ class GatheredUnits:
     def __init__(self) -> None:
         self._groups: list[Any] = []
 
-    def add(self, units: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
+    def add(self, prepared: nn.Module, plain: Callable[[nn.Module], nn.Module]) -> None:
         """Take up the units of a model, and free them after each forward that no backward seems to follow.
 
         That is a forward without gradients, or in evaluation mode.
 
         Args:
-            units: the modules that FSDP gathers.
-            called: what the script calls: the prepared model, or what is inside.
+            prepared: what the script calls.
+            plain: returns a prepared model without wrappers, which the script may call, too.
         """
         known = set(map(id, self._groups))
-        found = [group for unit in units for group in fsdp_groups(unit)]
+        found = [group for unit in fsdp_modules(prepared) for group in fsdp_groups(unit)]
         added = [group for group in found if id(group) not in known]
         if not added:
             return
@@ -48,7 +48,7 @@ class GatheredUnits:
             if not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and module.training):
                 _free(added)
 
-        for each in {id(each): each for each in called}.values():
+        for each in {id(each): each for each in (plain(prepared), prepared)}.values():
             each.register_forward_hook(free)
 
     def clear(self) -> None:

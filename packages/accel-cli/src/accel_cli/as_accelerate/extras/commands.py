@@ -189,9 +189,7 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The flags of ``accel tpu-config``, as Accelerate names them."""
-    parser = _parser("tpu_config", "tpu-config", subparsers, tpu_command_launcher)
-    parser.set_defaults(install_accelerate=False, accelerate_version="latest")
-    return parser
+    return _parser("tpu_config", "tpu-config", subparsers, tpu_command_launcher)
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
