@@ -387,7 +387,7 @@ def move_state_to_parameters(optimizer: torch.optim.Optimizer) -> None:
     entries: dict[Any, Any] = optimizer.state  # torch allows keys that are no parameters
     for parameter, state in entries.items():
         # torch's ZeroRedundancyOptimizer has None for parameters of other ranks.
-        if not isinstance(parameter, torch.Tensor) or not isinstance(state, dict):
+        if not isinstance(parameter, torch.Tensor) or state is None:
             continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
