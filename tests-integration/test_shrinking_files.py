@@ -1,12 +1,14 @@
 """A file that becomes shorter while it is read is an error that names it, and not the end of the interpreter."""
 
 import os
+import pickle
 import traceback
 
 import pytest
 import torch
 from torch import nn
 
+import accel_bigmodel
 import accel_ckpt
 from accel_ckpt.errors import CheckpointError
 from accel_train import Accelerator
@@ -130,6 +132,54 @@ def test_what_load_state_dict_returns_needs_no_file(tmp_path):
     accel_ckpt.save_model(model, tmp_path)
     [found] = worlds.run(touched_later, 1, str(tmp_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def computed_later(folder, how):
+    model = net(device="meta")
+    if how == "dispatched":
+        accel_bigmodel.load_checkpoint_and_dispatch(model, folder, {"": "disk"})
+    elif how == "to a device map":
+        accel_bigmodel.load_checkpoint_in_model(model, folder, {"": "cpu"})
+    else:
+        accel_ckpt.load_checkpoint_in_model(model, folder)
+    uses = [lambda: model(torch.ones(1, 300)), lambda: accel_ckpt.save_model(model, f"{folder}/again")]
+    if how == "prepared":
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        uses.append(lambda: accelerator.save_state(f"{folder}/state"))
+    again = pickle.loads(pickle.dumps(model)) if how != "dispatched" else None
+    model(torch.ones(1, 300))
+    os.truncate(f"{folder}/model.safetensors", 5000)
+    if again is not None:
+        again(torch.ones(1, 300))  # has memory of its own
+    told = []
+    for use in uses:
+        try:
+            use()
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("how", ["loaded", "to a device map", "dispatched", "prepared"])
+def test_a_model_whose_file_shrinks_later(tmp_path, how):
+    accel_ckpt.save_model(net(), tmp_path)
+    [told] = worlds.run(computed_later, 1, str(tmp_path), how)
+    assert len(told) == (3 if how == "prepared" else 2)
+    assert all(f"{tmp_path}/model.safetensors" in message for message in told)
+
+
+def compiled(folder):
+    model = net(device="meta")
+    accel_ckpt.load_checkpoint_in_model(model, folder)
+    inputs = torch.ones(1, 300)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    return torch.equal(whole(inputs), model(inputs))
+
+
+def test_a_model_over_mapped_files_compiles_as_a_whole(tmp_path):
+    accel_ckpt.save_model(net(), tmp_path)
+    assert worlds.run(compiled, 1, str(tmp_path)) == [True]
 
 
 def cut_between_tensors(folder):

@@ -39,8 +39,9 @@ from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer
 from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
-from accel_ckpt.format.memory import MappedFile, mapped_file_of
+from accel_ckpt.format.memory import mapped_file_of
 from accel_ckpt.modules.devices import existing_device
+from accel_ckpt.modules.mapped_files import watch_mapped_files
 from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (
     check_is_module,
@@ -194,6 +195,7 @@ def dispatch_model(
             add_hook_to_module(module, hook, append=True)
         if mover is not None or _spread(plan):
             _guard(model)
+        watch_mapped_files(model)
     except BaseException:
         undispatch(model)
         plan.put_back()
@@ -565,29 +567,6 @@ def _pager(plan: _Plan, preload: Sequence[str] | None, budget: int | None) -> Pa
     return Pager(plan.model, _groups(plan, preload), budget=budget)
 
 
-class FilesUnchanged(ModelHook):
-    """Refuses to compute with mapped files that were changed in place.
-
-    Args:
-        files: the mappings that the model views.
-    """
-
-    def __init__(self, files: Collection[MappedFile]) -> None:
-        self.files = tuple(files)
-
-    def pre_forward(
-        self, module: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check each file."""
-        for file in self.files:
-            file.check_unchanged()
-        return args, kwargs
-
-    def __reduce__(self) -> Any:
-        # Weights that were copied or pickled are not views of a file.
-        return FilesUnchanged, ((),)
-
-
 class WrongDevice(ModelHook):
     """Explains what to do when a forward fails because tensors are on different devices.
 
@@ -644,18 +623,14 @@ def _hooks(
 ) -> Iterator[tuple[nn.Module, ModelHook]]:
     """The hooks that the modules of a model need."""
     model = plan.model
-    files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
-    hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
     if force or _spread(plan):
-        hooks.append(WrongDevice(plan.names.values()))
         for name, place in plan.places.items():
             device = plan.main if place in ("disk", CPU) else torch.device(place)
             owner = _module(model, name)
             if owner is not model:
                 yield owner, align_inputs(device, skip_keys=skip_keys)
-        hooks.append(align_inputs(plan.main, io_same_device=True, skip_keys=skip_keys))
-    if hooks:
-        yield model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks)
+        own = align_inputs(plan.main, io_same_device=True, skip_keys=skip_keys)
+        yield model, SequentialHook(WrongDevice(plan.names.values()), own)
     yield from _encoder_hook(model)
 
 

@@ -16,7 +16,7 @@ import torch
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.format.blocks import BlockStream
-from accel_ckpt.format.memory import FileImage
+from accel_ckpt.format.memory import FileImage, mapped_file_of
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.tensor_storage import DTYPE_NAMES, as_bytes, compact, why_not_plain
 
@@ -268,12 +268,15 @@ def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = L
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what a safetensors file cannot hold.
+    """Refuse what a safetensors file cannot hold, and views of a file that would end the process when they are read.
 
     Raises:
+        FileChangedError: the tensor is a view of a mapped file that was changed in place.
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
     reason = why_not_plain(tensor)
+    if reason is None and (file := mapped_file_of(tensor)) is not None:
+        file.check_unchanged()
     if reason is None and tensor.dtype not in DTYPE_NAMES:
         reason = (
             f"has the dtype {tensor.dtype}, which safetensors does not know; pass safe_serialization=False"

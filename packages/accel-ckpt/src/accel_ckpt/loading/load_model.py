@@ -23,6 +23,7 @@ from accel_ckpt.loading.translation import Translation, translating_modules
 from accel_ckpt.loading.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
 from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
+from accel_ckpt.modules.mapped_files import watch_mapped_files
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.tensors import refuse_without_values, set_data
 from accel_ckpt.parts import fill_part, is_sharded
@@ -478,11 +479,13 @@ def _fill_model(
     try:
         if translation is not None:
             do_together(translation.run, coordinator, doing=doing)
-        return load.run(progress, resume_collector)
+        report = load.run(progress, resume_collector)
     except BaseException:
         if translation is not None:
             translation.undo()
         raise
+    watch_mapped_files(model)
+    return report
 
 
 class _Load:
