@@ -40,8 +40,8 @@ from accel_bigmodel.streaming.transfer import AcceleratorTransfer
 from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.format.memory import mapped_file_of
+from accel_ckpt.loading.mapped_files import watch_mapped_files
 from accel_ckpt.modules.devices import existing_device
-from accel_ckpt.modules.mapped_files import watch_mapped_files
 from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (
     check_is_module,

@@ -18,12 +18,12 @@ from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.memory import collector_paused, copy_from_file, mapped_file_of, own_memory
 from accel_ckpt.format.reader import MappedShard, read_pickled
 from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
+from accel_ckpt.loading.mapped_files import watch_mapped_files
 from accel_ckpt.loading.renaming import renamed_weights
 from accel_ckpt.loading.translation import Translation, translating_modules
 from accel_ckpt.loading.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
 from accel_ckpt.locations import location
 from accel_ckpt.modules.devices import existing_device
-from accel_ckpt.modules.mapped_files import watch_mapped_files
 from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.modules.tensors import refuse_without_values, set_data
 from accel_ckpt.parts import fill_part, is_sharded
