@@ -4,6 +4,8 @@ Each picture is a command that runs in a pseudo-terminal, in a folder of its own
 becomes an SVG file. Run from the repository root, where ``accel`` is installed:
 
     hatch run pictures [NAME ...]
+
+``--mend`` changes only the frames of pictures that are drawn already.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ _PROMPT = "$ "
 _SHOWN_FOLDER = b"/home/you/project"
 # rich's, without fonts, which it would load from another site
 _FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+# pixels for the tails of letters, in the font of 20 pixels; rich leaves 3.4 below its last line
+_BELOW_BASELINE = 8.4
+_FRAME = 51  # pixels that a picture is higher than its text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +194,11 @@ def main() -> int:
     """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description="Draw the pictures of terminals.")
     parser.add_argument("names", nargs="*", help="pictures to draw; by default all")
-    names = parser.parse_args().names
+    parser.add_argument(
+        "--mend", action="store_true", help="run nothing; give the drawn pictures room below their last line"
+    )
+    given = parser.parse_args()
+    names = given.names
     known = [picture.name for picture in PICTURES]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -198,7 +207,10 @@ def main() -> int:
     for picture in PICTURES:
         if not names or picture.name in names:
             path = IMAGES / f"{picture.name}.svg"
-            path.write_text(draw(show(picture), picture), encoding="utf-8")
+            if given.mend:
+                path.write_text(with_room_below(path.read_text(encoding="utf-8")), encoding="utf-8")
+            else:
+                path.write_text(draw(show(picture), picture), encoding="utf-8")
             print(path)
     return 0
 
@@ -245,7 +257,26 @@ def draw(lines: Sequence[Text], picture: Picture) -> str:
     for line in lines:
         console.print(line, no_wrap=True, overflow="crop", crop=True)
     title = picture.command.split(" ")[0]
-    return console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
+    svg = console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
+    return with_room_below(svg)
+
+
+def with_room_below(svg: str) -> str:
+    """A picture whose clip and frame end below the tails of its last line; one that has the room stays as it is.
+
+    Args:
+        svg: a picture that ``draw`` made, or rich.
+    """
+    text = max(float(y) for y in re.findall(r'<text [^>]*\by="([\d.]+)" textLength', svg)) + _BELOW_BASELINE
+    for before, height in (
+        (r'clip-terminal">\s*<rect [^>]*\bheight="', text),
+        (r'<svg [^>]*\bviewBox="0 0 [\d.]+ ', text + _FRAME),
+        (r'<rect [^>]*\bstroke="[^>]*\bheight="', text + _FRAME - 2),
+    ):
+        svg, found = re.subn(rf"({before})[\d.]+", rf"\g<1>{height:.1f}", svg, count=1)
+        if not found:
+            raise ValueError(f"the picture has no {before}")
+    return svg
 
 
 def _environment(picture: Picture, folder: str) -> dict[str, str]:
