@@ -69,14 +69,16 @@ def mermaid(package: str) -> str:
     """The diagram as a fenced block of Mermaid, with "_" behind names: some, such as "end", are words of Mermaid."""
     graph = diagram(package)
     lines = ["```mermaid", "flowchart TD", f"  accTitle: What imports what: {package}"]
-    for name in networkx.lexicographical_topological_sort(graph):
-        lines.append(f'  {name}_["{_words(package, name, graph.nodes[name]["names"])}"]')
+    lines += [
+        f'  {name}_["{_words(package, name, graph.nodes[name]["names"])}"]'
+        for name in networkx.lexicographical_topological_sort(graph)
+    ]
     lines += [f"  {above}_ --> {below}_" for above, below in sorted(graph.edges)]
     return "\n".join([*lines, "```", ""])
 
 
 def _words(package: str, name: str, names: list[str]) -> str:
-    """What is in a box: a title; for packages, and for modules that share a box, a second line that says what they are."""
+    """What is in a box: a title; for packages, and for modules that share a box, also what they are."""
     if name == REST:
         return f"<b>{', '.join(names)}</b><br>modules that import no folder"
     if package == "packages":

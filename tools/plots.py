@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,14 +41,15 @@ class Plot:
         groups: bars below each other, or one line for each.
         kind: ``bars`` with one scale, ``scales`` is bars with a scale for each group, or ``lines``.
         mark: a value that a vertical line marks.
-        width: in inches. One with a single group has no title in the picture: the page says what it shows.
+        width: in inches; letters stay readable on a telephone, where a picture shrinks to 3.7 inches. A picture with a
+            single group has no title: the page says what it shows.
     """
 
     title: str
     groups: list[Group]
     kind: str = "bars"
     mark: float | None = None
-    width: float = 8.0
+    width: float = 4.8
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
                 Group("Loading a Llama of 5.5 GB, warm page cache, every weight touched", loads(page)),
             ],
             "scales",
+            width=8.0,  # for the README
         ),
         "step": Plot(
             "A training step over the same step of plain PyTorch (1.0), lower is better",
@@ -198,7 +201,7 @@ def _figure(plot: Plot) -> Any:
     from matplotlib.figure import Figure
 
     if plot.kind == "lines":
-        figure = Figure(figsize=(8, 3.4), layout="constrained")
+        figure = Figure(figsize=(plot.width, 3.2), layout="constrained")
         axes = figure.add_subplot(xlabel="ranks", xscale="log", yscale="log", ylim=(0.1, 1000))
         for group in plot.groups:
             ranks, values = [*map(int, group.values)], [*group.values.values()]
@@ -213,7 +216,7 @@ def _figure(plot: Plot) -> Any:
     else:
         sizes = [len(group.values) for group in plot.groups]
         titled = len(sizes) > 1
-        height = 0.25 * sum(sizes) + (0.4 + 0.35 * len(sizes) if titled else 0.1)
+        height = 0.25 * sum(sizes) + (0.6 + 0.35 * len(sizes) if titled else 0.1)
         figure = Figure(figsize=(plot.width, height), layout="constrained")
         grid = figure.subplots(len(sizes), sharex=plot.kind == "bars", height_ratios=sizes, squeeze=False)
         for axes, group in zip(grid[:, 0], plot.groups, strict=True):
@@ -231,5 +234,6 @@ def _figure(plot: Plot) -> Any:
             if plot.mark is not None:
                 axes.axvline(plot.mark, color=INK, linestyle="--", linewidth=1)
     if plot.kind == "lines" or titled:
-        figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        title = textwrap.fill(plot.title, int(plot.width * 12))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure

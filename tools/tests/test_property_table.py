@@ -1,4 +1,4 @@
-"""The table strategy x property is what the command prints, what strategies say of themselves, and what the guide has."""
+"""The table strategy x property is what the command prints and what strategies say of themselves; the guide fits."""
 
 from __future__ import annotations
 
