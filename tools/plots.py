@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -144,7 +143,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
             width=8.0,  # for the README
         ),
         "step": Plot(
-            "A training step over the same step of plain PyTorch (1.0), lower is better",
+            "A step over plain PyTorch's (1.0), lower is better",
             steps,
             mark=1.0,
         ),
@@ -170,7 +169,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
             ],
         ),
         "big-models": Plot(
-            "A Llama of 5.5 GB: seconds, lower is better; each group has a scale of its own",
+            "A Llama of 5.5 GB: seconds, lower is better",
             [
                 Group("load and touch every weight, warm", loads(page)),
                 page.group("prepare blocks on disk", "blocks on disk: prepare", PEERS, "Big models"),
@@ -179,7 +178,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
             "scales",
         ),
         "sampling": Plot(
-            "µs to find the next batch of a rank, by the number of ranks",
+            "µs to find the next batch, by the number of ranks",
             [
                 Group(name, {ranks: page.value(ranks, column, section="Sampling") for ranks in worlds}, "{:g} µs")
                 for column, name in PEERS.items()
@@ -216,7 +215,7 @@ def _figure(plot: Plot) -> Any:
     else:
         sizes = [len(group.values) for group in plot.groups]
         titled = len(sizes) > 1
-        height = 0.25 * sum(sizes) + (0.6 + 0.35 * len(sizes) if titled else 0.1)
+        height = 0.25 * sum(sizes) + (0.4 + 0.35 * len(sizes) if titled else 0.1)
         figure = Figure(figsize=(plot.width, height), layout="constrained")
         grid = figure.subplots(len(sizes), sharex=plot.kind == "bars", height_ratios=sizes, squeeze=False)
         for axes, group in zip(grid[:, 0], plot.groups, strict=True):
@@ -234,6 +233,5 @@ def _figure(plot: Plot) -> Any:
             if plot.mark is not None:
                 axes.axvline(plot.mark, color=INK, linestyle="--", linewidth=1)
     if plot.kind == "lines" or titled:
-        title = textwrap.fill(plot.title, int(plot.width * 12))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(plot.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure
