@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 _LEFT_OUT = pytest.StashKey[int]()
+# Marks of tests that a run leaves out unless one of these options is given.
+_OPTIONS = {"wide": ("--wide", "--full"), "full": ("--full",)}
 
 pytest_plugins = ["testkit.pytest_device", "testkit.pytest_conformance"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``."""
-    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    """Add ``--wide`` and ``--full``."""
+    parser.addoption("--wide", action="store_true", help="also run the tests marked `wide`, as CI does")
+    parser.addoption("--full", action="store_true", help="also run the tests marked `wide` or `full`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,9 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needs = item.get_closest_marker("gpu")
         if needs and not needs.kwargs.get("small_on_cpu") and not _accelerator():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; none found by torch.accelerator"))
-    if not config.getoption("--full"):
-        long = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    left_out = [mark for mark, options in _OPTIONS.items() if not any(map(config.getoption, options))]
+    long = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if long:
+        kept = set(items).difference(long)
+        items[:] = [item for item in items if item in kept]
         config.hook.pytest_deselected(items=long)
         config.stash[_LEFT_OUT] = len(long)
 
@@ -98,7 +103,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Count the long tests that were left out; list figures where a run is of tests for an accelerator."""
     left_out = config.stash.get(_LEFT_OUT, 0)
     if left_out:
-        terminalreporter.write_line(f"{left_out:,} long tests were left out; they run with --full")
+        wide = "" if config.getoption("--wide") else " (those that CI runs also with --wide)"
+        terminalreporter.write_line(f"{left_out:,} long tests were left out; they run with --full{wide}")
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
     rows = [value for report in reports for name, value in report.user_properties if name == "figure"]
     if rows and config.getoption("markexpr") == "gpu":

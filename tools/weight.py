@@ -64,7 +64,7 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 PARTS = (
     Part("accel-state", 15_000, (_source("accel_state"),), limit=15_344),
-    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=12_667),
+    Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=12_699),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
     Part("accel-cli", 8_500, (_source("accel_cli"),)),
     Part("accel-train: core", 13_000, _train(""), limit=15_046),
@@ -95,7 +95,7 @@ OPTIONS = (
 )
 OTHERS = (
     Part("tools", 12_500, ("tools",), limit=14_830),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=92_348),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=92_390),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
