@@ -142,11 +142,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
             "scales",
             width=8.0,  # for the README
         ),
-        "step": Plot(
-            "A step over plain PyTorch's (1.0), lower is better",
-            steps,
-            mark=1.0,
-        ),
+        "step": Plot("A step over plain PyTorch's (1.0), lower is better", steps, mark=1.0),
         "command": Plot(
             "Seconds of a command, lower is better",
             [

@@ -4,8 +4,6 @@ Each picture is a command that runs in a pseudo-terminal, in a folder of its own
 becomes an SVG file. Run from the repository root, where ``accel`` is installed:
 
     hatch run pictures [NAME ...]
-
-``--mend`` changes only the frames of pictures that are drawn already.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ _SHOWN_FOLDER = b"/home/you/project"
 _FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 # pixels for the tails of letters, in the font of 20 pixels; rich leaves 3.4 below its last line
 _BELOW_BASELINE = 8.4
-_FRAME = 51  # pixels that a picture is higher than its text
+HEIGHT = re.compile(r'(clip-terminal">\s+<rect .*height="|viewBox="0 0 \S+ |stroke=.*? height=")([\d.]+)')
+"""The height of the text, of the picture and of its frame, as rich writes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,23 +193,15 @@ def main() -> int:
     """Draw the pictures that are named, or all."""
     parser = argparse.ArgumentParser(description="Draw the pictures of terminals.")
     parser.add_argument("names", nargs="*", help="pictures to draw; by default all")
-    parser.add_argument(
-        "--mend", action="store_true", help="run nothing; give the drawn pictures room below their last line"
-    )
-    given = parser.parse_args()
-    names = given.names
+    names = parser.parse_args().names
     known = [picture.name for picture in PICTURES]
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"there is no picture {unknown[0]}; the pictures are {', '.join(known)}")
-    IMAGES.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
         if not names or picture.name in names:
             path = IMAGES / f"{picture.name}.svg"
-            if given.mend:
-                path.write_text(with_room_below(path.read_text(encoding="utf-8")), encoding="utf-8")
-            else:
-                path.write_text(draw(show(picture), picture), encoding="utf-8")
+            path.write_text(draw(show(picture), picture), encoding="utf-8")
             print(path)
     return 0
 
@@ -267,16 +258,9 @@ def with_room_below(svg: str) -> str:
     Args:
         svg: a picture that ``draw`` made, or rich.
     """
-    text = max(float(y) for y in re.findall(r'<text [^>]*\by="([\d.]+)" textLength', svg)) + _BELOW_BASELINE
-    for before, height in (
-        (r'clip-terminal">\s*<rect [^>]*\bheight="', text),
-        (r'<svg [^>]*\bviewBox="0 0 [\d.]+ ', text + _FRAME),
-        (r'<rect [^>]*\bstroke="[^>]*\bheight="', text + _FRAME - 2),
-    ):
-        svg, found = re.subn(rf"({before})[\d.]+", rf"\g<1>{height:.1f}", svg, count=1)
-        if not found:
-            raise ValueError(f"the picture has no {before}")
-    return svg
+    baseline = max(float(y) for y in re.findall(r'y="([\d.]+)" textLength', svg))
+    added = baseline + _BELOW_BASELINE - min(float(found[2]) for found in HEIGHT.finditer(svg))
+    return HEIGHT.sub(lambda found: f"{found[1]}{float(found[2]) + added:.1f}", svg)
 
 
 def _environment(picture: Picture, folder: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from terminal_pictures import IMAGES, PICTURES, Picture, draw, show, with_room_below
+from terminal_pictures import HEIGHT, IMAGES, PICTURES, Picture, draw, show, with_room_below
 
 
 def test_a_picture_shows_what_the_command_printed():
@@ -42,21 +42,8 @@ def test_every_picture_of_the_documentation_is_drawn_by_the_script():
 @pytest.mark.parametrize("path", sorted(IMAGES.glob("*.svg")), ids=lambda path: path.stem)
 def test_the_last_line_of_a_picture_has_room_for_its_tails(path):
     svg = path.read_text(encoding="utf-8")
+    picture, clip, frame = (float(found[2]) for found in HEIGHT.finditer(svg))
     baseline = max(float(y) for y in re.findall(r'y="([\d.]+)" textLength', svg))
-    clip = float(re.search(r'clip-terminal">\s*<rect [^>]*height="([\d.]+)"', svg)[1])
-    picture = float(re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', svg)[1])
-    assert baseline + 8 < clip < baseline + 9
-    assert picture > 41 + clip  # the text begins 41 pixels below the top
-    assert with_room_below(svg) == svg
-
-
-def test_room_is_given_to_what_rich_draws():
-    svg = draw([], Picture("x", "pwd"))
-    cut = svg.replace('height="28.4"', 'height="23.4"').replace("79.4", "74.4").replace("77.4", "72.4")
-    assert cut != svg
-    assert with_room_below(cut) == svg
-
-
-def test_something_else_is_given_no_room():
-    with pytest.raises(ValueError, match="no clip-terminal"):
-        with_room_below('<svg><text x="0" y="20" textLength="9">a</text></svg>')
+    assert baseline + 8 < clip < picture - 50
+    assert frame == pytest.approx(clip + 49)
+    assert with_room_below(HEIGHT.sub(lambda found: f"{found[1]}{float(found[2]) - 5:.1f}", svg)) == svg
