@@ -7,7 +7,6 @@ of pages that would change, and exits with 1.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
@@ -70,25 +69,24 @@ def mermaid(package: str) -> str:
     """The diagram as a fenced block of Mermaid, with "_" behind names: some, such as "end", are words of Mermaid."""
     graph = diagram(package)
     lines = ["```mermaid", "flowchart TD", f"  accTitle: What imports what: {package}"]
-    for name in networkx.lexicographical_topological_sort(graph):
-        title, text = _words(package, name, graph.nodes[name]["names"])
-        lines.append(f'  {name}_["<b>{title}</b><br>{text}"]')
+    lines += [
+        f'  {name}_["{_words(package, name, graph.nodes[name]["names"])}"]'
+        for name in networkx.lexicographical_topological_sort(graph)
+    ]
     lines += [f"  {above}_ --> {below}_" for above, below in sorted(graph.edges)]
     return "\n".join([*lines, "```", ""])
 
 
-def _words(package: str, name: str, names: list[str]) -> tuple[str, str]:
-    """The two lines of a box: a title, and what the source says about it."""
+def _words(package: str, name: str, names: list[str]) -> str:
+    """What is in a box: a title; for packages, and for modules that share a box, also what they are."""
     if name == REST:
-        return ", ".join(names), "modules that import no folder"
+        return f"<b>{', '.join(names)}</b><br>modules that import no folder"
     if package == "packages":
         title = name.replace("_", "-")
         about = tomllib.loads((ROOT / "packages" / title / "pyproject.toml").read_text(encoding="utf-8"))
-        return title, about["project"]["description"].rstrip(".")
-    place = ROOT / "packages" / package.replace("_", "-") / "src" / package / name
-    source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    text = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
-    return name + "/" * place.is_dir(), re.split(r"[;.](?=\s|$)", " ".join(text.replace("`", "").split()))[0]
+        return f"<b>{title}</b><br>{about['project']['description'].rstrip('.')}"
+    is_folder = (ROOT / "packages" / package.replace("_", "-") / "src" / package / name).is_dir()
+    return f"<b>{name}{'/' * is_folder}</b>"
 
 
 def pages() -> Iterator[Generated]:

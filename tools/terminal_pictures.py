@@ -32,6 +32,10 @@ _PROMPT = "$ "
 _SHOWN_FOLDER = b"/home/you/project"
 # rich's, without fonts, which it would load from another site
 _FORMAT = re.sub(r"\s*@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+# pixels for the tails of letters, in the font of 20 pixels; rich leaves 3.4 below its last line
+_BELOW_BASELINE = 8.4
+HEIGHT = re.compile(r'(clip-terminal">\s+<rect .*height="|viewBox="0 0 \S+ |stroke=.*? height=")([\d.]+)')
+"""The height of the text, of the picture and of its frame, as rich writes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +198,6 @@ def main() -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"there is no picture {unknown[0]}; the pictures are {', '.join(known)}")
-    IMAGES.mkdir(parents=True, exist_ok=True)
     for picture in PICTURES:
         if not names or picture.name in names:
             path = IMAGES / f"{picture.name}.svg"
@@ -245,7 +248,19 @@ def draw(lines: Sequence[Text], picture: Picture) -> str:
     for line in lines:
         console.print(line, no_wrap=True, overflow="crop", crop=True)
     title = picture.command.split(" ")[0]
-    return console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
+    svg = console.export_svg(title=title, theme=MONOKAI, code_format=_FORMAT, unique_id=picture.name)
+    return with_room_below(svg)
+
+
+def with_room_below(svg: str) -> str:
+    """A picture whose clip and frame end below the tails of its last line; one that has the room stays as it is.
+
+    Args:
+        svg: a picture that ``draw`` made, or rich.
+    """
+    baseline = max(float(y) for y in re.findall(r'y="([\d.]+)" textLength', svg))
+    added = baseline + _BELOW_BASELINE - min(float(found[2]) for found in HEIGHT.finditer(svg))
+    return HEIGHT.sub(lambda found: f"{found[1]}{float(found[2]) + added:.1f}", svg)
 
 
 def _environment(picture: Picture, folder: str) -> dict[str, str]:

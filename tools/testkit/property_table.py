@@ -1,4 +1,7 @@
-"""The table strategy x property, which `hatch run conformance` prints and docs/guides/strategies.md has."""
+"""The table strategy x property, which `hatch run conformance` prints.
+
+`tools/data/strategy_properties.md` has the whole table, docs/guides/strategies.md the rows in which strategies differ.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ Cells = Mapping[tuple[str, str], set[str]]
 
 
 def as_markdown(found: Cells) -> Iterator[str]:
-    """The lines of the table as the guide has them; the test kit's own strategy is left out."""
+    """The lines of the table as Markdown; the test kit's own strategy is left out."""
     columns = [name for name in _columns(found) if name != "fake"]
     yield f"| | {' | '.join(f'`{name}`' for name in columns)} |"
     yield "|---|" + "---|" * len(columns)

@@ -9,7 +9,6 @@ import pytest
 
 import check_wheels
 
-OPTIONAL = 'numpy; extra == "x"'
 METADATA = "Metadata-Version: 2.4\nName: {name}\nVersion: 0.1.0\n{requires}\n"
 
 

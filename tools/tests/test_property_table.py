@@ -1,4 +1,4 @@
-"""The table strategy x property of the guide is what the command prints, and what the strategies say of themselves."""
+"""The table strategy x property is what the command prints and what strategies say of themselves; the guide fits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from testkit.property_table import COLUMNS, OTHER_TESTS, PROPERTIES, as_markdown
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "strategies.md").read_text()
-DEVICES = (ROOT / "docs" / "guides" / "testing-without-a-gpu.md").read_text()
+TABLE = (ROOT / "tools" / "data" / "strategy_properties.md").read_text()
 
 
-def table_of_the_guide(page=GUIDE):
+def recorded():
     """Members, cells by test and member, and the table's lines."""
-    lines = [line for line in page.splitlines() if line.startswith("| ") and len(line.split("|")) > 11]
+    lines = [line for line in TABLE.splitlines() if line.startswith("| ")]
     header, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     members = [name.strip("`") for name in header[1:]]
     tests = {label: test for test, label in PROPERTIES.items()}
@@ -31,17 +31,17 @@ def table_of_the_guide(page=GUIDE):
     return members, cells, lines
 
 
-def test_the_guide_has_every_property_and_member_as_the_command_prints_them():
-    members, cells, lines = table_of_the_guide()
-    assert tuple(members) == COLUMNS
-    assert {test for test, _ in cells} == PROPERTIES.keys()
-    printed = [line for line in as_markdown(cells) if not line.startswith("|---")]
-    assert printed == lines
+MEMBERS, CELLS, LINES = recorded()
 
 
-def test_the_guide_begins_with_what_differs():
-    _, cells, _ = table_of_the_guide()
-    assert "\n".join(differences(cells)) in GUIDE
+def test_the_table_has_every_property_and_member_as_the_command_prints_them():
+    assert tuple(MEMBERS) == COLUMNS
+    assert {test for test, _ in CELLS} == PROPERTIES.keys()
+    assert [line for line in as_markdown(CELLS) if not line.startswith("|---")] == LINES
+
+
+def test_the_guide_has_what_differs():
+    assert "\n".join(differences(CELLS)) in GUIDE
 
 
 def test_every_test_of_the_suite_is_a_property():
@@ -67,20 +67,9 @@ def said(member, test):
 
 
 @pytest.mark.parametrize("member", COLUMNS)
-def test_cells_of_the_guide_are_what_strategies_declare(member):
-    _, cells, _ = table_of_the_guide()
+def test_cells_are_what_strategies_declare(member):
     for test in PROPERTIES:
-        assert cells[test, member] == {said(member, test)}, test
-
-
-def test_on_simulated_devices_every_cell_is_that_of_the_cpu():
-    _, cpu, _ = table_of_the_guide()
-    members, devices, _ = table_of_the_guide(DEVICES)
-    engines = {name for name in COLUMNS if VARIANTS.get(name, (name,))[0] in {"deepspeed", "xla"}}
-    assert members == [name for name in COLUMNS if name not in engines]
-    assert {test for test, _ in devices} == PROPERTIES.keys()
-    for (test, member), cell in devices.items():
-        assert cell == {" ".join(word for word in next(iter(cpu[test, member])).split() if word != "fp8")}
+        assert CELLS[test, member] == {said(member, test)}, test
 
 
 def test_failures_and_parts_are_shown():

@@ -1,8 +1,10 @@
 """Pictures of terminals: what a command printed, in its colours."""
 
+import re
+
 import pytest
 
-from terminal_pictures import IMAGES, PICTURES, Picture, draw, show
+from terminal_pictures import HEIGHT, IMAGES, PICTURES, Picture, draw, show, with_room_below
 
 
 def test_a_picture_shows_what_the_command_printed():
@@ -35,3 +37,13 @@ def test_a_picture_of_something_else_is_not_drawn(picture, message):
 
 def test_every_picture_of_the_documentation_is_drawn_by_the_script():
     assert {path.stem for path in IMAGES.glob("*.svg")} == {picture.name for picture in PICTURES}
+
+
+@pytest.mark.parametrize("path", sorted(IMAGES.glob("*.svg")), ids=lambda path: path.stem)
+def test_the_last_line_of_a_picture_has_room_for_its_tails(path):
+    svg = path.read_text(encoding="utf-8")
+    picture, clip, frame = (float(found[2]) for found in HEIGHT.finditer(svg))
+    baseline = max(float(y) for y in re.findall(r'y="([\d.]+)" textLength', svg))
+    assert baseline + 8 < clip < picture - 50
+    assert frame == pytest.approx(clip + 49)
+    assert with_room_below(HEIGHT.sub(lambda found: f"{found[1]}{float(found[2]) - 5:.1f}", svg)) == svg
