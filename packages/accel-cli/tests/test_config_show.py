@@ -19,7 +19,7 @@ FILE = "num_processes: 4\n# a comment\nfsdp_config:\n  fsdp_version: 2\ndistribu
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it beats the number of threads in a file
     (tmp_path / "f.yaml").write_text(FILE)
     return tmp_path

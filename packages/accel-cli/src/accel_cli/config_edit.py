@@ -147,13 +147,13 @@ def _own_file(config_file: str | None) -> Path:
     """The file to change, which is never Accelerate's."""
     environ = snapshot()
     ours = default_path(environ)
-    path = ours if config_file is None else Path(config_file).expanduser()
-    found = find_default(environ) if config_file is None else None
-    theirs = is_accelerates(path)
-    if theirs or (found is not None and found.foreign):
-        whose = path if theirs or found is None else found.path
+    found = find_default(environ)
+    path = found.path if found is not None else ours
+    if config_file is not None:
+        path = Path(config_file).expanduser()
+    if is_accelerates(path):
         raise ConfigError(
-            f"{whose} belongs to Accelerate and is not changed; accel config update copies it to {ours}"
+            f"{path} belongs to Accelerate and is not changed; accel config update copies it to {ours}"
         )
     return path
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DefaultFile",
     "FileLayer",
+    "accelerates_folder",
     "default_path",
     "find_default",
     "find_mistakes",
@@ -160,17 +161,17 @@ save = save_config
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Path of our default configuration file: ``$HF_HOME/accel/default_config.yaml``."""
-    return _hf_home(environ) / "accel" / _NAME
+    """Path of our default configuration file: ``$XDG_CONFIG_HOME/accel/default_config.yaml``."""
+    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "accel" / _NAME
 
 
 def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
-    """The default file: ours, else Accelerate's, else None."""
-    own = default_path(environ)
-    if own.is_file():
-        return DefaultFile(own, foreign=False)
-    theirs = _hf_home(environ) / "accelerate" / _NAME
-    return DefaultFile(theirs, foreign=True) if theirs.is_file() else None
+    """The default file: ours, else one of ours in a folder of caches, its place before, else Accelerate's."""
+    theirs = accelerates_folder(environ)
+    for path in (default_path(environ), theirs.with_name("accel") / _NAME, theirs / _NAME):
+        if path.is_file():
+            return DefaultFile(path, foreign=path.parent == theirs)
+    return None
 
 
 def read_layer(path: str | Path) -> FileLayer:
@@ -210,11 +211,10 @@ def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]
     return _Reader(data, lines, str(path)).read()
 
 
-def _hf_home(environ: Mapping[str, str]) -> Path:
-    home = environ.get("HF_HOME")
-    if home:
-        return Path(home).expanduser()
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+def accelerates_folder(environ: Mapping[str, str]) -> Path:
+    """The folder of Accelerate's default configuration file, in which nothing is changed."""
+    caches = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environ.get("HF_HOME") or caches).expanduser() / "accelerate"
 
 
 Lines = Mapping[tuple[str, ...], int]
