@@ -21,7 +21,7 @@ from accel_cli.completion import VARIABLE
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
 from accel_cli.help_pages import write_rows
 from accel_state.host.colors import colors_for
-from accel_state.messages import did_you_mean
+from accel_state.messages import did_you_mean, folded
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
 
@@ -216,5 +216,7 @@ def _unknown(name: str) -> str:
 def _complain(who: str, message: str, code: int) -> int:
     sys.stdout.flush()
     colors = colors_for(sys.stderr)
-    sys.stderr.write(f"{colors('bold', who)}: {colors('red', 'error')}: {message}\n")
+    named = f"{colors('bold', who)}: {colors('red', 'error')}: "
+    text = folded(f"{who}: error: {message}\n", sys.stderr)
+    sys.stderr.write(text.replace(f"{who}: error: ", named, 1))
     return code

@@ -14,7 +14,7 @@ from accel_cli.completion import CompletionItem
 from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.config_show import mistakes_of
 from accel_cli.dialect import App, Command
-from accel_cli.render import as_text
+from accel_cli.render import as_text, show_text
 from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, find_default, parse_text, read_text, write_text
 from accel_state.config.fsdp_conversion import Change
@@ -77,7 +77,7 @@ def get(
         if value is None and bound.default is not None:
             value = bound.option_type.dump(bound.default)
     if value is None:
-        sys.stderr.write(f"{path} does not set {key}, and there is no default\n")
+        show_text(f"{path} does not set {key}, and there is no default", sys.stderr)
         return 1
     if as_json:
         typer.echo(json.dumps(value))
@@ -112,15 +112,15 @@ def set_(
     before = _table(data, bound).get(name)
     changed = _changed(data, bound, name, new)
     if changed == data and path.exists():
-        typer.echo(f"{path}: {full} is {_shown(before)} already")
+        show_text(f"{path}: {full} is {_shown(before)} already")
         return
     what: Literal["drop", "set", "add"] = (
         "drop" if new is None else "set" if name in _table(data, bound) else "add"
     )
     write_text(path, _edited(text, path, bound, Change(name, what, before, name, new), changed))
-    typer.echo(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
+    show_text(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
     for error in mistakes_of(path)[1]:
-        typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
+        show_text(f"note: accel launch would refuse the file: {error}", sys.stderr)
 
 
 def keys() -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ def _edited(text: str, path: Path, bound: BoundOption, change: Change, changed: 
         return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
     edited, notes = rewritten(text, path, bound.file_key, [change], changed)
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
+        show_text(f"note: {note}", sys.stderr)
     return edited
 
 

@@ -147,7 +147,7 @@ class _Report:
         """Show the progress of the world, on a terminal only."""
         if on_terminal():
             sys.stdout.flush()
-            sys.stderr.write(f"accel doctor: {text}\n")
+            show_text(f"accel doctor: {text}", sys.stderr)
 
     def end(self) -> None:
         """Print the last line."""

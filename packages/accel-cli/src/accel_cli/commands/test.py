@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     words = [word for word in arguments if word != "--json"]
     silent = "json" in flags.others
     if not silent and on_terminal():
-        sys.stderr.write("accel test: starting the world; its ranks load torch first\n")
+        show_text("accel test: starting the world; its ranks load torch first", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # In a separate process, because a launch of one process replaces the launcher.
         command = (sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder)

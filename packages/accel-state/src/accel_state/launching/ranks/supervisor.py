@@ -355,7 +355,8 @@ class _Group:
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
             ending = f"ending {others}"
         if others:
-            self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
+            what = "was preempted" if self.first_failed.code == PREEMPTED else "failed"  # the report says how
+            self._say(f"{self.first_failed.label} {what}; {ending}")
 
     def _cause(self, failed: Sequence[SupervisedProcess]) -> tuple[SupervisedProcess, bool]:
         """The failed rank that caused the other failures, and whether ranks that still run cannot be the cause.
@@ -522,7 +523,7 @@ class _Group:
             how=_how(first),
             by_signal=first.code < 0,
             error="" if wanted else last_traceback(first.output.tail),
-            others=() if wanted else tuple(summarize(others)),
+            others=() if wanted else tuple(summarize(others, first.error())),
             stopped_by=self.stopped_by,
         )
 
@@ -576,10 +577,6 @@ def _how(member: SupervisedProcess) -> str:
         return f"exit code {code}"
     hint = "; the usual cause is running out of memory" if -code == getattr(signal, "SIGKILL", None) else ""
     return f"ended by {_signal_name(-code)}{hint}"
-
-
-def _failed(member: SupervisedProcess) -> str:
-    return "was preempted" if member.code == PREEMPTED else f"failed ({_how(member)})"
 
 
 def _signal_name(number: int) -> str:
