@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 from accel_state.clusters.topology import detect
 from accel_state.constants import RUN_FOLDER, STORE_SECRET
@@ -40,7 +40,7 @@ from accel_state.launching.plan import (
 )
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.command import run_command
-from accel_state.launching.ranks.processes import CommandProcess, RankProcess, start_command
+from accel_state.launching.ranks.processes import CommandProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.run_record import recorded
@@ -277,7 +277,8 @@ def start_members(
                     on_parent_death=death,
                 )
         except OSError as error:
-            _end([member.process for member in members])
+            for member in members:
+                member.process.kill()
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
         label = f"rank {spec.rank}"
         if agent:
@@ -461,18 +462,9 @@ def _run_alone(spec: ProcessSpec, environ: Mapping[str, str], returns: bool) -> 
         if returns or os.name != "posix":
             code = run_command(spec.argv, full)
             return code if code >= 0 else 128 - code
-        _exec(spec.argv, full)
+        os.execvpe(spec.argv[0], spec.argv, full)
     except OSError as error:
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
-
-
-def _exec(argv: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
-    os.execvpe(argv[0], argv, environ)
-
-
-def _end(processes: Sequence[RankProcess]) -> None:
-    for process in processes:
-        process.kill()
 
 
 @dataclasses.dataclass
