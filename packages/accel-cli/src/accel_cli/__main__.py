@@ -29,9 +29,7 @@ def _answered() -> int:
     if "_ACCEL_COMPLETE" in environ:
         from accel_cli.completion import answer
 
-        code = answer(environ, _application)
-        if code is not None:
-            return code
+        return answer(environ, _application)
     from accel_cli.app import main as run
 
     return run()

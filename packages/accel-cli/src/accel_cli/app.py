@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.__about__ import __version__
-from accel_cli.completion import VARIABLE
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
 from accel_cli.help_pages import write_rows
 from accel_state.host.colors import colors_for
@@ -110,18 +108,8 @@ class LazyGroup(CommandGroup):
             rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
             write_rows(formatter, topic, rows)
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
-        """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
-        if incomplete.startswith("-"):
-            return super().shell_complete(ctx, incomplete)
-        return [
-            CompletionItem(name, help=entry.summary)
-            for name, entry in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
 
-
-app = App(cls=LazyGroup, add_completion=True, help="Configure, launch and inspect PyTorch training.")
+app = App(cls=LazyGroup, help="Configure, launch and inspect PyTorch training.")
 
 
 def _show_version(wanted: bool) -> None:
@@ -167,10 +155,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     root: Any = typer.main.get_command(app)
-    from accel_state.environment import snapshot
-
-    if VARIABLE in snapshot():  # set by a shell whose completion is Typer's
-        return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
         return _main(["--help"]) or _FAILURE
     if words[0] == "help":

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from accel_cli.help_pages import page_width, with_examples
+from accel_cli.help_pages import page_width, placeholder, with_examples, write_rows
 from accel_state.messages import did_you_mean
 
 __all__ = ["CONTEXT", "App", "Command", "CommandGroup", "UsageError", "describe_usage_error", "repeated"]
@@ -78,6 +78,21 @@ class _Pages:
         formatter.width = page_width()
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Typer's, with ``MODEL`` for ``{model}``."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "").upper() for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the parameters as ``accel launch --help`` writes the options of the schema."""
+        words = getattr(self, "choices", {})
+        for title, kind in (("Arguments", "argument"), ("Options", "option")):
+            params = [param for param in self.get_params(ctx) if param.param_type_name == kind]  # type: ignore[attr-defined]
+            if params:
+                write_rows(
+                    formatter, title, [_described(param, words.get(param.name, ())) for param in params]
+                )
+
 
 class Command(_Pages, TyperCommand):
     """One command.
@@ -89,8 +104,31 @@ class Command(_Pages, TyperCommand):
     choices: Mapping[str, Sequence[str]] = {}
 
 
+def _described(param: Any, words: Sequence[str]) -> tuple[str, str]:
+    """A parameter with the placeholder of its value, and its help."""
+    kind = param.type_descriptor
+    choices = [str(choice.value) for choice in kind.choices or ()]
+    notes = [param.help or ""]
+    if choices:
+        notes.append(f"One of {', '.join(choices)}.")
+    if param.param_type_name == "argument":
+        return param.name.upper(), " ".join(notes)
+    if param.default:
+        notes.append(f"Default: {getattr(param.default, 'value', param.default)}.")
+    flags = ", ".join(sorted(param.opts, key=lambda flag: flag.startswith("--")))
+    if param.is_flag:
+        return flags, " ".join(notes)
+    shown = placeholder(getattr(kind.annotation, "__name__", ""), param.name, bool(choices or words))
+    return f"{flags} {shown}", " ".join(notes)
+
+
 class CommandGroup(_Pages, TyperGroup):
     """A command with subcommands."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options, then the subcommands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of this name, in either spelling; None if there is none."""

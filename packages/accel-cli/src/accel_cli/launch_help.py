@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from accel_cli.help_pages import Section, help_page
+from accel_cli.help_pages import Section, help_page, placeholder
 from accel_cli.launch_topics import OWN, TOPICS
 from accel_state.config.option_types import Bool
 from accel_state.config.roots import complete_root
@@ -151,14 +151,8 @@ def _described(bound: BoundOption) -> tuple[str, str]:
 
 
 def _names(bound: BoundOption, *, aliases: bool = True) -> str:
-    value = "" if isinstance(bound.option_type, Bool) and bound.about.toggle else f" {_placeholder(bound)}"
+    value = ""
+    if not (isinstance(bound.option_type, Bool) and bound.about.toggle):
+        value = f" {placeholder(type(bound.option_type).__name__, bound.path, bool(bound.about.choices))}"
     short = [flag for flag in bound.flags[1:] if aliases or not flag.startswith("--")]
     return ", ".join([bound.flags[0], *short]) + value
-
-
-def _placeholder(bound: BoundOption) -> str:
-    if bound.about.choices and type(bound.option_type).__name__ != "BoolOrName":
-        return "NAME"
-    return {"Int": "N", "Float": "X", "Bool": "true|false", "BoolOrName": "true|false|NAME"}.get(
-        type(bound.option_type).__name__, "TEXT"
-    )

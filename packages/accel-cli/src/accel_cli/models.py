@@ -6,6 +6,7 @@ where the user asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -168,10 +169,14 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
 
     logging.set_verbosity_error()  # it warns of each try to connect
     try:
+        if not isinstance(hub.try_to_load_from_cache(name, _CONFIG), str):
+            _reach(name, hub)
         file = Path(hub.hf_hub_download(name, _CONFIG))
         if trust_remote_code:
             file = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.py"])) / _CONFIG
         return _configured(name, file, library)
+    except ModelNotFoundError:
+        raise
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
             f"the repository {name} is gated; ask for access on its page, then log in with `hf auth login`"
@@ -193,6 +198,17 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
         raise ModelNotFoundError(
             f"the request to the Hub for {name} failed: {' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _reach(name: str, hub: Any) -> None:
+    """Ask for a repository's configuration once: without a network a download tries again for half a minute."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        with contextlib.suppress(HfHubHTTPError):  # the Hub answers, and the download says what
+            hub.get_hf_file_metadata(hub.hf_hub_url(name, _CONFIG))
+    except (OSError, *HfHubHTTPError.__bases__) as error:  # of the HTTP client, which depends on the version
+        raise ModelNotFoundError(_offline(name)) from error
 
 
 def _offline(name: str) -> str:

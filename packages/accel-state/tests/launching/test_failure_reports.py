@@ -163,4 +163,4 @@ def test_first_failing_rank_is_told_last_and_gives_the_code(launcher):
     assert "rank 1 failed first (exit code 5)" in heading.splitlines()[-1]
     assert error.startswith("Traceback (most recent call last):\n")
     assert error.endswith("ValueError: the numbers do not add up\n")
-    assert "accel: rank 1 failed; ending rank 0, rank 2\n" in done.stderr
+    assert "accel: rank 1 failed; ending ranks 0 and 2\n" in done.stderr

@@ -185,7 +185,7 @@ def _folded(run: Sequence[tuple[str, list[str]]]) -> list[str]:
 def listed(labels: Sequence[str]) -> str:
     """Labels of ranks in a sentence: ``ranks 0, 2 and 5``."""
     numbers = [label.removeprefix("rank ") for label in labels]
-    if len(labels) == 1 or any(not number.isdecimal() for number in numbers):
+    if len(labels) < 2 or any(not number.isdecimal() for number in numbers):
         return ", ".join(labels)
     shown = numbers if len(numbers) <= 8 else [*numbers[:7], f"{len(numbers) - 7} more"]
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
