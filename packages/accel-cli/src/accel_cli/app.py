@@ -39,7 +39,6 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "config": Entry("start", "Write, show, change and check the file that launch reads."),
     "launch": Entry("start", "Start a script on one or many processes."),
-    "tpu-config": Entry("start", "Run commands on all machines of a TPU pod."),
     "rehearse": Entry(
         "plan", "Simulate one rank of a larger run on this machine, and report what would fail."
     ),
@@ -53,6 +52,7 @@ COMMANDS: dict[str, Entry] = {
     "migrate": Entry("convert", "Rewrite the imports and commands of Accelerate's scripts for this library."),
     "to-fsdp2": Entry("convert", "Convert a configuration file from FSDP version 1 to 2."),
     "merge-weights": Entry("convert", "Merge a sharded checkpoint into plain files of weights."),
+    "tpu-config": Entry("pods", "Run commands on all machines of a TPU pod."),
 }
 """Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
 
@@ -94,13 +94,6 @@ class LazyGroup(CommandGroup):
         command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names, with a hint for names of other tools and for scripts."""
-        name = args[0]
-        if not ctx.resilient_parsing and name.replace("_", "-") not in COMMANDS:
-            ctx.fail(_unknown(name))
-        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the tables of commands, one for each topic."""
@@ -160,6 +153,8 @@ def _main(words: list[str]) -> int:
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
+    if name not in COMMANDS and not name.startswith("-"):
+        return _complain("accel", _unknown(words[0]), _USAGE)
     who = f"accel {name}" if name in COMMANDS else "accel"
     from accel_state.errors import AccelError
 
@@ -186,7 +181,7 @@ def _main(words: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    what = "option" if name.startswith("-") else "command"
+    """The error about a command, with a hint for names of other tools and for scripts."""
     other = OTHER_NAMES.get(name.replace("_", "-"))
     if name.endswith(".py"):
         hint = f"; to start a script: accel launch {name}"
@@ -194,7 +189,7 @@ def _unknown(name: str) -> str:
         hint = f"; use accel {other}"
     else:
         hint = did_you_mean(name, COMMANDS, f"; the commands are {', '.join(COMMANDS)}")
-    return f"{what} {name} does not exist{hint}"
+    return f"command {name} does not exist{hint}"
 
 
 def _complain(who: str, message: str, code: int) -> int:

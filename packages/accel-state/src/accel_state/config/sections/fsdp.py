@@ -54,8 +54,9 @@ class FsdpSection(Section):
         launch_default="FULL_SHARD",
     )
     reshard_after_forward: bool | str | None = option(
-        help="Version 2: free all-gathered parameters after forward. Version 1: a sharding strategy.",
+        help="Free all-gathered parameters after forward; or a sharding strategy of version 1.",
         choices=FSDP_SHARDING_STRATEGIES,
+        unlisted=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default=True,
         prompt="Do you want to reshard after forward?",
