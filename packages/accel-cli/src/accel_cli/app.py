@@ -17,9 +17,8 @@ import typer
 
 from accel_cli.__about__ import __version__
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
-from accel_cli.help_pages import write_rows
-from accel_state.host.colors import colors_for
-from accel_state.messages import did_you_mean, folded
+from accel_cli.help_pages import show_error, write_rows
+from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
 
@@ -194,8 +193,5 @@ def _unknown(name: str) -> str:
 
 def _complain(who: str, message: str, code: int) -> int:
     sys.stdout.flush()
-    colors = colors_for(sys.stderr)
-    named = f"{colors('bold', who)}: {colors('red', 'error')}: "
-    text = folded(f"{who}: error: {message}\n", sys.stderr)
-    sys.stderr.write(text.replace(f"{who}: error: ", named, 1))
+    show_error(who, message)
     return code

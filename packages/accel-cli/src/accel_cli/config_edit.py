@@ -104,7 +104,8 @@ def set_(
     if key == _KIND:
         raise ConfigError(f"{key} is the kind of file; accel config makes another file")
     if key in known.file_keys:
-        raise ConfigError(f"{key} is a section; set one of its keys, such as {_example(known, key)}")
+        example = next(each.file_path for each in known.options if each.file_key == key and each.keys)
+        raise ConfigError(f"{key} is a section; set one of its keys, such as {example}")
     bound = _option(known, key)
     new = _parsed(bound, key, value)
     name = _name(data, bound)
@@ -227,10 +228,6 @@ def _edited(text: str, path: Path, bound: BoundOption, change: Change, changed: 
     for note in notes:
         show_text(f"note: {note}", sys.stderr)
     return edited
-
-
-def _example(known: Schema, section: str) -> str:
-    return next(bound.file_path for bound in known.options if bound.file_key == section and bound.keys)
 
 
 def _shown(value: Any) -> str:

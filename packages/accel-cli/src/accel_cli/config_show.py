@@ -12,6 +12,7 @@ import typer
 
 from accel_cli.config_files import file_to_read
 from accel_cli.dialect import App
+from accel_cli.help_pages import show_error
 from accel_cli.render import as_text, show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
@@ -98,10 +99,8 @@ def validate(
         print(json.dumps(facts, indent=2))
         return 2 if errors else 0
     if errors:
-        colors = colors_for(sys.stderr)
         for message in errors:
-            text = folded(f"accel config validate: error: {message}\n", sys.stderr)
-            sys.stderr.write(text.replace("error", colors("red", "error"), 1))
+            show_error("accel config validate", message)
         count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
         show_text(f"{path}: {count}", sys.stderr)
         return 2
@@ -197,8 +196,7 @@ def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) ->
     texts = ["(unset)" if row.value is None else as_text(row.value) for row in rows]
     wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
     file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
-    shown = folded(file, sys.stdout).replace("\n", "\n# ")
-    lines = [colors("dim", shown)]
+    lines = [colors("dim", folded(file, sys.stdout).replace("\n", "\n# "))]
     for row, text in zip(rows, texts, strict=True):
         name = colors("cyan", row.name) + " " * (wide - len(row.name))
         if not origins:

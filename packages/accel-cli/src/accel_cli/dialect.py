@@ -85,13 +85,15 @@ class _Pages:
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the parameters as ``accel launch --help`` writes the options of the schema."""
-        words = getattr(self, "choices", {})
-        for title, kind in (("Arguments", "argument"), ("Options", "option")):
-            params = [param for param in self.get_params(ctx) if param.param_type_name == kind]  # type: ignore[attr-defined]
-            if params:
-                write_rows(
-                    formatter, title, [_described(param, words.get(param.name, ())) for param in params]
-                )
+        tables: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            words = getattr(self, "choices", {}).get(param.name, ())
+            tables[param.param_type_name].append(_described(param, words))
+        for kind, rows in tables.items():
+            if rows:
+                write_rows(formatter, f"{kind.capitalize()}s", rows)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
 
 
 class Command(_Pages, TyperCommand):
@@ -116,19 +118,14 @@ def _described(param: Any, words: Sequence[str]) -> tuple[str, str]:
     if param.default:
         notes.append(f"Default: {getattr(param.default, 'value', param.default)}.")
     flags = ", ".join(sorted(param.opts, key=lambda flag: flag.startswith("--")))
-    if param.is_flag:
-        return flags, " ".join(notes)
-    shown = placeholder(getattr(kind.annotation, "__name__", ""), param.name, bool(choices or words))
-    return f"{flags} {shown}", " ".join(notes)
+    if not param.is_flag:
+        type_name = getattr(kind.annotation, "__name__", "")
+        flags += f" {placeholder(type_name, param.name, bool(choices or words))}"
+    return flags, " ".join(notes)
 
 
 class CommandGroup(_Pages, TyperGroup):
     """A command with subcommands."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options, then the subcommands."""
-        super().format_options(ctx, formatter)
-        self.format_commands(ctx, formatter)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of this name, in either spelling; None if there is none."""

@@ -1,4 +1,4 @@
-"""The width of help pages, and pages that are not made of Typer's parameters, written by its formatter."""
+"""Errors, the width of help pages, and pages that are not made of Typer's parameters, written by its formatter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 
-__all__ = ["Section", "help_page", "page_width", "placeholder", "with_examples", "write_rows"]
+from accel_state.host.colors import colors_for
+from accel_state.messages import folded
+
+__all__ = ["Section", "help_page", "page_width", "placeholder", "show_error", "with_examples", "write_rows"]
 
 Section = tuple[str, Sequence[tuple[str, str]]]
 """A title, and rows of a name with its explanation."""
@@ -33,6 +37,14 @@ def page_width() -> int:
             with contextlib.suppress(OSError):  # no terminal either
                 width = os.get_terminal_size(descriptor).columns
     return min(120, width or 100)
+
+
+def show_error(who: str, message: str) -> None:
+    """Write an error of a command to standard error."""
+    colors = colors_for(sys.stderr)
+    named = f"{colors('bold', who)}: {colors('red', 'error')}: "
+    text = folded(f"{who}: error: {message}\n", sys.stderr)
+    sys.stderr.write(text.replace(f"{who}: error: ", named, 1))
 
 
 def placeholder(kind: str, name: str, choices: bool) -> str:

@@ -113,16 +113,14 @@ def _local(name: str, path: Path, library: str | None) -> FoundModel:
         )
     config = path / _CONFIG
     files = sorted(path.glob("*.safetensors"))
-    if config.is_file() and (_has_library(_configured(name, config, library).library) or not files):
-        return _configured(name, config, library)
+    if config.is_file():
+        found = _configured(name, config, library)
+        if not files or (found.library is not None and importlib.util.find_spec(found.library) is not None):
+            return found
     if files:
         return _of_files(name, files)
     there = ", ".join(sorted(each.name for each in path.iterdir())[:5]) or "nothing"
     raise EstimateError(f"the folder {name} has neither {_CONFIG} nor safetensors files; it has {there}")
-
-
-def _has_library(library: str | None) -> bool:
-    return library is not None and importlib.util.find_spec(library) is not None
 
 
 def _configured(name: str, path: Path, library: str | None) -> FoundModel:
@@ -168,15 +166,12 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # it warns of each try to connect
+    _reach(name, hub)
     try:
-        if not isinstance(hub.try_to_load_from_cache(name, _CONFIG), str):
-            _reach(name, hub)
         file = Path(hub.hf_hub_download(name, _CONFIG))
         if trust_remote_code:
             file = Path(hub.snapshot_download(name, allow_patterns=["*.json", "*.py"])) / _CONFIG
         return _configured(name, file, library)
-    except ModelNotFoundError:
-        raise
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
             f"the repository {name} is gated; ask for access on its page, then log in with `hf auth login`"
@@ -201,12 +196,13 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
 
 
 def _reach(name: str, hub: Any) -> None:
-    """Ask for a repository's configuration once: without a network a download tries again for half a minute."""
-    from huggingface_hub.errors import HfHubHTTPError
+    """Ask once for a configuration that is not in the cache: a download tries for half a minute to reach the Hub."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        with contextlib.suppress(HfHubHTTPError):  # the Hub answers, and the download says what
-            hub.get_hf_file_metadata(hub.hf_hub_url(name, _CONFIG))
+        with contextlib.suppress(HfHubHTTPError, HFValidationError):  # the download says what is wrong
+            if not isinstance(hub.try_to_load_from_cache(name, _CONFIG), str):
+                hub.get_hf_file_metadata(hub.hf_hub_url(name, _CONFIG))
     except (OSError, *HfHubHTTPError.__bases__) as error:  # of the HTTP client, which depends on the version
         raise ModelNotFoundError(_offline(name)) from error
 
@@ -271,7 +267,8 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
     if found.library != "transformers":
         raise EstimateError(f"library {found.library!r} is not known; known: {', '.join(LIBRARIES)}")
     transformers = _import("transformers", "models of transformers")
-    if "auto_map" in found.settings and not trust_remote_code and not _is_known(transformers, found):
+    known = found.settings.get("model_type") in transformers.CONFIG_MAPPING
+    if "auto_map" in found.settings and not trust_remote_code and not known:
         raise EstimateError(
             f"{found.name} is defined by code in its repository, which is not run; read that code, and pass "
             "--trust_remote_code if you trust it"
@@ -290,10 +287,6 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
         raise EstimateError(
             f"transformers cannot build {found.name}: {first_line(error).rstrip('.')}"
         ) from error
-
-
-def _is_known(transformers: Any, found: FoundModel) -> bool:
-    return found.settings.get("model_type") in transformers.CONFIG_MAPPING
 
 
 def _make(transformers: Any, config: Any, found: FoundModel, trust: bool, dtype: Any) -> Any:

@@ -131,8 +131,7 @@ def _why(plan: TrainingPlan, best: Row) -> str:
     sends = f"it sends {gigabytes(best.traffic)} GB per rank and step"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:
-        less = f"{least.setting.name} would send {gigabytes(least.traffic)} GB"
-        return f"{sends}. {less}, but needs another package"
+        return f"{sends}. {least.setting.name} would send {gigabytes(least.traffic)} GB, but needs another package"
     # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
     if not best.kind.waits and any(row.kind.waits for row in others):
         return f"{sends}, the least of the strategies whose ranks read different batches"

@@ -11,12 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ProgressLine", "on_terminal", "progress"]
-
-
-def on_terminal() -> bool:
-    """Whether someone watches standard error."""
-    return bool(sys.stderr.isatty())
+__all__ = ["ProgressLine", "progress"]
 
 
 _LATE = 2.0
@@ -66,13 +61,12 @@ def progress(text: str) -> Iterator[ProgressLine]:
     Args:
         text: the first activity.
     """
-    if not on_terminal():
+    if not sys.stderr.isatty():
         logged = ProgressLine()
         logged.now(text)
         timer = threading.Timer(
             _LATE, lambda: print(f"accel: {logged.activity}", file=sys.stderr, flush=True)
         )
-        timer.daemon = True
         timer.start()
         try:
             yield logged

@@ -124,10 +124,10 @@ def _tell_briefly(interrupt: KeyboardInterrupt) -> None:
     usual = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is not interrupt or trace is None:
+        if error is interrupt and trace is not None:
+            place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+            sys.stderr.write(f"accel: ended by Ctrl-C while modules were imported in {place}\n")
+        else:
             usual(kind, error, trace)
-            return
-        place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
-        sys.stderr.write(f"accel: ended by Ctrl-C while modules were imported in {place}\n")
 
     sys.excepthook = show

@@ -110,7 +110,7 @@ def shown(value: object, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
-def folded(text: str, stream: Any) -> str:
+def folded(text: str, stream: Any, indent: str = "") -> str:
     """The text for a stream: on a terminal in lines that end between words, for a log as it is.
 
     Paths are not broken, so that they can be copied.
@@ -118,15 +118,14 @@ def folded(text: str, stream: Any) -> str:
     Args:
         text: one paragraph in each line.
         stream: its destination, which has ``isatty``.
+        indent: in front of each line.
     """
     if not stream.isatty():
-        return text
-    columns = shutil.get_terminal_size().columns - 1
-    lines = (
-        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        for line in text.split("\n")
+        return indent + text
+    to_width = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 1, indent, indent, break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(lines)
+    return "\n".join(to_width.fill(line) for line in text.split("\n"))
 
 
 def readable_size(nbytes: float) -> str:

@@ -177,7 +177,7 @@ def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
 def read_layer(path: str | Path) -> FileLayer:
     """Read a file as a layer of ``resolve``; errors are those of ``load_config``."""
     path = Path(path).expanduser()
-    return _strict(_Reader(*_read(path), source=str(path)))
+    return _strict(_Reader(*_parse(read_text(path), path), source=str(path)))
 
 
 def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
@@ -205,7 +205,7 @@ def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]
     """
     path = Path(path).expanduser()
     try:
-        return _Reader(*_read(path), source=str(path)).read()
+        return _Reader(*_parse(read_text(path), path), source=str(path)).read()
     except ConfigError as error:
         return None, [error]
 
@@ -250,10 +250,6 @@ def parse_text(text: str, path: Path) -> dict[str, Any]:
     if repeated:
         raise all_of(repeated)
     return data
-
-
-def _read(path: Path) -> tuple[dict[str, Any], Lines, list[ConfigError]]:
-    return _parse(read_text(path), path)
 
 
 def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines, list[ConfigError]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from accel_state.launching.watching.output import (
     Console,
     RankOutput,
+    TextSink,
     _DescriptorSink,
     _Splitter,
-    stream_sink,
 )
 from accel_state.launching.watching.tracebacks import last_traceback
 
@@ -130,7 +130,7 @@ def test_messages_of_the_launcher_stand_on_their_own_line():
 
 def test_text_streams_can_be_written_to():
     text = io.StringIO()
-    sink = stream_sink(text)
+    sink = TextSink(text)
     Console(sink, sink).write("stdout", "[a] ", b"caf\xc3\xa9 \xff\n")
     assert text.getvalue() == "[a] caf\u00e9 \ufffd\n"
 

@@ -20,7 +20,7 @@ from accel_state.host.colors import Colors, wants_colors
 from accel_state.launching.watching.tracebacks import HEADER
 from accel_state.messages import folded
 
-__all__ = ["Console", "RankOutput", "StreamName", "open_log", "stream_sink"]
+__all__ = ["Console", "RankOutput", "StreamName", "TextSink", "open_log"]
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -77,9 +77,6 @@ class Console:
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
         self._colors = {name: wants_colors(sink.isatty()) for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
-        self._redraws = {
-            name: sink.isatty() or isinstance(sink, _TextSink) for name, sink in self._sinks.items()
-        }
         self._bars: dict[tuple[str, StreamName], bytes] = {}
         # One lock per cursor: a paused reader of standard output must not block messages to the terminal.
         self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
@@ -100,7 +97,8 @@ class Console:
         sink, cursor = self._sinks[stream], self._cursor[stream]
         with self._locks[cursor]:
             line, owner = self._lines.get(cursor), (prefix, stream)
-            if not self._redraws[stream] and (owner in self._bars or piece.endswith(b"\r")):
+            redraws = self._terminal[stream] or isinstance(sink, TextSink)
+            if not redraws and (owner in self._bars or piece.endswith(b"\r")):
                 piece = self._last_state(owner, piece)
                 if not piece:
                     return
@@ -397,11 +395,6 @@ def open_log(path: Path, title: str) -> IO[bytes]:
     return log
 
 
-def stream_sink(stream: TextIO) -> ByteSink:
-    """A sink that writes to a text stream, for notebooks, whose streams do not accept bytes."""
-    return _TextSink(stream)
-
-
 def _standard_sink(stream: TextIO) -> ByteSink:
     if sys.platform == "win32" and stream.isatty():
         return stream.buffer  # the Windows console takes text; Python decodes the bytes
@@ -409,7 +402,7 @@ def _standard_sink(stream: TextIO) -> ByteSink:
         stream.flush()
         return _DescriptorSink(stream.fileno())
     except io.UnsupportedOperation:
-        return stream_sink(stream)
+        return TextSink(stream)
 
 
 class _DescriptorSink:
@@ -441,15 +434,20 @@ class _DescriptorSink:
         return os.isatty(self._number)
 
 
-class _TextSink:
+class TextSink:
+    """A sink that writes to a text stream, for notebooks, whose streams do not accept bytes."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, data: bytes, /) -> None:
+        """Write it; what is no text is replaced."""
         self._stream.write(data.decode(errors="replace"))
 
     def flush(self) -> None:
+        """Flush the stream."""
         self._stream.flush()
 
     def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
         return self._stream.isatty()
