@@ -98,6 +98,16 @@ def test_a_file_that_is_not_there_is_made(tmp_path, monkeypatch):
     assert load_config(tmp_path / "home/accel/default_config.yaml").num_processes == 3
 
 
+def test_a_file_in_its_place_of_before_is_changed_there(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    before = tmp_path / "home/accel/default_config.yaml"
+    before.parent.mkdir(parents=True)
+    before.write_text("num_processes: 2\n")
+    assert main(["config", "set", "num_processes", "3"]) in (0, None)
+    assert before.read_text() == "num_processes: 3\n"
+    assert not (tmp_path / "config").exists(), "a file there would take the place of all keys"
+
+
 def test_accelerates_file_is_not_changed(file, tmp_path, capsys):
     theirs = tmp_path / "home/accelerate/default_config.yaml"
     theirs.parent.mkdir(parents=True)
