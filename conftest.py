@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     # Models of tests are so small that several threads wait for each other four times as long as one computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # No configuration file of a developer's own counts, or is changed.
+    home = tempfile.TemporaryDirectory(prefix="accel-tests-")
+    config.add_cleanup(home.cleanup)
+    os.environ |= {"XDG_CONFIG_HOME": home.name, "HF_HOME": home.name}
     _keep_bytecode()
     # Heed the signals that tests send; a run that was started by nohup or in the background ignores them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -53,7 +53,11 @@ def doctor(tmp_path):
         body = "".join(f"{line[4:]}\n" for line in FAULTS[fault].splitlines()) if fault else "    pass\n"
         (tmp_path / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '1':\n{body}")
         path = os.pathsep.join([str(tmp_path), *sys.path])
-        environ = os.environ | {"PYTHONPATH": path, "HF_HOME": str(tmp_path), "DOCTOR_TEST": str(tmp_path)}
+        environ = os.environ | {
+            "PYTHONPATH": path,
+            "XDG_CONFIG_HOME": str(tmp_path),
+            "DOCTOR_TEST": str(tmp_path),
+        }
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "accel_cli", "doctor", "--cpu", *words],

@@ -38,7 +38,6 @@ def environ():
     return found | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "ACCELERATE_USE_CPU": "true",
-        "HF_HOME": os.devnull,
     }
 
 

@@ -93,7 +93,7 @@ def test_the_option_makes_a_difference(path):
 
 @pytest.mark.parametrize("path", POD)
 def test_the_option_makes_a_difference_on_a_pod(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "train.py").touch()
     shown = []
     for flags in ([], POD[path].split()):
@@ -105,7 +105,7 @@ def test_the_option_makes_a_difference_on_a_pod(path, tmp_path, monkeypatch, cap
 
 def test_module_program_and_dry_run_reach_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "train.py").touch()
     commands = {}
     for flag, target in (("", "train.py"), ("--module", "train"), ("--no_python", "true")):

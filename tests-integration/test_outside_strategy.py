@@ -36,7 +36,7 @@ def environ(tmp_path_factory):
     (metadata / "entry_points.txt").write_text("\n".join(groups))
     path = os.pathsep.join([str(place), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])])
     home = tmp_path_factory.mktemp("home")
-    return {**os.environ, "PYTHONPATH": path, "HF_HOME": str(home), "COLUMNS": "120"}
+    return {**os.environ, "PYTHONPATH": path, "XDG_CONFIG_HOME": str(home), "COLUMNS": "120"}
 
 
 @pytest.fixture

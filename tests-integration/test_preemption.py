@@ -235,7 +235,6 @@ class Launches:
         self.environ = {
             **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "HF_HOME": os.devnull,
             "ACCEL_TEST_MARKER": self.marker,
         }
 

@@ -467,7 +467,7 @@ def test_stages_that_do_not_fit(mistake, message, script, tmp_path):
 
 
 def accel(*words, **environ):
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull} | environ
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ
     return subprocess.run(
         [sys.executable, "-m", "accel_cli", "rehearse", *words],
         env=variables, capture_output=True, text=True, timeout=300,

@@ -43,7 +43,7 @@ accelerator.save_model(model, sys.argv[-1])
 def accel(tmp_path, *flags, body, args=()):
     script = tmp_path / "train.py"
     script.write_text(body)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", *flags]
     return subprocess.run(
         [*command, str(script), *args], env=environ, capture_output=True, text=True, timeout=180

@@ -271,7 +271,7 @@ def _environment(picture: Picture, folder: str) -> dict[str, str]:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "TERM": "xterm-256color",
         "COLUMNS": str(picture.columns),
-        "HF_HOME": f"{folder}/.home",
+        "XDG_CONFIG_HOME": f"{folder}/.home",
         "PS1": _PROMPT,
         "ACCEL_DEVICE_COUNT": "0",
     }

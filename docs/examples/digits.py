@@ -15,18 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_train import Accelerator, ProjectConfiguration, set_seed, tqdm
 
 
-class Progress:
-    """The number of finished epochs; checkpointed like everything else."""
-
-    epoch = 0
-
-    def state_dict(self):
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state):
-        self.epoch = state["epoch"]
-
-
 def load_data():
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -56,7 +44,7 @@ def train(args):
     project = ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=3)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, project_config=project)
     set_seed(args.seed)
-    model, progress = build_model(), Progress()
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train_loader, eval_loader = load_data()
     scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs * len(train_loader) // 2)
@@ -64,11 +52,10 @@ def train(args):
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, eval_loader, scheduler
     )
-    accelerator.register_for_checkpointing(progress)
     if args.resume:
         accelerator.load_state()  # the newest complete checkpoint
 
-    for epoch in range(progress.epoch, args.stop_after or args.epochs):
+    for epoch in range(train_loader.iteration, args.stop_after or args.epochs):
         model.train()
         for x, y in tqdm(train_loader, desc=f"epoch {epoch + 1}"):
             with accelerator.accumulate(model):
@@ -77,8 +64,7 @@ def train(args):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        progress.epoch = epoch + 1
-        accelerator.print(f"epoch {progress.epoch}: {evaluate(accelerator, model, eval_loader)}")
+        accelerator.print(f"epoch {epoch + 1}: {evaluate(accelerator, model, eval_loader)}")
         accelerator.save_state()
     accelerator.save_model(model, args.output / "model")
     accelerator.end_training()

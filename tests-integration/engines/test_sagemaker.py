@@ -52,7 +52,7 @@ def aws(monkeypatch, tmp_path):
     """A mock of AWS with the role; the calls that reach it, as (operation, parameters)."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "ACCELERATE_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws_config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws_credentials"))

@@ -75,7 +75,7 @@ def environment(folder: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {
         "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
-        "HF_HOME": str(folder / "home"),
+        "XDG_CONFIG_HOME": str(folder / "home"),
         "ACCELERATE_USE_CPU": "true",
     }
 

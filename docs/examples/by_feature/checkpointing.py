@@ -38,7 +38,7 @@ def main(args):
     accelerator.register_for_checkpointing(counter)
     if args.resume:
         accelerator.load_state()
-    for _ in range(counter.steps // len(loader), 2):
+    for _ in range(loader.iteration, 2):
         for x, y in loader:  # after load_state: the rest of the epoch, exactly
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()

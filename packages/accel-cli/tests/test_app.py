@@ -12,7 +12,7 @@ from accel_cli.app import COMMANDS, OTHER_NAMES, main
 
 
 def accel(*words, **environ):
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull} | environ
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ
     return subprocess.run(
         [sys.executable, "-m", "accel_cli", *words], env=variables, capture_output=True, text=True, timeout=60
     )
@@ -80,7 +80,7 @@ def test_torch_is_never_imported(words):
         "import sys; from accel_cli.app import main; main(sys.argv[1:]);"
         "sys.exit(3 if {'torch', 'rich', 'questionary', 'numpy'} & set(sys.modules) else 0)"
     )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert (
         subprocess.run([sys.executable, "-c", code, *words], env=environ, capture_output=True).returncode == 0
     )
@@ -105,7 +105,7 @@ def _seconds(*words):
 def test_output_that_nobody_reads_is_no_reason_for_a_traceback(words, redirection, tmp_path):
     (tmp_path / "show.py").write_text("import os\nopen('ran', 'w').close()")
     command = f"{sys.executable} -m accel_cli {' '.join(words)} {redirection}"
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(tmp_path)}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": str(tmp_path)}
     done = subprocess.run(
         ["sh", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )

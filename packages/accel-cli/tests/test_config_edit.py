@@ -23,6 +23,7 @@ mixed_precision: 'no'
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     path = tmp_path / "run.yaml"
     path.write_text(TEXT)
@@ -92,9 +93,19 @@ def test_what_launch_would_refuse_is_told(file, capsys):
 
 
 def test_a_file_that_is_not_there_is_made(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     assert main(["config", "set", "num_processes", "3"]) in (0, None)
     assert load_config(tmp_path / "home/accel/default_config.yaml").num_processes == 3
+
+
+def test_a_file_in_its_place_of_before_is_changed_there(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    before = tmp_path / "home/accel/default_config.yaml"
+    before.parent.mkdir(parents=True)
+    before.write_text("num_processes: 2\n")
+    assert main(["config", "set", "num_processes", "3"]) in (0, None)
+    assert before.read_text() == "num_processes: 3\n"
+    assert not (tmp_path / "config").exists(), "a file there would take the place of all keys"
 
 
 def test_accelerates_file_is_not_changed(file, tmp_path, capsys):

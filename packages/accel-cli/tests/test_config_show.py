@@ -19,7 +19,7 @@ FILE = "num_processes: 4\n# a comment\nfsdp_config:\n  fsdp_version: 2\ndistribu
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # it beats the number of threads in a file
     (tmp_path / "f.yaml").write_text(FILE)
     return tmp_path
@@ -122,6 +122,7 @@ def test_validate_reports_everything_that_is_wrong(capsys, place):
     (place / "bad.yaml").write_text(
         "num_proceses: 2\nmixed_precision: fp17\nuse_cpu: true\ndistributed_type: MULTI_GPU\n"
         "module: true\nno_python: true\nfsdp_config:\n  fsdp_offload_parms: 1\n"
+        "debug: true\ndebug: false\n"
     )
     assert main(["config", "validate", "bad.yaml"]) == 2
     errors = capsys.readouterr().err
@@ -129,6 +130,7 @@ def test_validate_reports_everything_that_is_wrong(capsys, place):
         "bad.yaml, line 1: key num_proceses does not exist; did you mean num_processes?",
         "bad.yaml, line 2: mixed_precision is 'fp17'",
         "bad.yaml, line 8: key fsdp_config.fsdp_offload_parms",
+        "bad.yaml, line 10: key debug is in line 9 already; keep one of them",
         "use_cpu: true in bad.yaml, line 3 contradicts distributed_type: MULTI_GPU in bad.yaml, line 4",
     ):
         assert expected in errors

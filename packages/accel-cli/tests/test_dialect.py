@@ -106,7 +106,7 @@ def test_help_pages(capsys, monkeypatch):
     whole, one = capsys.readouterr().out.split("Usage: accel try show")
     assert "Try things." in whole
     assert "  show    Show a folder.\n" in whole
-    assert one.startswith(" [OPTIONS] {folder}\n")
+    assert one.startswith(" [OPTIONS] FOLDER\n")
     assert "Where it is." in one
-    assert re.search(r"--max_shard_size <int> +How large\. +\[default: 1\]\n", one)
+    assert re.search(r"--max_shard_size N +How large\. Default: 1\.\n", one)
     assert "\n    try show x\n    try show y\n" in one, "examples keep their lines"

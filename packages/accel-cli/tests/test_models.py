@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -136,6 +137,20 @@ def test_a_repository_gives_its_configuration_alone(hub):
     assert not any("model.safetensors" in path for _, path, _ in hub.log)
     with pytest.raises(EstimateError, match="no repository of that name that you can see"):
         find_model("org/nothing")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, tmp_path):
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(EstimateError, match="the Hub cannot be reached; check the connection"):
+        find_model("org/llama")
+    assert time.monotonic() - began < 15, "huggingface_hub tries for 23 seconds"
 
 
 def test_offline_says_so(hub, monkeypatch, tmp_path):

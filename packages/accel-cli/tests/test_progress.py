@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pexpect
 import pyte
+
+from accel_cli.progress import progress
 
 SHOWS = """
 import time
@@ -26,6 +29,15 @@ print("the end")
 def test_a_pipe_gets_nothing_of_it():
     done = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("a result\nthe end\n", "")
+
+
+def test_a_pipe_gets_a_line_of_what_takes_long(monkeypatch, capsys):
+    monkeypatch.setattr("accel_cli.progress._LATE", 0.1)
+    with progress("first") as shown:
+        shown.now("second")
+        time.sleep(0.5)
+        shown.now("third")
+    assert capsys.readouterr() == ("", "accel: second\n")
 
 
 def test_a_terminal_shows_what_is_done_and_keeps_the_results():

@@ -1,6 +1,7 @@
 """Lazy package namespaces."""
 
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -124,3 +125,14 @@ def test_a_name_that_another_package_has_says_where(tmp_path, monkeypatch):
     assert lazy_pointing.__all__ == []
     with pytest.raises(ImportError, match="cannot import name 'unknown'"):
         from lazy_pointing import unknown  # noqa: F401
+
+
+def test_ctrl_c_during_an_import_is_told_in_one_line(tmp_path):
+    (tmp_path / "slow.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "script.py").write_text("from accel_state._lazy import load\n\nload('slow', 'x')\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.startswith("accel: ended by Ctrl-C while modules were imported in ")
+    assert done.stderr.endswith("script.py, line 3\n")
+    assert done.returncode in (-signal.SIGINT, 0xC000013A), "as Ctrl-C ends a Python script"

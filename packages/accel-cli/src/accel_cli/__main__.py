@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from typing import Any
 
 from accel_state.environment import snapshot
 
@@ -29,20 +28,10 @@ def _answered() -> int:
     if "_ACCEL_COMPLETE" in environ:
         from accel_cli.completion import answer
 
-        code = answer(environ, _application)
-        if code is not None:
-            return code
+        return answer(environ)
     from accel_cli.app import main as run
 
     return run()
-
-
-def _application() -> Any:
-    import typer
-
-    from accel_cli.app import app
-
-    return typer.main.get_command(app)
 
 
 if __name__ == "__main__":

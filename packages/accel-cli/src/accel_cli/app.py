@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.__about__ import __version__
-from accel_cli.completion import VARIABLE
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
-from accel_cli.help_pages import write_rows
-from accel_state.host.colors import colors_for
+from accel_cli.help_pages import show_error, write_rows
 from accel_state.messages import did_you_mean
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
@@ -41,7 +38,6 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "config": Entry("start", "Write, show, change and check the file that launch reads."),
     "launch": Entry("start", "Start a script on one or many processes."),
-    "tpu-config": Entry("start", "Run commands on all machines of a TPU pod."),
     "rehearse": Entry(
         "plan", "Simulate one rank of a larger run on this machine, and report what would fail."
     ),
@@ -55,6 +51,7 @@ COMMANDS: dict[str, Entry] = {
     "migrate": Entry("convert", "Rewrite the imports and commands of Accelerate's scripts for this library."),
     "to-fsdp2": Entry("convert", "Convert a configuration file from FSDP version 1 to 2."),
     "merge-weights": Entry("convert", "Merge a sharded checkpoint into plain files of weights."),
+    "tpu-config": Entry("pods", "Run commands on all machines of a TPU pod."),
 }
 """Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
 
@@ -97,31 +94,14 @@ class LazyGroup(CommandGroup):
         command.name = cmd_name
         return command
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names, with a hint for names of other tools and for scripts."""
-        name = args[0]
-        if not ctx.resilient_parsing and name.replace("_", "-") not in COMMANDS:
-            ctx.fail(_unknown(name))
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the tables of commands, one for each topic."""
         for topic in dict.fromkeys(entry.topic for entry in COMMANDS.values()):
             rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
             write_rows(formatter, topic, rows)
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
-        """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
-        if incomplete.startswith("-"):
-            return super().shell_complete(ctx, incomplete)
-        return [
-            CompletionItem(name, help=entry.summary)
-            for name, entry in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
 
-
-app = App(cls=LazyGroup, add_completion=True, help="Configure, launch and inspect PyTorch training.")
+app = App(cls=LazyGroup, help="Configure, launch and inspect PyTorch training.")
 
 
 def _show_version(wanted: bool) -> None:
@@ -167,15 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     root: Any = typer.main.get_command(app)
-    from accel_state.environment import snapshot
-
-    if VARIABLE in snapshot():  # set by a shell whose completion is Typer's
-        return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
         return _main(["--help"]) or _FAILURE
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
+    if name not in COMMANDS and not name.startswith("-"):
+        return _complain("accel", _unknown(words[0]), _USAGE)
     who = f"accel {name}" if name in COMMANDS else "accel"
     from accel_state.errors import AccelError
 
@@ -202,7 +180,7 @@ def _main(words: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    what = "option" if name.startswith("-") else "command"
+    """The error about a command, with a hint for names of other tools and for scripts."""
     other = OTHER_NAMES.get(name.replace("_", "-"))
     if name.endswith(".py"):
         hint = f"; to start a script: accel launch {name}"
@@ -210,11 +188,10 @@ def _unknown(name: str) -> str:
         hint = f"; use accel {other}"
     else:
         hint = did_you_mean(name, COMMANDS, f"; the commands are {', '.join(COMMANDS)}")
-    return f"{what} {name} does not exist{hint}"
+    return f"command {name} does not exist{hint}"
 
 
 def _complain(who: str, message: str, code: int) -> int:
     sys.stdout.flush()
-    colors = colors_for(sys.stderr)
-    sys.stderr.write(f"{colors('bold', who)}: {colors('red', 'error')}: {message}\n")
+    show_error(who, message)
     return code

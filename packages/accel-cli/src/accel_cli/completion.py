@@ -1,8 +1,7 @@
 """Shell completion: commands, flags, choices, topics and files, without Typer where each key press counts.
 
-The scripts that ``accel --install-completion`` writes are Typer's; at every key they call ``accel`` with
-``_ACCEL_COMPLETE`` set. For bash, zsh and fish this module answers, from the schema alone for ``accel launch``; Typer
-answers other shells.
+The scripts that ``accel completion`` prints are Typer's; at every key they call ``accel`` with ``_ACCEL_COMPLETE`` set,
+and this module answers, from the schema alone for ``accel launch``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,21 +32,20 @@ class CompletionItem(NamedTuple):
     help: str = ""
 
 
-def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | None:
+def answer(environ: Mapping[str, str]) -> int:
     """Print the completions of the command line that the shell describes in ``environ``.
 
     Args:
         environ: the environment of this process.
-        application: makes the command with all subcommands; called only if the words need it.
 
     Returns:
-        The exit code; None if Typer has to answer: another shell, or the request for a script.
+        The exit code.
     """
     action, _, shell = environ.get(VARIABLE, "").partition("_")
     if action != "complete" or shell not in ("bash", "zsh", "fish"):
-        return None
+        return 1
     words, incomplete = _command_line(shell, environ)
-    items = complete(words, incomplete, application)
+    items = complete(words, incomplete)
     if shell == "fish":
         if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
             return 1 if items is None else 0  # 1: fish completes files
@@ -61,15 +59,12 @@ def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | 
     return 0
 
 
-def complete(
-    words: Sequence[str], incomplete: str, application: Callable[[], Any]
-) -> list[CompletionItem] | None:
+def complete(words: Sequence[str], incomplete: str) -> list[CompletionItem] | None:
     """The possible completions of the word at the cursor.
 
     Args:
         words: the complete words between ``accel`` and the cursor.
         incomplete: the word at the cursor.
-        application: as for ``answer``.
 
     Returns:
         The possible words; None where a file name belongs.
@@ -80,13 +75,16 @@ def complete(
         return complete_flags(words[1:], incomplete, OWN)
     import typer
 
-    command = application()
-    context = typer.Context(command, info_name="accel")
+    from accel_cli.app import COMMANDS, app
+
     if not words and not incomplete.startswith("-"):  # without importing the commands
         return [
-            CompletionItem(found.value, found.help or "")
-            for found in command.shell_complete(context, incomplete)
+            CompletionItem(name, entry.summary)
+            for name, entry in COMMANDS.items()
+            if name.startswith(incomplete)
         ]
+    command = typer.main.get_command(app)
+    context = typer.Context(command, info_name="accel")
     rest = list(words)
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)

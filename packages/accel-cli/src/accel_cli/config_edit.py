@@ -14,7 +14,7 @@ from accel_cli.completion import CompletionItem
 from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.config_show import mistakes_of
 from accel_cli.dialect import App, Command
-from accel_cli.render import as_text
+from accel_cli.render import as_text, show_text
 from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, find_default, parse_text, read_text, write_text
 from accel_state.config.fsdp_conversion import Change
@@ -77,7 +77,7 @@ def get(
         if value is None and bound.default is not None:
             value = bound.option_type.dump(bound.default)
     if value is None:
-        sys.stderr.write(f"{path} does not set {key}, and there is no default\n")
+        show_text(f"{path} does not set {key}, and there is no default", sys.stderr)
         return 1
     if as_json:
         typer.echo(json.dumps(value))
@@ -104,7 +104,8 @@ def set_(
     if key == _KIND:
         raise ConfigError(f"{key} is the kind of file; accel config makes another file")
     if key in known.file_keys:
-        raise ConfigError(f"{key} is a section; set one of its keys, such as {_example(known, key)}")
+        example = next(each.file_path for each in known.options if each.file_key == key and each.keys)
+        raise ConfigError(f"{key} is a section; set one of its keys, such as {example}")
     bound = _option(known, key)
     new = _parsed(bound, key, value)
     name = _name(data, bound)
@@ -112,15 +113,15 @@ def set_(
     before = _table(data, bound).get(name)
     changed = _changed(data, bound, name, new)
     if changed == data and path.exists():
-        typer.echo(f"{path}: {full} is {_shown(before)} already")
+        show_text(f"{path}: {full} is {_shown(before)} already")
         return
     what: Literal["drop", "set", "add"] = (
         "drop" if new is None else "set" if name in _table(data, bound) else "add"
     )
     write_text(path, _edited(text, path, bound, Change(name, what, before, name, new), changed))
-    typer.echo(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
+    show_text(f"{path}: {full}: {_shown(before)} -> {_shown(new)}")
     for error in mistakes_of(path)[1]:
-        typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
+        show_text(f"note: accel launch would refuse the file: {error}", sys.stderr)
 
 
 def keys() -> Iterator[tuple[str, str]]:
@@ -147,13 +148,13 @@ def _own_file(config_file: str | None) -> Path:
     """The file to change, which is never Accelerate's."""
     environ = snapshot()
     ours = default_path(environ)
-    path = ours if config_file is None else Path(config_file).expanduser()
-    found = find_default(environ) if config_file is None else None
-    theirs = is_accelerates(path)
-    if theirs or (found is not None and found.foreign):
-        whose = path if theirs or found is None else found.path
+    found = find_default(environ)
+    path = found.path if found is not None else ours
+    if config_file is not None:
+        path = Path(config_file).expanduser()
+    if is_accelerates(path):
         raise ConfigError(
-            f"{whose} belongs to Accelerate and is not changed; accel config update copies it to {ours}"
+            f"{path} belongs to Accelerate and is not changed; accel config update copies it to {ours}"
         )
     return path
 
@@ -225,12 +226,8 @@ def _edited(text: str, path: Path, bound: BoundOption, change: Change, changed: 
         return str(yaml.safe_dump({**start, **changed}, sort_keys=False, allow_unicode=True))
     edited, notes = rewritten(text, path, bound.file_key, [change], changed)
     for note in notes:
-        sys.stderr.write(f"note: {note}\n")
+        show_text(f"note: {note}", sys.stderr)
     return edited
-
-
-def _example(known: Schema, section: str) -> str:
-    return next(bound.file_path for bound in known.options if bound.file_key == section and bound.keys)
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_state.config.files import default_path, find_default
+from accel_state.config.files import accelerates_folder, default_path, find_default
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigNotFoundError
 
@@ -39,5 +39,4 @@ def file_to_read(config_file: str | None) -> Path:
 
 def is_accelerates(path: Path) -> bool:
     """Whether a file is in Accelerate's folder, in which nothing is changed."""
-    folder = default_path(snapshot()).parent.parent / "accelerate"
-    return path.resolve().parent == folder.resolve()
+    return path.resolve().parent == accelerates_folder(snapshot()).resolve()

@@ -12,7 +12,8 @@ import typer
 
 from accel_cli.config_files import file_to_read
 from accel_cli.dialect import App
-from accel_cli.render import as_text, folded
+from accel_cli.help_pages import show_error
+from accel_cli.render import as_text, show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.checks import find_contradictions
 from accel_state.config.files import FileLayer, default_path, find_mistakes
@@ -23,7 +24,7 @@ from accel_state.config.sources import Origin, Source
 from accel_state.environment import snapshot
 from accel_state.errors import AccelError
 from accel_state.host.colors import Colors, colors_for
-from accel_state.messages import HIDDEN, without_secrets
+from accel_state.messages import HIDDEN, folded, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]
 
@@ -74,7 +75,7 @@ def show(context: typer.Context) -> int:
         print(json.dumps(_as_data(resolved, origins), indent=2))
         return 0
     for note in resolved.notes:
-        sys.stderr.write(f"accel: {note}\n")
+        show_text(f"accel: {note}", sys.stderr)
     sys.stdout.write(_as_text(resolved, origins, str(default_path(environ)), colors_for()))
     return 0
 
@@ -98,17 +99,16 @@ def validate(
         print(json.dumps(facts, indent=2))
         return 2 if errors else 0
     if errors:
-        colors = colors_for(sys.stderr)
         for message in errors:
-            sys.stderr.write(f"accel config validate: {colors('red', 'error')}: {message}\n")
+            show_error("accel config validate", message)
         count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
-        sys.stderr.write(f"{path}: {count}\n")
+        show_text(f"{path}: {count}", sys.stderr)
         return 2
     assert layer is not None
     kind = "a local run" if issubclass(layer.root, LaunchConfig) else "a SageMaker job"
-    print(f"{path} is valid: {kind}, {len(layer.values)} options set")
+    show_text(f"{path} is valid: {kind}, {len(layer.values)} options set")
     for note in notes:
-        print(f"note: {note}")
+        show_text(f"note: {note}")
     return 0
 
 
@@ -196,8 +196,7 @@ def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) ->
     texts = ["(unset)" if row.value is None else as_text(row.value) for row in rows]
     wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
     file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
-    shown = "\n# ".join(folded(file).split("\n")) if sys.stdout.isatty() else file
-    lines = [colors("dim", shown)]
+    lines = [colors("dim", folded(file, sys.stdout).replace("\n", "\n# "))]
     for row, text in zip(rows, texts, strict=True):
         name = colors("cyan", row.name) + " " * (wide - len(row.name))
         if not origins:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from accel_cli.help_pages import page_width, with_examples
+from accel_cli.help_pages import page_width, placeholder, with_examples, write_rows
 from accel_state.messages import did_you_mean
 
 __all__ = ["CONTEXT", "App", "Command", "CommandGroup", "UsageError", "describe_usage_error", "repeated"]
@@ -78,6 +78,23 @@ class _Pages:
         formatter.width = page_width()
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Typer's, with ``MODEL`` for ``{model}``."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "").upper() for piece in pieces]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the parameters as ``accel launch --help`` writes the options of the schema."""
+        tables: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            words = getattr(self, "choices", {}).get(param.name, ())
+            tables[param.param_type_name].append(_described(param, words))
+        for kind, rows in tables.items():
+            if rows:
+                write_rows(formatter, f"{kind.capitalize()}s", rows)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
 
 class Command(_Pages, TyperCommand):
     """One command.
@@ -87,6 +104,24 @@ class Command(_Pages, TyperCommand):
     """
 
     choices: Mapping[str, Sequence[str]] = {}
+
+
+def _described(param: Any, words: Sequence[str]) -> tuple[str, str]:
+    """A parameter with the placeholder of its value, and its help."""
+    kind = param.type_descriptor
+    choices = [str(choice.value) for choice in kind.choices or ()]
+    notes = [param.help or ""]
+    if choices:
+        notes.append(f"One of {', '.join(choices)}.")
+    if param.param_type_name == "argument":
+        return param.name.upper(), " ".join(notes)
+    if param.default:
+        notes.append(f"Default: {getattr(param.default, 'value', param.default)}.")
+    flags = ", ".join(sorted(param.opts, key=lambda flag: flag.startswith("--")))
+    if not param.is_flag:
+        type_name = getattr(kind.annotation, "__name__", "")
+        flags += f" {placeholder(type_name, param.name, bool(choices or words))}"
+    return flags, " ".join(notes)
 
 
 class CommandGroup(_Pages, TyperGroup):

@@ -1,4 +1,4 @@
-"""The width of help pages, and pages that are not made of Typer's parameters, written by its formatter."""
+"""Errors, the width of help pages, and pages that are not made of Typer's parameters, written by its formatter."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 
-__all__ = ["Section", "help_page", "page_width", "with_examples", "write_rows"]
+from accel_state.host.colors import colors_for
+from accel_state.messages import folded
+
+__all__ = ["Section", "help_page", "page_width", "placeholder", "show_error", "with_examples", "write_rows"]
 
 Section = tuple[str, Sequence[tuple[str, str]]]
 """A title, and rows of a name with its explanation."""
 
+_OF_TYPE = {"int": "N", "float": "X", "path": "FILE", "bool": "true|false", "boolorname": "true|false|NAME"}
+_OF_NAME = {"file": "FILE", "hostfile": "FILE", "path": "PATH", "dir": "DIR"}
 _NARROW = 80
 """Below this width explanations are in the lines after their names."""
 
@@ -31,6 +37,28 @@ def page_width() -> int:
             with contextlib.suppress(OSError):  # no terminal either
                 width = os.get_terminal_size(descriptor).columns
     return min(120, width or 100)
+
+
+def show_error(who: str, message: str) -> None:
+    """Write an error of a command to standard error."""
+    colors = colors_for(sys.stderr)
+    named = f"{colors('bold', who)}: {colors('red', 'error')}: "
+    text = folded(f"{who}: error: {message}\n", sys.stderr)
+    sys.stderr.write(text.replace(f"{who}: error: ", named, 1))
+
+
+def placeholder(kind: str, name: str, choices: bool) -> str:
+    """What stands for a value in help: ``N``, ``X``, ``NAME``, ``FILE``, ``DIR``, ``PATH`` or ``TEXT``.
+
+    Args:
+        kind: name of its type.
+        name: of the option, which says whether it is a file.
+        choices: the value is one of several words.
+    """
+    if choices and kind != "BoolOrName":
+        return "NAME"
+    last = re.split(r"[._]", name)[-1]
+    return _OF_TYPE.get(kind.lower()) or _OF_NAME.get(last, "TEXT")
 
 
 def with_examples(text: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from accel_cli.help_pages import Section, help_page
+from accel_cli.help_pages import Section, help_page, placeholder
 from accel_cli.launch_topics import OWN, TOPICS
 from accel_state.config.option_types import Bool
 from accel_state.config.roots import complete_root
@@ -32,7 +32,8 @@ _EXAMPLES = """\
 
 _NUMBERED = ", or its number from 1"
 _SELECTED_BY = {
-    "fsdp": "Used with --use_fsdp, or distributed_type: FSDP in a file.",
+    "fsdp": "Used with --use_fsdp, or distributed_type: FSDP in a file. Options of FSDP version 1 are accepted, and "
+    "translated; --help-all lists them.",
     "deepspeed": "Used with --use_deepspeed, or distributed_type: DEEPSPEED in a file.",
     "parallelism": "Used with --use_parallelism_config, or a parallelism_config in a file.",
     "fp8": "Used with --mixed_precision fp8, or mixed_precision: fp8 in a file.",
@@ -41,6 +42,8 @@ _SELECTED_BY = {
     **{each.section_name: f"Used with {each.selected_by}." for each in installed_strategies()},
 }
 
+_OF_FSDP_1 = ("fsdp.fsdp_version", "fsdp.sharding_strategy", "fsdp.backward_prefetch", "fsdp.use_orig_params",
+              "fsdp.sync_module_states")  # fmt: skip
 COMMON = (
     "num_processes", "use_cpu", "gpu_ids", "mixed_precision", "gradient_accumulation.num_steps", "dynamo.backend",
     "num_machines", "machine_rank", "main_process_ip", "main_process_port", "module", "log_dir", "max_restarts",
@@ -81,7 +84,7 @@ def launch_help(topic: str = "", *, width: int | None = None) -> str:
         sections: list[Section] = [("flags that most people need", rows), ("more", about)]
         return help_page(*_USAGE, f"{_INTRODUCTION}\n{_EXAMPLES}", sections, width=width)
     wanted = TOPICS if topic == "all" else [topic]
-    sections = [(_title(name), list(_rows(name))) for name in wanted]
+    sections = [(_title(name), list(_rows(name, () if topic == "all" else _OF_FSDP_1))) for name in wanted]
     described = _INTRODUCTION if topic == "all" else _SELECTED_BY.get(topic, "")
     return help_page(
         *_USAGE, described, [found for found in sections if found[1]],
@@ -91,7 +94,7 @@ def launch_help(topic: str = "", *, width: int | None = None) -> str:
     )  # fmt: skip
 
 
-def _options(topic: str) -> Iterator[BoundOption]:
+def _options(topic: str, without: Collection[str]) -> Iterator[BoundOption]:
     known = schema_of(complete_root())
     if topic == "sagemaker":
         yield from (
@@ -103,14 +106,14 @@ def _options(topic: str) -> Iterator[BoundOption]:
     for bound in known.options:
         started = bound.attribute in RunOptions.__annotations__
         place = bound.section or ("run" if started else "devices")
-        if bound.flags and place == topic:
+        if bound.flags and place == topic and bound.path not in without:
             yield bound
 
 
-def _rows(topic: str) -> Iterator[tuple[str, str]]:
+def _rows(topic: str, without: Collection[str]) -> Iterator[tuple[str, str]]:
     if topic == "run":
         yield from (("-h, --help [TOPIC]" if flag == "--help" else flag, text) for flag, text in OWN.items())
-    for bound in _options(topic):
+    for bound in _options(topic, without):
         yield _described(bound)
         for switch, (value, variable) in bound.about.switches.items():
             shown = f" [{variable}]" if variable else ""
@@ -137,9 +140,9 @@ def _short(bound: BoundOption) -> tuple[str, str]:
 def _described(bound: BoundOption) -> tuple[str, str]:
     about = bound.about
     notes = [about.help]
-    if about.choices:
+    if about.listed:
         words = [f"{name} ({meaning})" for name, meaning in about.synonyms.items()]
-        notes.append(f"One of {', '.join([*about.choices, *words])}{_NUMBERED if about.numbered else ''}.")
+        notes.append(f"One of {', '.join([*about.listed, *words])}{_NUMBERED if about.numbered else ''}.")
     default = about.launch_default if bound.default is None else bound.default
     toggle = isinstance(bound.option_type, Bool) and about.toggle
     if default not in (None, ()) and not (toggle and default is False):
@@ -151,14 +154,8 @@ def _described(bound: BoundOption) -> tuple[str, str]:
 
 
 def _names(bound: BoundOption, *, aliases: bool = True) -> str:
-    value = "" if isinstance(bound.option_type, Bool) and bound.about.toggle else f" {_placeholder(bound)}"
+    value = ""
+    if not (isinstance(bound.option_type, Bool) and bound.about.toggle):
+        value = f" {placeholder(type(bound.option_type).__name__, bound.path, bool(bound.about.choices))}"
     short = [flag for flag in bound.flags[1:] if aliases or not flag.startswith("--")]
     return ", ".join([bound.flags[0], *short]) + value
-
-
-def _placeholder(bound: BoundOption) -> str:
-    if bound.about.choices and type(bound.option_type).__name__ != "BoolOrName":
-        return "NAME"
-    return {"Int": "N", "Float": "X", "Bool": "true|false", "BoolOrName": "true|false|NAME"}.get(
-        type(bound.option_type).__name__, "TEXT"
-    )

@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import os
 import platform
-import re
 import shutil
 import socket
 import sys
@@ -213,10 +212,7 @@ def _memory(size: int, devices: int) -> str:
 
 
 def _numa_nodes(root: Path) -> int:
-    folder = root / "sys/devices/system/node"
-    if not folder.exists():
-        return 1
-    return max(1, sum(1 for entry in folder.iterdir() if re.fullmatch(r"node\d+", entry.name)))
+    return max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*"))))
 
 
 # accel env
@@ -286,9 +282,9 @@ def _devices(folder: Path) -> dict[str, Any]:
 def _system(folder: Path) -> dict[str, Any]:
     import psutil
 
-    quota, memory = _limit("cpu.max"), _limit("memory.max")
+    quota, memory, shared = _limit("cpu.max"), _limit("memory.max"), Path("/dev/shm")
     return {
-        "shared_memory": _total(Path("/dev/shm")),
+        "shared_memory": shutil.disk_usage(shared).total if shared.exists() else None,
         "open_files": _open_files(),
         "cpus": usable_cpus(),
         "cpu_quota": None if quota is None else quota[0] / quota[1],
@@ -368,10 +364,6 @@ def _driver() -> str:
         return ""
     words = path.read_text(encoding="utf-8").split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
-
-
-def _total(path: Path) -> int | None:
-    return shutil.disk_usage(path).total if path.exists() else None
 
 
 def _open_files() -> int | None:

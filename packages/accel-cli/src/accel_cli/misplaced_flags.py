@@ -11,6 +11,7 @@ from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.config.roots import complete_root
 from accel_state.config.schema import plain_flag, schema_of
 from accel_state.errors import ConfigError
+from accel_state.messages import folded
 
 __all__ = ["Misplaced", "ask_to_move", "find_misplaced", "moved", "notes_on"]
 
@@ -68,7 +69,8 @@ def ask_to_move(misplaced: Sequence[Misplaced], script: str) -> bool:
     if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     them = "them" if len(misplaced) > 1 else "it"
-    sys.stderr.write(f"accel: {_described(misplaced, script)}. Give {them} to accel launch instead? [y/N] ")
+    question = f"accel: {_described(misplaced, script)}. Give {them} to accel launch instead? [y/N]"
+    sys.stderr.write(f"{folded(question, sys.stderr)} ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -6,6 +6,7 @@ where the user asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -112,16 +113,14 @@ def _local(name: str, path: Path, library: str | None) -> FoundModel:
         )
     config = path / _CONFIG
     files = sorted(path.glob("*.safetensors"))
-    if config.is_file() and (_has_library(_configured(name, config, library).library) or not files):
-        return _configured(name, config, library)
+    if config.is_file():
+        found = _configured(name, config, library)
+        if not files or (found.library is not None and importlib.util.find_spec(found.library) is not None):
+            return found
     if files:
         return _of_files(name, files)
     there = ", ".join(sorted(each.name for each in path.iterdir())[:5]) or "nothing"
     raise EstimateError(f"the folder {name} has neither {_CONFIG} nor safetensors files; it has {there}")
-
-
-def _has_library(library: str | None) -> bool:
-    return library is not None and importlib.util.find_spec(library) is not None
 
 
 def _configured(name: str, path: Path, library: str | None) -> FoundModel:
@@ -167,6 +166,7 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # it warns of each try to connect
+    _reach(name, hub)
     try:
         file = Path(hub.hf_hub_download(name, _CONFIG))
         if trust_remote_code:
@@ -193,6 +193,18 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
         raise ModelNotFoundError(
             f"the request to the Hub for {name} failed: {' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _reach(name: str, hub: Any) -> None:
+    """Ask once for a configuration that is not in the cache: a download tries for half a minute to reach the Hub."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        with contextlib.suppress(HfHubHTTPError, HFValidationError):  # the download says what is wrong
+            if not isinstance(hub.try_to_load_from_cache(name, _CONFIG), str):
+                hub.get_hf_file_metadata(hub.hf_hub_url(name, _CONFIG))
+    except (OSError, *HfHubHTTPError.__bases__) as error:  # of the HTTP client, which depends on the version
+        raise ModelNotFoundError(_offline(name)) from error
 
 
 def _offline(name: str) -> str:
@@ -255,7 +267,8 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
     if found.library != "transformers":
         raise EstimateError(f"library {found.library!r} is not known; known: {', '.join(LIBRARIES)}")
     transformers = _import("transformers", "models of transformers")
-    if "auto_map" in found.settings and not trust_remote_code and not _is_known(transformers, found):
+    known = found.settings.get("model_type") in transformers.CONFIG_MAPPING
+    if "auto_map" in found.settings and not trust_remote_code and not known:
         raise EstimateError(
             f"{found.name} is defined by code in its repository, which is not run; read that code, and pass "
             "--trust_remote_code if you trust it"
@@ -274,10 +287,6 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
         raise EstimateError(
             f"transformers cannot build {found.name}: {first_line(error).rstrip('.')}"
         ) from error
-
-
-def _is_known(transformers: Any, found: FoundModel) -> bool:
-    return found.settings.get("model_type") in transformers.CONFIG_MAPPING
 
 
 def _make(transformers: Any, config: Any, found: FoundModel, trust: bool, dtype: Any) -> Any:

@@ -128,18 +128,14 @@ def _why(plan: TrainingPlan, best: Row) -> str:
         return "nothing fits without offload"
     if best.setting.checkpointing and not all(row.setting.checkpointing for row in plan.rows):
         return "nothing fits that neither recomputes nor offloads"
-    sends = f"{gigabytes(best.traffic)} GB per rank and step"
-    # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
-    whose = "among the strategies that fit without recomputation"
-    if not best.kind.waits and any(row.kind.waits for row in others):
-        whose += " and whose ranks read different batches"
+    sends = f"it sends {gigabytes(best.traffic)} GB per rank and step"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:
-        return (
-            f"it needs no other package, and sends {sends}; {whose}, "
-            f"{least.setting.name} sends least, {gigabytes(least.traffic)} GB"
-        )
-    return f"{whose}, it sends least, {sends}"
+        return f"{sends}. {least.setting.name} would send {gigabytes(least.traffic)} GB, but needs another package"
+    # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
+    if not best.kind.waits and any(row.kind.waits for row in others):
+        return f"{sends}, the least of the strategies whose ranks read different batches"
+    return f"{sends}, the least of the strategies that fit without recomputation"
 
 
 def as_json(plan: TrainingPlan, suggested: list[Suggestion]) -> str:

@@ -1,21 +1,21 @@
-"""Progress of a command: one line on standard error, only on a terminal.
+"""Progress of a command: one line on standard error, which a terminal redraws.
 
-Results go to standard output. Pipes, files and ``--json`` get nothing of this.
+Results go to standard output. A log gets one line of this, and only from a command that takes seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ProgressLine", "on_terminal", "progress"]
+__all__ = ["ProgressLine", "progress"]
 
 
-def on_terminal() -> bool:
-    """Whether someone watches standard error."""
-    return bool(sys.stderr.isatty())
+_LATE = 2.0
+"""Seconds after which a log gets a line."""
 
 
 class ProgressLine:
@@ -23,14 +23,19 @@ class ProgressLine:
 
     Args:
         bar: rich's progress bar; None: nothing is shown.
+
+    Attributes:
+        activity: the current one.
     """
 
     def __init__(self, bar: Any = None) -> None:
+        self.activity = ""
         self._bar = bar
         self._task = None if bar is None else bar.add_task("", total=None)
 
     def now(self, text: str) -> None:
         """Show a new activity."""
+        self.activity = text
         if self._bar is not None:
             self._bar.reset(self._task, description=text)
             self._bar.refresh()
@@ -51,13 +56,22 @@ class ProgressLine:
 
 @contextlib.contextmanager
 def progress(text: str) -> Iterator[ProgressLine]:
-    """Show an activity until the block ends; then the line is removed.
+    """Show an activity until the block ends; then the line is removed from a terminal.
 
     Args:
         text: the first activity.
     """
-    if not on_terminal():
-        yield ProgressLine()
+    if not sys.stderr.isatty():
+        logged = ProgressLine()
+        logged.now(text)
+        timer = threading.Timer(
+            _LATE, lambda: print(f"accel: {logged.activity}", file=sys.stderr, flush=True)
+        )
+        timer.start()
+        try:
+            yield logged
+        finally:
+            timer.cancel()
         return
     from rich.console import Console
     from rich.progress import Progress as Bar

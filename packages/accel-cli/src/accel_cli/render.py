@@ -6,14 +6,13 @@ import difflib
 import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from accel_cli.help_pages import page_width
 from accel_state.host.colors import Colors
+from accel_state.messages import folded
 
-__all__ = ["as_text", "difference", "folded", "indented", "show_facts", "show_table", "show_text"]
+__all__ = ["as_text", "difference", "show_facts", "show_table", "show_text"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -115,31 +114,10 @@ def _is_words(cell: str) -> bool:
     return bool(cell) and not any(character.isdigit() for character in cell) and cell not in ("-", "N/A")
 
 
-def show_text(text: str) -> None:
-    """Print lines of sentences: on a terminal folded between words, otherwise as they are."""
-    if sys.stdout.isatty():
-        text = "\n".join(map(folded, text.split("\n")))
-    print(text)
-
-
-def folded(text: str) -> str:
-    """The text in lines that end between words; paths are not broken, so that they can be copied."""
-    columns = shutil.get_terminal_size().columns - 1
-    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
-
-
-def indented(text: str, indent: str) -> str:
-    """The text behind an indent; on a terminal in lines that end between words."""
-    if not sys.stdout.isatty():
-        return indent + text  # a log is searched by line
-    return textwrap.fill(
-        text,
-        page_width(),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,  # paths and host names can be copied
-        break_on_hyphens=False,
-    )
+def show_text(text: str, stream: TextIO | None = None) -> None:
+    """Print lines of sentences, by default to standard output: on a terminal folded between words."""
+    stream = stream or sys.stdout
+    print(folded(text, stream), file=stream)
 
 
 def as_text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from accel_cli.render import show_text
 from accel_state.config.merge import Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.launching.submission.sagemaker_job import describe_job, find_credentials, plan_job
@@ -26,7 +27,8 @@ def launch_on_sagemaker(resolved: Resolved, target: Target) -> int:
     job = plan_job(config, target, resolved.file)
     credentials = find_credentials(config)
     if not config.quiet:
-        sys.stderr.write("".join(f"accel: {note}\n" for note in (*resolved.notes, *job.notes)))
+        for note in (*resolved.notes, *job.notes):
+            show_text(f"accel: {note}", sys.stderr)
     if config.dry_run:
         sys.stdout.write(f"{describe_job(job, credentials)}\n")
         return 0

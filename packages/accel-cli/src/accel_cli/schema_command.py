@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.dialect import Command
 from accel_cli.help_pages import write_rows
@@ -69,10 +68,3 @@ class SchemaCommand(Command):
         """Write the command's own flags, and those of the schema that matter most for it."""
         rows = {**self.own, **self.shared, "-h, --help": "Show this help."}
         write_rows(formatter, "Flags", rows.items())
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
-        """Flags, choices and topics, for shells that Typer answers itself (PowerShell)."""
-        from accel_cli.completion import complete_flags
-
-        found = complete_flags(ctx.args, incomplete, self.own)
-        return [CompletionItem(item.value, help=item.help) for item in found or ()]

@@ -99,7 +99,7 @@ def test_accel_launch_answers_on_all_ranks_and_one_of_them_says_it(tmp_path):
         "import accelerate\nprint(accelerate.PartialState().num_processes, accelerate.__version__)\n"
     )
     flags = ["launch", "--cpu", "--num_processes", "2", "--as-accelerate"]
-    done = python("-m", "accel_cli", *flags, str(script), cwd=tmp_path, HF_HOME=str(tmp_path))
+    done = python("-m", "accel_cli", *flags, str(script), cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[rank 0] 2 1.15.0", "[rank 1] 2 1.15.0"]
     assert done.stderr.count("is answered by accel-train") == 1

@@ -12,6 +12,7 @@ from accel_state.config.files import load
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     return tmp_path
 

@@ -10,7 +10,7 @@ from accel_cli.commands import env
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 def test_it_names_versions_system_and_configuration(capsys):

@@ -18,7 +18,7 @@ REFERENCE = (Path(__file__).parent.parent / "data/accelerate_launch_flags.txt").
 
 
 def accel(*words, cwd=None, **environ):
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull} | environ
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environ
     return subprocess.run(
         [sys.executable, "-m", "accel_cli", "launch", *words],
         env=variables, cwd=cwd, capture_output=True, text=True, timeout=60,
@@ -238,7 +238,7 @@ def test_ctrl_c_ends_a_loop_of_a_shell_too(tmp_path):
     script.write_text("import os, time\nopen(f'ready_{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(60)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", str(script)],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull},
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     until = time.monotonic() + 30

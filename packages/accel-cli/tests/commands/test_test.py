@@ -15,7 +15,7 @@ from testkit.terminals import CTRL_C, Terminal
 
 
 def run(*words, cwd):
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(cwd)}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": str(cwd)}
     return subprocess.run(
         [sys.executable, "-m", "accel_cli", "test", *words],
         env=environ, cwd=cwd, capture_output=True, text=True, timeout=180,
@@ -70,7 +70,7 @@ def test_results_as_json(tmp_path):
 def test_ctrl_c_ends_the_world_before_the_command(processes, tmp_path):
     marker = uuid.uuid4().hex
     environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(tmp_path), "ACCEL_TEST_MARKER": marker,
+        "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": str(tmp_path), "ACCEL_TEST_MARKER": marker,
     }  # fmt: skip
     words = [sys.executable, "-m", "accel_cli", "test", "--cpu", "--num_processes", processes]
     with Terminal(words, environ, str(tmp_path)) as terminal:
@@ -117,7 +117,7 @@ def test_training_that_is_wrong_is_told_with_rank_and_values(tmp_path):
     )
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-        "HF_HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path),
     }
     done = subprocess.run(
         [sys.executable, "-m", "accel_cli", "test", "--cpu", "--num_processes", "2"],

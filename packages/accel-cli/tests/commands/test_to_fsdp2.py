@@ -40,6 +40,7 @@ num_processes: 2  # both
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
 
 

@@ -11,7 +11,7 @@ from testkit import gcloud
 @pytest.fixture
 def pod(tmp_path, monkeypatch):
     """A folder with a gcloud that is first on PATH."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", gcloud.install(folder)["PATH"])
     return folder
@@ -64,7 +64,7 @@ def test_the_file_gives_what_flags_do_not(pod, tmp_path):
 
 def test_quotes_arrive_as_they_were_typed(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "bin"
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", gcloud.install(folder, machines=2)["PATH"])
     script = tmp_path / "set_up.sh"
     script.write_text("# one\nfor name in a b; do\n  echo \"$name in $(pwd)\"  # 'twice'\ndone\n")
@@ -79,7 +79,7 @@ def test_quotes_arrive_as_they_were_typed(tmp_path, monkeypatch, capfd):
 
 
 def test_the_first_failure_ends_it_and_its_code_is_returned(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", gcloud.install(tmp_path / "bin", machines=1)["PATH"])
     words = [
         "tpu-config",
@@ -128,7 +128,7 @@ def test_what_is_missing_is_named_before_anything_runs(pod, capsys, words, said)
 
 
 def test_without_gcloud(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["tpu-config", "--tpu_name", "p", "--command", "a"]) == 1
     assert "install the Google Cloud CLI" in capsys.readouterr().err

@@ -16,7 +16,7 @@ SLURM = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_
 
 @pytest.fixture(autouse=True)
 def no_default_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
 
 def place(*flags, environ=None):

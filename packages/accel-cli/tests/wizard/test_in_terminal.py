@@ -38,6 +38,7 @@ def start(tmp_path):
             name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
         }
         ours = {
+            "XDG_CONFIG_HOME": str(tmp_path / "home"),
             "HF_HOME": str(tmp_path / "home"),
             "TERM": "xterm-256color",
             "ACCEL_DEVICE_COUNT": "0",

@@ -25,7 +25,9 @@ def test_the_file_is_what_was_shown(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setenv("COLUMNS", "500")
     file = tmp_path / name
     answers = {"distributed_type": "MULTI_CPU", "num_processes": 2}
-    assert ask_and_write(file, {"HF_HOME": str(tmp_path), "ACCEL_DEVICE_COUNT": "0"}, answering(answers))
+    assert ask_and_write(
+        file, {"XDG_CONFIG_HOME": str(tmp_path), "ACCEL_DEVICE_COUNT": "0"}, answering(answers)
+    )
     shown = capsys.readouterr().out
     assert file.read_text() in shown
     assert shown.index(file.read_text()) < shown.index(f"wrote {file}")
@@ -35,7 +37,7 @@ def test_the_file_is_what_was_shown(tmp_path, capsys, monkeypatch, name):
 
 def test_no_writes_nothing_and_back_leads_to_the_questions(tmp_path):
     file, seen = tmp_path / "c.yaml", []
-    environ = {"HF_HOME": str(tmp_path), "ACCEL_DEVICE_COUNT": "0"}
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "ACCEL_DEVICE_COUNT": "0"}
     assert not ask_and_write(file, environ, answering({"write": False}))
     replies = iter([BACK, True])
 
@@ -55,7 +57,7 @@ def test_files_that_do_not_exist_are_named(tmp_path, capsys, monkeypatch):
         "deepspeed_file": True,
         "deepspeed.hf_ds_config": str(tmp_path / "zero.json"),
     }
-    ask_and_write(tmp_path / "c.yaml", {"HF_HOME": str(tmp_path)}, answering(answers))
+    ask_and_write(tmp_path / "c.yaml", {"XDG_CONFIG_HOME": str(tmp_path)}, answering(answers))
     assert f"note: {tmp_path / 'zero.json'} does not exist on this machine" in capsys.readouterr().out
 
 
@@ -65,12 +67,12 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_questions(tmp_path,
     (tmp_path / "folder").mkdir()
     seen = []
     with pytest.raises(ConfigError, match=r"cannot be written: .* is a (file|folder); name another"):
-        ask_and_write(tmp_path / name, {"HF_HOME": str(tmp_path)}, answering({}, seen))
+        ask_and_write(tmp_path / name, {"XDG_CONFIG_HOME": str(tmp_path)}, answering({}, seen))
     assert not seen
 
 
 def test_the_commands_for_several_machines(tmp_path):
-    default = default_path({"HF_HOME": str(tmp_path)})
+    default = default_path({"XDG_CONFIG_HOME": str(tmp_path)})
     two = LaunchConfig(num_machines=2, num_processes=4, machine_rank=0)
     assert next_steps(two, default, default) == [
         "To start a script, on this machine, 1 of 2:",
@@ -84,6 +86,7 @@ def test_the_commands_for_several_machines(tmp_path):
 
 
 def test_accelerates_own_file_is_never_the_one_to_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

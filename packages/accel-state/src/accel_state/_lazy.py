@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["attach", "load", "missing_name", "names_of_stub"]
@@ -112,4 +112,22 @@ def attach(
 def load(home: str, name: str) -> Any:
     """Import a name from its module, with the garbage collector paused."""
     with _collector_paused():
-        return getattr(importlib.import_module(home), name)
+        try:
+            return getattr(importlib.import_module(home), name)
+        except KeyboardInterrupt as interrupt:
+            _tell_briefly(interrupt)
+            raise
+
+
+def _tell_briefly(interrupt: KeyboardInterrupt) -> None:
+    """Let the interpreter print one line if this interrupt ends it: the frames of an import say nothing to a user."""
+    usual = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is interrupt and trace is not None:
+            place = f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+            sys.stderr.write(f"accel: ended by Ctrl-C while modules were imported in {place}\n")
+        else:
+            usual(kind, error, trace)
+
+    sys.excepthook = show

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -15,6 +17,7 @@ __all__ = [
     "HIDDEN",
     "did_you_mean",
     "first_line",
+    "folded",
     "is_secret",
     "module_of",
     "nearest",
@@ -105,6 +108,24 @@ def shown(value: object, length: int = 200) -> str:
     """A value as Python writes it, cut to a length that a message can have."""
     text = repr(value[: length + 1] if isinstance(value, str) else value)
     return text if len(text) <= length else f"{text[:length]}…"
+
+
+def folded(text: str, stream: Any, indent: str = "") -> str:
+    """The text for a stream: on a terminal in lines that end between words, for a log as it is.
+
+    Paths are not broken, so that they can be copied.
+
+    Args:
+        text: one paragraph in each line.
+        stream: its destination, which has ``isatty``.
+        indent: in front of each line.
+    """
+    if not stream.isatty():
+        return indent + text
+    to_width = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns - 1, indent, indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(to_width.fill(line) for line in text.split("\n"))
 
 
 def readable_size(nbytes: float) -> str:

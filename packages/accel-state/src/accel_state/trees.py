@@ -262,7 +262,8 @@ def listify(data: Any) -> Any:
 
     def to_list(tensor: Tensor) -> Any:
         tensor = tensor.detach().cpu()
-        return tensor.float().tolist() if _is_small_float(tensor.dtype) else tensor.tolist()
+        small = tensor.dtype == torch.bfloat16 or (tensor.dtype.is_floating_point and tensor.itemsize == 1)
+        return tensor.float().tolist() if small else tensor.tolist()
 
     return recursively_apply(to_list, data)
 
@@ -492,10 +493,6 @@ def _brief(node: Any) -> str:
     if container is None:
         return type(node).__name__
     return f"{type(node).__name__}({', '.join(name.strip('.[]') for name in _child_names(node))})"
-
-
-def _is_small_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and (dtype == torch.bfloat16 or dtype.itemsize == 1)
 
 
 # --- container types ---

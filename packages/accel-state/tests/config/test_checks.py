@@ -12,7 +12,7 @@ from accel_state.launching.plan import plan_world
 
 def merged(flags="", environ=None, file=None, **more):
     parsed = parse_flags(flags.split())
-    return resolve(file, environ or {"HF_HOME": "/nowhere"}, parsed, **more)
+    return resolve(file, environ or {"HF_HOME": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}, parsed, **more)
 
 
 @pytest.fixture

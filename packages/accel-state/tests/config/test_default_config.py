@@ -18,6 +18,7 @@ from accel_state.errors import ConfigError, ConfigNotFoundError
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     return tmp_path
 
@@ -94,7 +95,7 @@ def test_no_file_at_all_is_an_error_that_says_how_to_make_one(home):
 def test_the_path_of_the_default_file_is_text(home):
     module = importlib.util.module_from_spec(default_config.__spec__)
     default_config.__spec__.loader.exec_module(module)
-    assert module.default_config_file == str(default_path({"HF_HOME": str(home)}))
+    assert module.default_config_file == str(default_path({"XDG_CONFIG_HOME": str(home)}))
     assert isinstance(accel_state.default_config_file, str)
     assert Path(accel_state.default_config_file).name == "default_config.yaml"
 

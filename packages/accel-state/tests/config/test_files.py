@@ -22,7 +22,7 @@ from accel_state.config import (
     resolve,
     save,
 )
-from accel_state.config.files import find_mistakes, layer_of, read_layer
+from accel_state.config.files import accelerates_folder, find_mistakes, layer_of, read_layer
 from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
@@ -230,20 +230,23 @@ def test_a_missing_file_is_an_error_of_both_kinds(tmp_path):
 
 
 def test_the_default_file_is_ours_then_theirs(tmp_path):
-    environ = {"HF_HOME": str(tmp_path)}
+    environ = {"HF_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     assert find_default(environ) is None
     theirs = write(tmp_path / "accelerate" / "default_config.yaml", "debug: true\n")
     assert find_default(environ).path == theirs
     assert find_default(environ).foreign
-    ours = write(default_path(environ), "debug: true\n")
-    assert find_default(environ).path == ours
-    assert not find_default(environ).foreign
+    for path in (tmp_path / "accel/default_config.yaml", default_path(environ)):
+        ours = write(path, "debug: true\n")
+        assert find_default(environ).path == ours
+        assert not find_default(environ).foreign
 
 
 def test_where_the_default_file_lies():
-    assert default_path({"HF_HOME": "/a"}) == Path("/a/accel/default_config.yaml")
-    assert default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/accel/default_config.yaml")
-    assert default_path({}) == Path("~/.cache/huggingface/accel/default_config.yaml").expanduser()
+    assert default_path({"XDG_CONFIG_HOME": "/c", "HF_HOME": "/a"}) == Path("/c/accel/default_config.yaml")
+    assert default_path({}) == Path("~/.config/accel/default_config.yaml").expanduser()
+    assert accelerates_folder({"HF_HOME": "/a"}) == Path("/a/accelerate")
+    assert accelerates_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/accelerate")
+    assert accelerates_folder({}) == Path("~/.cache/huggingface/accelerate").expanduser()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
 def merged(flags="", environ=None, file=None, **more):
     parsed = parse_flags(flags.split())
-    return resolve(file, environ or {"HF_HOME": "/nowhere"}, parsed, **more)
+    return resolve(file, environ or {"HF_HOME": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}, parsed, **more)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_file_turns_on_its_distributed_type_and_a_flag_turns_it_off():
 
 
 def test_the_default_file_is_used_and_accelerates_is_mentioned(tmp_path):
-    environ = {"HF_HOME": str(tmp_path)}
+    environ = {"HF_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     theirs = tmp_path / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir()
     theirs.write_text("num_processes: 3\n")
@@ -93,24 +93,37 @@ def test_the_default_file_is_used_and_accelerates_is_mentioned(tmp_path):
     assert resolved.config.num_processes == 3
     assert [note for note in resolved.notes if str(theirs) in note and "Accelerate" in note]
     assert theirs.stat().st_mtime_ns == before.st_mtime_ns
+    before = tmp_path / "accel/default_config.yaml"
     ours = default_path(environ)
-    ours.parent.mkdir()
-    ours.write_text("num_processes: 5\n")
-    resolved = resolve(environ=environ)
-    assert resolved.config.num_processes == 5
-    assert resolved.notes == ()
+    notes = (f"using {before}; accel config update copies it to {ours}, which is its place now",)
+    for count, path, said in ((4, before, notes), (5, ours, ())):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"num_processes: {count}\n")
+        resolved = resolve(environ=environ)
+        assert (resolved.config.num_processes, resolved.file, resolved.notes) == (count, path, said)
     assert resolve(environ=environ, use_default_file=False).config.num_processes is None
 
 
-def test_cpu_leaves_the_default_file_aside_and_says_so(tmp_path):
-    environ = {"HF_HOME": str(tmp_path)}
+def test_cpu_overrides_what_the_default_file_says_of_accelerators(tmp_path):
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
     ours = default_path(environ)
     ours.parent.mkdir()
-    ours.write_text("num_processes: 5\n")
+    ours.write_text("num_processes: 2\ndistributed_type: MULTI_GPU\ngpu_ids: 0,1\nmixed_precision: bf16\n")
     resolved = merged("--cpu", environ)
-    assert resolved.config.num_processes is None
-    assert resolved.file is None
-    assert "because of --cpu" in resolved.notes[0]
+    assert (resolved.file, resolved.config.num_processes, resolved.config.mixed_precision) == (
+        ours,
+        2,
+        "bf16",
+    )
+    assert (resolved.config.use_cpu, resolved.config.distributed_type, resolved.config.gpu_ids) == (
+        True,
+        None,
+        "all",
+    )
+    assert resolved.notes == (
+        f"gpu_ids: 0,1 in {ours}, line 3 is overridden by --cpu",
+        f"distributed_type: MULTI_GPU in {ours}, line 2 is overridden by --cpu",
+    )
 
 
 def test_a_named_file_must_exist():

@@ -129,7 +129,14 @@ def test_every_top_level_key_exists_and_no_others(root, environment):
 def test_every_variable_of_accelerate_is_an_option_or_belongs_to_somebody():
     theirs = {name for names in SURFACE["variables"].values() for name in names}
     options = variables(complete_root()) | variables(SageMakerConfig)
-    assert theirs - options == set(OTHER_VARIABLES)
+    tests = {
+        "ACCELERATE_NUM_PROCESSES",
+        "PYTEST_XDIST_WORKER",
+        "RUN_SLOW",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+    }
+    unread = {"ACCELERATE_DEBUG_RDV_FILE", "MIXED_PRECISION"}  # the latter is written alone
+    assert theirs - options - tests - unread == set(OTHER_VARIABLES) - {"PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"}
     assert options - theirs == OUR_VARIABLES
 
 

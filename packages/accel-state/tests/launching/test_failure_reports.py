@@ -30,6 +30,23 @@ def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
     assert "[rank 1] ValueError: x\n" in debugged.stderr
 
 
+@pytest.mark.parametrize("pause", [0, 0.3])
+def test_a_traceback_after_an_unfinished_bar_is_found(launcher, pause):
+    script = launcher.script(f"""
+        sys.stderr.write("\\r 10%\\r 50%")
+        time.sleep({pause})
+        raise ValueError("x")
+    """)
+    done = launcher.run("--num_processes", "2", script)
+    assert re.search(r"^\[rank [01]\]  50%$", done.stderr, re.MULTILINE), done.stderr
+    assert "10%" not in done.stderr
+    report = done.stderr.partition("failed first (exit code 1) =")[2]
+    assert re.search(
+        r"=\n(rank [01] raised the same error\n)?Traceback .*\nValueError: x\n$", report, re.DOTALL
+    )
+    assert done.stderr.count("Traceback") == 1
+
+
 def test_a_traceback_of_a_rank_that_goes_on_is_shown_in_its_place(launcher):
     script = launcher.script("""
         import traceback
@@ -146,4 +163,4 @@ def test_first_failing_rank_is_told_last_and_gives_the_code(launcher):
     assert "rank 1 failed first (exit code 5)" in heading.splitlines()[-1]
     assert error.startswith("Traceback (most recent call last):\n")
     assert error.endswith("ValueError: the numbers do not add up\n")
-    assert "rank 1 failed (exit code 5); ending rank 0, rank 2" in done.stderr
+    assert "accel: rank 1 failed; ending ranks 0 and 2\n" in done.stderr

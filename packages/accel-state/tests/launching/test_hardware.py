@@ -103,11 +103,10 @@ def test_the_drivers_tool_is_only_asked_where_it_matters(tmp_path, monkeypatch):
 
 def test_threads_of_one_core_count_once(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    for cpu, core in enumerate((0, 0, 1, 1)):
+    for cpu, threads in enumerate(("0-1", "0-1", "2,3", "2,3")):
         topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)
-        (topology / "physical_package_id").write_text("0")
-        (topology / "core_id").write_text(str(core))
+        (topology / "thread_siblings_list").write_text(f"{threads}\n")
     assert physical_cores(tmp_path) == 2
 
 

@@ -51,6 +51,14 @@ def test_a_dry_run_works_out_the_same_once(tmp_path, calls, capsys):
     assert "# rank 1 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("cores", "quiet"), [(1, False), (2, False), (1, True)])
+def test_processes_that_share_cores_are_told_once(tmp_path, monkeypatch, capfd, cores, quiet):
+    monkeypatch.setattr(run, "physical_cores", lambda: cores)
+    assert launched(tmp_path, "", quiet=quiet) == 0
+    told = cores == 1 and not quiet
+    assert capfd.readouterr().err == ("accel: 2 processes share 1 core\n" if told else "")
+
+
 def test_each_restart_makes_one_more_plan_of_the_same_world(tmp_path, calls):
     body = "import os, sys; sys.exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)"
     assert launched(tmp_path, body, max_restarts=1) == 0

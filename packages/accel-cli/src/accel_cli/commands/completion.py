@@ -23,15 +23,13 @@ class _Shell(StrEnum):
 
 @app.command()
 def completion(
-    shell: Annotated[_Shell, typer.Argument(help="bash, zsh or fish.")],
+    shell: Annotated[_Shell, typer.Argument(help="The shell.")],
 ) -> None:
     """Print the script that makes a shell complete accel with Tab.
 
-    accel --install-completion writes it into the shell's own files. To load it elsewhere:
-
-      eval "$(accel completion bash)"                                  # in ~/.bashrc
-      eval "$(accel completion zsh)"                                   # in ~/.zshrc, after compinit
-      accel completion fish > ~/.config/fish/completions/accel.fish
+    eval "$(accel completion bash)"                                  # in ~/.bashrc
+    eval "$(accel completion zsh)"                                   # in ~/.zshrc, after compinit
+    accel completion fish > ~/.config/fish/completions/accel.fish
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined] # it does not export it
 

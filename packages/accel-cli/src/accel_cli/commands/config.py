@@ -12,6 +12,7 @@ import typer
 from accel_cli import config_edit, config_show
 from accel_cli.config_files import FileOption, file_to_read, is_accelerates
 from accel_cli.dialect import App
+from accel_cli.render import show_text
 from accel_state.config.files import default_path, load, save
 from accel_state.config.launch import LaunchConfig
 from accel_state.environment import snapshot
@@ -66,16 +67,16 @@ def default(
     path = _writable(config_file)
     schema_of(LaunchConfig).by_path["mixed_precision"].read(mixed_precision, "--mixed_precision")
     if path.exists():
-        typer.echo(f"{path} exists and is not changed; remove it, or give another path with --config_file")
+        show_text(f"{path} exists and is not changed; remove it, or give another path with --config_file")
     elif write_basic_config(mixed_precision, path, accelerators=_accelerators()):
-        typer.echo(f"wrote {path}")
+        show_text(f"wrote {path}")
 
 
 @app.command()
 def update(config_file: FileOption = None) -> None:
     """Read a configuration file of any version and write it in the current format."""
     source, path = file_to_read(config_file), _writable(config_file)
-    typer.echo(f"wrote {save(load(source), path)}")
+    show_text(f"wrote {save(load(source), path)}")
 
 
 config_edit.add_commands(app)

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from accel_cli.dialect import App
-from accel_cli.progress import ProgressLine, on_terminal, progress
-from accel_cli.render import indented, show_text
+from accel_cli.progress import ProgressLine, progress
+from accel_cli.render import show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.host.colors import colors_for
+from accel_state.messages import folded
 
 if TYPE_CHECKING:
     from accel_cli.doctor.checks import Finding
@@ -145,9 +146,9 @@ class _Report:
 
     def tell(self, text: str) -> None:
         """Show the progress of the world, on a terminal only."""
-        if on_terminal():
+        if sys.stderr.isatty():
             sys.stdout.flush()
-            sys.stderr.write(f"accel doctor: {text}\n")
+            show_text(f"accel doctor: {text}", sys.stderr)
 
     def end(self) -> None:
         """Print the last line."""
@@ -166,10 +167,10 @@ class _Report:
             "problem": colors("red", "PROBLEM"),
         }
         indent = " " * (self.width + 11)
-        lines = indented(finding.found, indent)
+        lines = folded(finding.found, sys.stdout, indent)
         print(f"{marks[finding.status]}  {finding.topic:<{self.width}}  {lines.lstrip()}", flush=True)
         if finding.advice:
-            print(indented(finding.advice, indent), flush=True)
+            print(folded(finding.advice, sys.stdout, indent), flush=True)
 
 
 def _configuration(config_file: str | None) -> Finding:

@@ -23,7 +23,7 @@ from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
-from accel_state.messages import without_secrets
+from accel_state.messages import folded, without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     if not config.quiet:
         told = (*misspelt, *resolved.notes, *surroundings.notes, *unused_options(resolved))
         for note in (*told, *notes_on(misplaced, flags.rest[0]), *_idle(config, flags)):
-            sys.stderr.write(f"accel: {note}\n")
+            sys.stderr.write(folded(f"accel: {note}\n", sys.stderr))
     if config.debug:
         _tell_origins(resolved)
     if config.submit is not None:
@@ -127,7 +127,8 @@ def _tell_origins(resolved: Resolved) -> None:
 
     for option in effective_options(resolved):
         if option.source.origin:
-            sys.stderr.write(f"accel: {option.name} is {option.value}, from {option.source}\n")
+            text = f"accel: {option.name} is {option.value}, from {option.source}\n"
+            sys.stderr.write(folded(text, sys.stderr))
 
 
 def _submit(
@@ -148,7 +149,7 @@ def _submit(
     if config.dry_run:
         sys.stdout.write(without_secrets(submission.script(job)))
     else:
-        sys.stdout.write(f"accel: {submission.submit(job, environ)}\n")
+        sys.stdout.write(folded(f"accel: {submission.submit(job, environ)}\n", sys.stdout))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from accel_cli.dialect import App
+from accel_cli.render import show_text
 from accel_cli.sizes import bytes_of
 from accel_state.errors import ConfigError
 
@@ -85,8 +86,8 @@ def merge_weights(
         if unsafe_serialization or remove_checkpoint_dir or max_shard_size is not None:
             raise ConfigError("--accelerate_state cannot be combined with the other options; leave them out")
         for note in accel_ckpt.export_to_accelerate(checkpoint_directory, output_path):
-            typer.echo(f"omitted: {note}")
-        typer.echo(f"{output_path} can be loaded with Accelerate's load_state")
+            show_text(f"omitted: {note}")
+        show_text(f"{output_path} can be loaded with Accelerate's load_state")
         return
     with _progress() as report:
         names = accel_ckpt.merge_weights(
@@ -98,14 +99,14 @@ def merge_weights(
             progress=report,
         )
     total = sum((output_path / name).stat().st_size for name in names)
-    typer.echo(f"{output_path}: {listed(names, 4)} ({decimal(total)})")
+    show_text(f"{output_path}: {listed(names, 4)} ({decimal(total)})")
     left = [
         name
         for name in _BESIDE_WEIGHTS
         if (checkpoint_directory / name).is_file() and not (output_path / name).exists()
     ]
     if left:
-        typer.echo(
+        show_text(
             f"only weights are merged; from_pretrained reads these files too, so copy them: {', '.join(left)}"
         )
 

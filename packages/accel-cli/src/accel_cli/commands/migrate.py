@@ -13,6 +13,7 @@ import typer
 from accel_cli.dialect import App
 from accel_cli.render import difference
 from accel_state.host.colors import colors_for
+from accel_state.messages import folded
 from accel_state.whole_files import write_whole
 
 __all__ = ["app"]
@@ -62,7 +63,7 @@ def migrate(
 
 
 def _remark(path: Path, line: int, kind: str, text: str) -> None:
-    sys.stderr.write(f"{path}:{line}: {kind}: {text}\n")
+    sys.stderr.write(folded(f"{path}:{line}: {kind}: {text}\n", sys.stderr))
 
 
 def _summarize(looked: int, changed: int, refused: int, write: bool) -> None:

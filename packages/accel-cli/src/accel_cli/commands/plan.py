@@ -136,6 +136,7 @@ def plan(
 def _report(found: Any, suggested: list[Any], write: Path | None, as_json: bool) -> None:
     """Print a plan with its suggestions, and write the configuration of the advised strategy."""
     from accel_cli import plan_report
+    from accel_cli.render import show_text
 
     if as_json:
         typer.echo(plan_report.as_json(found, suggested))
@@ -144,7 +145,7 @@ def _report(found: Any, suggested: list[Any], write: Path | None, as_json: bool)
     if write is not None:
         written = plan_report.write(found, write)
         told = f"wrote {write}; start it with: accel launch --config_file {write} SCRIPT"
-        print(f"{write} is not written, because nothing fits" if written is None else told, file=sys.stderr)
+        show_text(f"{write} is not written, because nothing fits" if written is None else told, sys.stderr)
 
 
 class _Source:

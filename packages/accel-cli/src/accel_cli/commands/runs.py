@@ -105,7 +105,7 @@ def runs(
     elif found:
         _show_list(found, lines)
     else:
-        typer.echo(f"no runs in {folder}; accel launch --log_dir {folder}/NAME records one", err=True)
+        show_text(f"no runs in {folder}; accel launch --log_dir {folder}/NAME records one", sys.stderr)
     return 0
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import typer
 
 from accel_cli.dialect import App
-from accel_cli.progress import on_terminal
-from accel_cli.render import indented, show_text
+from accel_cli.render import show_text
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.host.colors import colors_for
 from accel_state.launching.ranks.command import run_command
+from accel_state.messages import folded
 
 __all__ = ["app", "main"]
 
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     resolve(flags.others.get("config_file"), snapshot(), flags)
     words = [word for word in arguments if word != "--json"]
     silent = "json" in flags.others
-    if not silent and on_terminal():
-        sys.stderr.write("accel test: starting the world; its ranks load torch first\n")
+    if not silent and sys.stderr.isatty():
+        show_text("accel test: starting the world; its ranks load torch first", sys.stderr)
     with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
         # In a separate process, because a launch of one process replaces the launcher.
         command = (sys.executable, "-m", "accel_cli", "launch", *words, "-m", _MODULE, folder)
@@ -103,10 +103,10 @@ def main(arguments: Sequence[str]) -> int:
 def _show(result: dict[str, Any]) -> None:
     colors = colors_for()
     mark = colors("red", "FAILED") if result["problems"] else colors("green", "ok    ")
-    found = indented(result["found"], " " * (_WIDTH + 21)).lstrip()
+    found = folded(result["found"], sys.stdout, " " * (_WIDTH + 21)).lstrip()
     print(f"{mark}  {result['name']:<{_WIDTH}}  {result['seconds']:6.2f} s  {found}".rstrip(), flush=True)
     for problem in result["problems"]:
-        print(indented(problem, " " * 8), flush=True)
+        print(folded(problem, sys.stdout, " " * 8), flush=True)
 
 
 def _verdict(results: list[dict[str, Any]], code: int) -> str:

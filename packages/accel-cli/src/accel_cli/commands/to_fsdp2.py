@@ -13,7 +13,7 @@ import typer
 
 from accel_cli.config_files import is_accelerates
 from accel_cli.dialect import App
-from accel_cli.render import as_text, difference
+from accel_cli.render import as_text, difference, show_text
 from accel_cli.yaml_edits import rewritten
 from accel_state.config.files import default_path, parse_text, read_layer, read_text, write_text
 from accel_state.config.fsdp_conversion import Change, convert_fsdp_options, converted
@@ -68,11 +68,11 @@ def to_fsdp2(
             if is_accelerates(source)
             else "--output_file, or --overwrite"
         )
-        typer.echo(f"nothing is written; pass {given} to write it", err=True)
+        show_text(f"nothing is written; pass {given} to write it", sys.stderr)
         return
     _refuse_to_replace(target, overwrite)
     write_text(target, new)
-    typer.echo(f"wrote {target}")
+    show_text(f"wrote {target}")
     _check(target)
 
 
@@ -145,4 +145,4 @@ def _check(target: Path) -> None:
     try:
         read_layer(target)
     except AccelError as error:
-        typer.echo(f"note: accel launch would refuse the file: {error}", err=True)
+        show_text(f"note: accel launch would refuse the file: {error}", sys.stderr)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import typer
 
 from accel_cli.machine import describe, detect
-from accel_cli.render import folded
+from accel_cli.render import show_text
 from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import BACK, Asker, Interview
 from accel_cli.wizard.outcome import (
@@ -26,6 +27,7 @@ from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import default_path, find_default, save
 from accel_state.errors import ConfigError
 from accel_state.host.colors import Colors, colors_for
+from accel_state.messages import folded
 
 __all__ = ["ask_and_write", "asker_for"]
 
@@ -62,9 +64,9 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
     colors = colors_for()
     machine = detect(environ)
     for line in describe(machine):
-        typer.echo(colors("cyan", folded(line)))
-    situation = Situation(machine, _existing(path, environ, typer.echo), offers)
-    typer.echo(folded(_KEYS) + "\n")
+        typer.echo(colors("cyan", folded(line, sys.stdout)))
+    situation = Situation(machine, _existing(path, environ), offers)
+    typer.echo(folded(_KEYS, sys.stdout) + "\n")
     interview = Interview(QUESTIONS, situation, ask)
     while True:
         answers = interview.run()
@@ -72,25 +74,26 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
         try:
             text = text_of(config, path)
         except ConfigError as error:
-            typer.echo(colors("red", f"{error}; change an answer"))
+            typer.echo(colors("red", folded(f"{error}; change an answer", sys.stdout)))
             interview.back()
             continue
         typer.echo("\n" + _colored(text, colors))
         for warning in warnings_about(answers, config):
-            typer.echo(folded(f"note: {warning}").replace("note:", colors("yellow", "note:"), 1))
+            note = folded(f"note: {warning}", sys.stdout)
+            typer.echo(note.replace("note:", colors("yellow", "note:"), 1))
         answer = ask(_may_write(path))
         if answer is BACK:
             interview.back()
         elif not answer:
             return False
         else:
-            typer.echo(f"wrote {save(config, path)}")
+            show_text(f"wrote {save(config, path)}")
             for line in next_steps(config, path, default_path(environ)):
                 typer.echo(colors("bold", line) if line.startswith(" ") else line)
             return True
 
 
-def _existing(path: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> dict[str, object]:
+def _existing(path: Path, environ: Mapping[str, str]) -> dict[str, object]:
     """The values of the file that the new one replaces, else of the default file."""
     found = find_default(environ)
     source = path if path.is_file() else (found.path if found is not None else None)
@@ -99,11 +102,11 @@ def _existing(path: Path, environ: Mapping[str, str], say: Callable[[str], None]
     try:
         values = existing_values(source)
     except ConfigError as error:
-        say(folded(f"{source} cannot be read, so its values are not the defaults: {error}"))
+        show_text(f"{source} cannot be read, so its values are not the defaults: {error}")
         return {}
     foreign = found is not None and found.foreign and source == found.path
     whose = ", Accelerate's file, which is not changed" if foreign else ""
-    say(folded(f"The defaults are the values of {source}{whose}."))
+    show_text(f"The defaults are the values of {source}{whose}.")
     return values
 
 

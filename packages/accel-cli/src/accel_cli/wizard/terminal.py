@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from typing import Any
 
@@ -16,6 +17,7 @@ from accel_cli.wizard.interview import BACK
 from accel_cli.wizard.question import Asked
 from accel_state.errors import AccelError
 from accel_state.host.colors import colors_for
+from accel_state.messages import folded
 
 __all__ = ["ask_in_terminal"]
 
@@ -87,7 +89,7 @@ def _type(asked: Asked) -> Any:
         try:
             return asked.parse(text)
         except AccelError as error:
-            print(colors_for()("red", _indented(str(error))))
+            print(colors_for()("red", folded(str(error), sys.stdout, "  ")))
 
 
 def _looks() -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _run(question: questionary.Question, asked: Asked) -> Any:
 
     @bindings.add("?", eager=True, filter=empty)
     def explain(event: KeyPressEvent) -> None:
-        run_in_terminal(lambda: print(_indented(asked.explanation)))
+        run_in_terminal(lambda: print(folded(asked.explanation, sys.stdout, "  ")))
 
     for shown in lists:
         _add_back(bindings, shown, asked.multiple)
@@ -150,7 +152,3 @@ def _label(text: str) -> str:
     return textwrap.fill(
         text, _columns() - 8, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _indented(text: str) -> str:
-    return textwrap.indent(textwrap.fill(text, _columns() - 4), "  ")

@@ -267,7 +267,7 @@ class Channel:
         if self._in_message and self.device.type == "cpu":
             if self.watchdog is not None:
                 self.watchdog.wait_for_others(self)
-            self._break_connections()
+            break_connections(self.wire)  # wakes the thread that waits for a message, through a timeout
         elif self.device.type != "cpu" or self._pending:
             self._abort(error)  # the host may be waiting for the device: release it
 
@@ -431,10 +431,6 @@ class Channel:
             self._in_message = False
         if tensor.device.type != "cpu":
             self._pending.append((self._position[0], self._position[1] or "", work))
-
-    def _break_connections(self) -> None:
-        """Wake the thread that waits for a message, through a timeout (see ``wait_message``)."""
-        break_connections(self.wire)
 
     def _collective_error(self, error: RuntimeError) -> DistributedOperationException:
         """The error for a failed collective."""

@@ -369,7 +369,8 @@ class Watchdog:
         why = self._explain_loss(error) if lost else None
         if why is not None:
             print(f"accel: {why}", file=sys.stderr, flush=True)
-        self.leave(f"exited after {_one_line(error)} at {error_site(error) or 'an unknown line'}")
+        told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        self.leave(f"exited after {told} at {error_site(error) or 'an unknown line'}")
 
     def _explain_loss(self, error: BaseException) -> str | None:
         """Why a collective of torch lost its connections; None if no other rank is known to be the cause."""
@@ -671,7 +672,3 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
 def _stack() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)[-_STACK_DEPTH:]) if frame is not None else "unknown"
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

@@ -105,7 +105,11 @@ class _MergedOptions:
 def _cpu_or_accelerators(merged: _MergedOptions) -> None:
     kind = merged.values["distributed_type"] or ""
     accelerators = (kind.startswith("MULTI_") and kind != "MULTI_CPU") or kind == "XLA"
-    if not merged.values["use_cpu"] or not accelerators:
+    if not merged.values["use_cpu"]:
+        return
+    if merged.values["gpu_ids"] not in (None, "all") and merged.origin("gpu_ids") < merged.origin("use_cpu"):
+        merged.drop_weaker("gpu_ids", "use_cpu", None, "")
+    if not accelerators:
         return
     if merged.origin("distributed_type") > merged.origin("use_cpu"):
         merged.drop_weaker("use_cpu", "distributed_type", False, "")

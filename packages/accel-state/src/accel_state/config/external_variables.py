@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from accel_state.clusters.mpi import MPI_VARIABLES
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.roots import complete_root
 from accel_state.config.schema import schema_of, variables_of
@@ -20,7 +21,6 @@ __all__ = ["OTHER_VARIABLES", "misspelt_variables", "unknown_variables"]
 _RANKS = "ranks and addresses, read by accel_state.clusters.topology"
 _TRACKER = "settings of that tracker"
 _AWS = "read by the AWS SDK; a SageMaker launch sets it for itself, never for the job"
-_TEST = "read by Accelerate's tests only"
 
 OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,18 +34,7 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
                 "MASTER_PORT",
                 "NODE_RANK",
                 "NPROC",
-                "MPI_LOCALNRANKS",
-                "MPI_LOCALRANKID",
-                "MV2_COMM_WORLD_LOCAL_RANK",
-                "MV2_COMM_WORLD_LOCAL_SIZE",
-                "MV2_COMM_WORLD_RANK",
-                "MV2_COMM_WORLD_SIZE",
-                "OMPI_COMM_WORLD_LOCAL_RANK",
-                "OMPI_COMM_WORLD_LOCAL_SIZE",
-                "OMPI_COMM_WORLD_RANK",
-                "OMPI_COMM_WORLD_SIZE",
-                "PMI_RANK",
-                "PMI_SIZE",
+                *MPI_VARIABLES,
             ),
             _RANKS,
         ),
@@ -65,26 +54,15 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
             _TRACKER,
         ),
         **dict.fromkeys(
-            (
-                "ACCELERATE_NUM_PROCESSES",
-                "PYTEST_XDIST_WORKER",
-                "RUN_SLOW",
-                "TRANSFORMERS_NO_ADVISORY_WARNINGS",
-            ),
-            _TEST,
-        ),
-        **dict.fromkeys(
             ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION"), _AWS
         ),
-        "ACCELERATE_DEBUG_RDV_FILE": "rendezvous file of Accelerate's debug_launcher; ours needs none",
         "DEEPSPEED_USE_HPU": "DeepSpeed on Gaudi",
         "FORK_LAUNCHED": "the process was forked by a notebook launcher",
         "GLOO_SOCKET_IFNAME": "network interface of Gloo",
-        "HF_HOME": "folder of configuration files",
-        "XDG_CACHE_HOME": "folder of configuration files if HF_HOME is not set",
+        "HF_HOME": "folder of Accelerate's configuration file",
+        "XDG_CACHE_HOME": "folder of HF_HOME if that is not set",
         "KMP_AFFINITY": "cores of OpenMP threads; left to the user, because ranks would share cores",
         "KMP_BLOCKTIME": "waiting of OpenMP threads; left to the user",
-        "MIXED_PRECISION": "written by Accelerate's notebook_launcher, never read",
         "NCCL_IB_DISABLE": "disables InfiniBand in NCCL, for GPUs that do not support it",
         "NCCL_P2P_DISABLE": "disables peer-to-peer transfers in NCCL, for GPUs that do not support them",
         "PJRT_DEVICE": "device of torch_xla",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DefaultFile",
     "FileLayer",
+    "accelerates_folder",
     "default_path",
     "find_default",
     "find_mistakes",
@@ -160,23 +161,23 @@ save = save_config
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Path of our default configuration file: ``$HF_HOME/accel/default_config.yaml``."""
-    return _hf_home(environ) / "accel" / _NAME
+    """Path of our default configuration file: ``$XDG_CONFIG_HOME/accel/default_config.yaml``."""
+    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "accel" / _NAME
 
 
 def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
-    """The default file: ours, else Accelerate's, else None."""
-    own = default_path(environ)
-    if own.is_file():
-        return DefaultFile(own, foreign=False)
-    theirs = _hf_home(environ) / "accelerate" / _NAME
-    return DefaultFile(theirs, foreign=True) if theirs.is_file() else None
+    """The default file: ours, else one of ours in a folder of caches, its place before, else Accelerate's."""
+    theirs = accelerates_folder(environ)
+    for path in (default_path(environ), theirs.with_name("accel") / _NAME, theirs / _NAME):
+        if path.is_file():
+            return DefaultFile(path, foreign=path.parent == theirs)
+    return None
 
 
 def read_layer(path: str | Path) -> FileLayer:
     """Read a file as a layer of ``resolve``; errors are those of ``load_config``."""
     path = Path(path).expanduser()
-    return _strict(_Reader(*_read(path), str(path)))
+    return _strict(_Reader(*_parse(read_text(path), path), source=str(path)))
 
 
 def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
@@ -186,7 +187,7 @@ def layer_of(data: Mapping[str, Any], source: str) -> FileLayer:
         data: keys to values, in the places that they have in a file.
         source: its name in messages.
     """
-    return _strict(_Reader(data, {}, source))
+    return _strict(_Reader(data, {}, [], source))
 
 
 def _strict(reader: _Reader) -> FileLayer:
@@ -204,17 +205,15 @@ def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]
     """
     path = Path(path).expanduser()
     try:
-        data, lines = _read(path)
+        return _Reader(*_parse(read_text(path), path), source=str(path)).read()
     except ConfigError as error:
         return None, [error]
-    return _Reader(data, lines, str(path)).read()
 
 
-def _hf_home(environ: Mapping[str, str]) -> Path:
-    home = environ.get("HF_HOME")
-    if home:
-        return Path(home).expanduser()
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+def accelerates_folder(environ: Mapping[str, str]) -> Path:
+    """The folder of Accelerate's default configuration file, in which nothing is changed."""
+    caches = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(environ.get("HF_HOME") or caches).expanduser() / "accelerate"
 
 
 Lines = Mapping[tuple[str, ...], int]
@@ -247,34 +246,34 @@ def parse_text(text: str, path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the text is not a mapping, is not valid, or repeats a key.
     """
-    return _parse(text, path)[0]
+    data, _, repeated = _parse(text, path)
+    if repeated:
+        raise all_of(repeated)
+    return data
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Lines]:
-    return _parse(read_text(path), path)
-
-
-def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines]:
-    data, lines = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines, list[ConfigError]]:
+    """The data, the line of each key, and an error for each key that is repeated."""
+    data, lines, repeated = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
     if data is None:
-        return {}, lines
+        return {}, lines, repeated
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {type(data).__name__}; expected a mapping of option names to values")
     if wrong := [key for key in data if not isinstance(key, str)]:
         raise ConfigError(f"{path}: key {wrong[0]!r} is not a string; keys are option names")
-    return data, lines
+    return data, lines, repeated
 
 
-def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
+def _parse_json(text: str, path: Path) -> tuple[Any, Lines, list[ConfigError]]:
     import json
 
     with _told_by(path, "JSON", ValueError):  # also for a number of thousands of digits
         data = json.loads(text)
         # YAML contains JSON, but for tabs, which are only between its values.
-        return data, _parse_yaml(text.replace("\t", " "), path)[1]
+        return data, *_parse_yaml(text.replace("\t", " "), path)[1:]
 
 
-def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
+def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines, list[ConfigError]]:
     import yaml
 
     with _told_by(path, "YAML", yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
@@ -291,16 +290,16 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
         try:
             node = loader.get_single_node()
             lines: dict[tuple[str, ...], int] = {}
+            repeated: list[ConfigError] = []
             for above, table in _tables(node, ()):
-                seen: dict[str, int] = {}
-                values: dict[str, Any] = {}
+                seen: dict[str, tuple[Any, Any]] = {}
                 for key, value in ((key, value) for key, value in table.value if isinstance(key.value, str)):
-                    first = values.setdefault(key.value, value)
-                    alike = value.id == "scalar" and (first.tag, first.value) == (value.tag, value.value)
-                    if first is value or not alike:  # Accelerate 0.30 wrote `debug: false` twice
-                        _refuse_repeated(seen, key.value, key.start_mark.line + 1, path)
-                lines |= {(*above, key): line for key, line in seen.items()}
-            return (None if node is None else loader.construct_document(node)), lines
+                    first, same = seen.setdefault(key.value, (key, value))
+                    alike = value.id == "scalar" and (same.tag, same.value) == (value.tag, value.value)
+                    if first is not key and not alike:  # Accelerate 0.30 wrote `debug: false` twice
+                        repeated.append(_repeated(path, first, key))
+                lines |= {(*above, name): _line(key) for name, (key, _) in seen.items()}
+            return (None if node is None else loader.construct_document(node)), lines, repeated
         finally:
             loader.dispose()
 
@@ -336,25 +335,29 @@ def _tables(node: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _tables(value, above)
 
 
-def _refuse_repeated(seen: dict[str, int], key: str, line: int, path: Path) -> None:
-    """Note a key and its line; refuse it if it is there already: the parsers would silently use the last one."""
-    if key in seen:
-        where = "twice in that line" if seen[key] == line else f"in line {seen[key]} already"
-        raise ConfigError(f"{path}, line {line}: key {key[:200]} is {where}; keep one of them")
-    seen[key] = line
+def _repeated(path: Path, first: Any, again: Any) -> ConfigError:
+    """The error for a key that is there twice: the parsers would silently use the last one."""
+    where = "twice in that line" if _line(first) == _line(again) else f"in line {_line(first)} already"
+    return ConfigError(f"{path}, line {_line(again)}: key {again.value[:200]} is {where}; keep one of them")
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
 
 
 class _Reader:
     """One pass over the data of a file."""
 
-    def __init__(self, data: Mapping[str, Any], lines: Lines, source: str) -> None:
+    def __init__(
+        self, data: Mapping[str, Any], lines: Lines, problems: list[ConfigError], source: str
+    ) -> None:
         self.data = dict(data)
         self.lines = lines
         self.source = source
         self.values: dict[str, Any] = {}
         self.places: dict[str, FilePlace] = {}
         self.notes: list[str] = []
-        self.problems: list[ConfigError] = []
+        self.problems = problems
 
     def read(self) -> tuple[FileLayer, list[ConfigError]]:
         """The layer, and all mistakes in the file."""

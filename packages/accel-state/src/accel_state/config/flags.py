@@ -171,14 +171,15 @@ class _Reader:
                 raise ConfigError(f"{flag} is ''; expected a value")
             return
         tables = _tables(name)
+        denied = name[len(_NO) :] if name.startswith(_NO) and text is None else ""
         if name in tables.switches:
             self._switch(flag, *tables.switches[name], on=text is None or _truth(flag, text))
         elif name in tables.by_flag:
             self._option(flag, tables.by_flag[name], text)
-        elif name.startswith(_NO) and name[len(_NO) :] in tables.switches and text is None:
-            self._switch(flag, *tables.switches[name[len(_NO) :]], on=False)
-        elif name.startswith(_NO) and _is_truth(tables.by_flag.get(name[len(_NO) :])) and text is None:
-            self._store(flag, tables.by_flag[name[len(_NO) :]], False)
+        elif denied in tables.switches:
+            self._switch(flag, *tables.switches[denied], on=False)
+        elif denied in tables.by_flag and isinstance(tables.by_flag[denied].option_type, (Bool, BoolOrName)):
+            self._store(flag, tables.by_flag[denied], False)
         elif name in _REPLACED and flag.startswith("--"):
             raise UnknownKeyError(f"flag {flag} does not exist: {_REPLACED[name]}")
         else:
@@ -209,7 +210,7 @@ class _Reader:
                     f"{flag} is {text!r}; expected a number of processes, or {', '.join(PROCESSES_PER)}"
                 )
         value = bound.parse(text, flag)
-        choices = ", ".join(bound.about.choices)
+        choices = ", ".join(bound.about.listed)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):
             # Probably an unset shell variable.
             raise ConfigError(
@@ -260,10 +261,6 @@ def _tables(name: str) -> Schema:
     if any(form in other.by_flag for form in forms):
         return other
     return local if name in _REPLACED else schema_of(complete_root())
-
-
-def _is_truth(bound: BoundOption | None) -> bool:
-    return bound is not None and isinstance(bound.option_type, (Bool, BoolOrName))
 
 
 def _reads(bound: BoundOption, word: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.config.checks import check
 from accel_state.config.codec import decode_layer
-from accel_state.config.files import FileLayer, find_default, read_layer
+from accel_state.config.files import FileLayer, default_path, find_default, read_layer
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.layers import OptionLayer, named_layer
@@ -94,7 +94,7 @@ def resolve_config(
     """Merge defaults < file < environment < flags < code, and check the result for contradictions.
 
     Args:
-        file: a configuration file. None: the default file, unless ``--cpu`` is given (as in Accelerate).
+        file: a configuration file; None: the default file.
         environ: environment variables; None: those of this process.
         flags: the result of ``parse_flags``, or a mapping of names (``num_processes``, ``fsdp.cpu_offload``,
             ``fsdp_offload_params``, ``--use_fsdp``) to values.
@@ -110,7 +110,7 @@ def resolve_config(
         from accel_state.environment import snapshot
 
         environ = snapshot()
-    found, path, notes = _file_layer(file, environ, flags, use_default_file)
+    found, path, notes = _file_layer(file, environ, use_default_file)
     root = found.root
     if root is LaunchConfig:
         typed = flags.values if isinstance(flags, ParsedFlags) else (flags or {})
@@ -145,19 +145,18 @@ resolve = resolve_config  # shorter name for use as ``accel_state.config.resolve
 
 
 def _file_layer(
-    file: str | Path | None, environ: Mapping[str, str], flags: Any, use_default_file: bool
+    file: str | Path | None, environ: Mapping[str, str], use_default_file: bool
 ) -> tuple[FileLayer, Path | None, list[str]]:
     notes: list[str] = []
-    nothing = FileLayer(LaunchConfig, {}, ())
     if file is None:
         default = find_default(environ) if use_default_file else None
         if default is None:
-            return nothing, None, notes
-        if named_layer(flags, None, "flag").values.get("use_cpu"):
-            return nothing, None, [f"{default.path} is not read because of --cpu"]
+            return FileLayer(LaunchConfig, {}, ()), None, notes
         file = default.path
         if default.foreign:
-            notes.append(f"using Accelerate's configuration file, {default.path}; it is read, never changed")
+            notes.append(f"using Accelerate's configuration file, {file}; it is read, never changed")
+        elif file != (new := default_path(environ)):
+            notes.append(f"using {file}; accel config update copies it to {new}, which is its place now")
     layer = read_layer(file)
     return layer, Path(file).expanduser(), [*notes, *layer.notes]
 

@@ -140,7 +140,7 @@ class BoundOption:
         if about.numbered and word.isdecimal() and 1 <= int(word) <= len(about.choices):
             return about.choices[int(word) - 1]
         words = ["true", "false"] if isinstance(self.option_type, BoolOrName) else []
-        raise ValueError(f"one of {', '.join([*words, *about.choices])}")
+        raise ValueError(f"one of {', '.join([*words, *about.listed])}")
 
 
 class Schema:

@@ -23,6 +23,7 @@ __all__ = [
     "get_cpu_distributed_information",
     "get_free_port",
     "override_numa_affinity",
+    "read_cpu_list",
     "set_numa_affinity",
 ]
 
@@ -96,10 +97,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         )
     properties: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    near = _PCI_DEVICES / address / "local_cpulist"
-    if not near.is_file():
-        return
-    cores = _cpu_list(near.read_text()) & os.sched_getaffinity(0)
+    cores = read_cpu_list(_PCI_DEVICES / address / "local_cpulist") & os.sched_getaffinity(0)
     if not cores:
         return
     os.sched_setaffinity(0, cores)
@@ -116,11 +114,10 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     override_numa_affinity(local_process_index, verbose)
 
 
-def _cpu_list(text: str) -> set[int]:
-    """The cores in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
-    cores: set[int] = set()
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cores.update(range(int(first), int(last or first) + 1))
-    return cores
+def read_cpu_list(path: Path) -> frozenset[int]:
+    """The CPUs in a file in Linux's list format (``0-3,8`` is 0, 1, 2, 3, 8); none if it does not exist."""
+    cpus: set[int] = set()
+    for part in path.read_text().strip().split(",") if path.is_file() else ():
+        if match := re.fullmatch(r"(\d+)(?:-(\d+))?", part):
+            cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(cpus)

@@ -36,11 +36,6 @@ class TensorMemory(_Mode):  # type: ignore[misc]
         self.peak = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def reset_peak(self) -> None:
-        """Reset ``peak`` to the bytes that are live now."""
-        self._measure()
-        self.peak = self.live
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensor and its like first turn into operations of their parts

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from accel_state.constants import DEVICE_COUNT
 from accel_state.errors import ConfigError
+from accel_state.host.system import read_cpu_list
 
 __all__ = ["Accelerators", "find_accelerators", "peer_to_peer_works", "physical_cores", "usable_cpus"]
 
@@ -163,14 +164,9 @@ def physical_cores(root: Path = Path("/")) -> int:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on macOS and Windows
         return os.cpu_count() or 1
-    cores = set()
-    for cpu in allowed:
-        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        try:
-            cores.add(((folder / "physical_package_id").read_text(), (folder / "core_id").read_text()))
-        except OSError:
-            return len(allowed)
-    return max(1, len(cores))
+    folder = root / "sys/devices/system/cpu"
+    threads = (read_cpu_list(folder / f"cpu{cpu}/topology/thread_siblings_list") or {cpu} for cpu in allowed)
+    return len(set(map(frozenset, threads)))
 
 
 def usable_cpus() -> int:

@@ -24,7 +24,7 @@ from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.forks import ForkedRanks
 from accel_state.launching.ranks.spawns import SpawnedRanks
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
-from accel_state.launching.watching.output import Console, stream_sink
+from accel_state.launching.watching.output import Console, TextSink
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -184,7 +184,7 @@ def _run_here(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
 def _run(
     ranks: ForkedRanks | SpawnedRanks, port: int | None, *, own_port: bool, monitor_interval: float
 ) -> None:
-    console = Console(stream_sink(sys.stdout), stream_sink(sys.stderr))
+    console = Console(TextSink(sys.stdout), TextSink(sys.stderr))
     policy = Policy(
         max_restarts=ranks.max_restarts,
         restart_preempted=ranks.max_restarts > 0,

@@ -7,16 +7,14 @@ CPU are spread evenly over the NUMA nodes.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from accel_state.errors import ConfigError
+from accel_state.host.system import read_cpu_list
 
 __all__ = ["CpuTopology", "cores_of_ranks", "gpu_nodes", "read_cpu_topology"]
-
-_LIST = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def read_cpu_topology(root: Path = Path("/"), allowed: frozenset[int] | None = N
         allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     system = root / "sys/devices/system"
     nodes = {
-        int(folder.name[4:]): _read_list(folder / "cpulist") & allowed
+        int(folder.name[4:]): read_cpu_list(folder / "cpulist") & allowed
         for folder in (system / "node").glob("node[0-9]*")
     } or ({0: allowed} if (system / "cpu").is_dir() and allowed else {})
     sockets, cores, caches = {}, {}, {}
@@ -110,10 +108,10 @@ def read_cpu_topology(root: Path = Path("/"), allowed: frozenset[int] | None = N
         folder = system / f"cpu/cpu{cpu}"
         package = folder / "topology/physical_package_id"
         sockets[cpu] = int(package.read_text()) if package.is_file() else 0
-        threads = _read_list(folder / "topology/thread_siblings_list") & allowed or frozenset({cpu})
+        threads = read_cpu_list(folder / "topology/thread_siblings_list") & allowed or frozenset({cpu})
         cores[min(threads)] = threads
         levels = sorted((folder / "cache").glob("index[0-9]*"), key=lambda level: int(level.name[5:]))
-        shared = _read_list(levels[-1] / "shared_cpu_list") & allowed if levels else frozenset()
+        shared = read_cpu_list(levels[-1] / "shared_cpu_list") & allowed if levels else frozenset()
         if shared:
             caches[min(shared)] = shared
     return CpuTopology(nodes, sockets, cores, caches)
@@ -141,14 +139,3 @@ def gpu_nodes(count: int, visible: str | None, root: Path = Path("/")) -> tuple[
             return ()
         found = [found[int(part)] for part in indices]
     return tuple(found[:count])
-
-
-def _read_list(path: Path) -> frozenset[int]:
-    """The CPUs in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
-    cpus: set[int] = set()
-    if path.is_file():
-        for part in path.read_text().strip().split(","):
-            match = _LIST.match(part)
-            if match:
-                cpus.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(cpus)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING
 
 from accel_state.clusters.topology import detect
 from accel_state.constants import RUN_FOLDER, STORE_SECRET
@@ -40,7 +40,7 @@ from accel_state.launching.plan import (
 )
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.command import run_command
-from accel_state.launching.ranks.processes import CommandProcess, RankProcess, start_command
+from accel_state.launching.ranks.processes import CommandProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.run_record import recorded
@@ -48,7 +48,7 @@ from accel_state.launching.target import Target, check_target
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.watching.tracebacks import fold_frames
-from accel_state.messages import without_secrets
+from accel_state.messages import folded, without_secrets
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -110,6 +110,9 @@ def launch(
         if first.style == "direct":
             with _bound(first.processes[0].cpus):
                 return _run_alone(first.processes[0], environ, returns)
+        if world.cpu and world.local_size > host.physical_cores and not config.quiet:
+            cores = "1 core" if host.physical_cores == 1 else f"{host.physical_cores} cores"
+            console.say(f"accel: {world.local_size} processes share {cores}")
         if config.log_dir is not None and not config.quiet:
             console.say(f"accel: logs go to {config.log_dir}")
         if config.resume and first.style == "agent" and not config.quiet:
@@ -222,15 +225,17 @@ def render_failure(
     colors = colors or Colors(False)
     width = min(100, shutil.get_terminal_size().columns)
     first = " first" if size > 1 else ""
-    heading = f"=== {outcome.label} failed{first} ({outcome.how}) ===".center(width, "=")
-    where = [f"full output: {log}"] if log is not None else []
+    how, _, hint = outcome.how.partition("; ")
+    heading = f"=== {outcome.label} failed{first} ({how}) ===".center(width, "=")
+    where = [*([hint] if hint else []), *outcome.others]
+    where += [f"full output: {log}"] if log is not None else []
     error = outcome.error.rstrip()
     if not error and not outcome.by_signal:  # a signal says what happened
         error = "the rank wrote nothing to standard error"
     shown = fold_frames(error) if folded else error
     if shown != error:
         where.append("frames of libraries are folded; --debug shows all of them")
-    return "\n".join(["", colors("red", heading), *outcome.others, *where, *([shown] if shown else [])])
+    return "\n".join(["", colors("red", heading), *where, *([shown] if shown else [])])
 
 
 def start_members(
@@ -272,7 +277,8 @@ def start_members(
                     on_parent_death=death,
                 )
         except OSError as error:
-            _end([member.process for member in members])
+            for member in members:
+                member.process.kill()
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
         label = f"rank {spec.rank}"
         if agent:
@@ -350,10 +356,11 @@ def _prepare(
         world = plan_world(config, accelerators, sources)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
-        sys.stderr.write(
+        note = (
             "accel: peer-to-peer transfers between RTX 40 series GPUs fail with this driver: "
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
+        sys.stderr.write(folded(note, sys.stderr))
     _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
     return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
@@ -455,18 +462,9 @@ def _run_alone(spec: ProcessSpec, environ: Mapping[str, str], returns: bool) -> 
         if returns or os.name != "posix":
             code = run_command(spec.argv, full)
             return code if code >= 0 else 128 - code
-        _exec(spec.argv, full)
+        os.execvpe(spec.argv[0], spec.argv, full)
     except OSError as error:
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
-
-
-def _exec(argv: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
-    os.execvpe(argv[0], argv, environ)
-
-
-def _end(processes: Sequence[RankProcess]) -> None:
-    for process in processes:
-        process.kill()
 
 
 @dataclasses.dataclass

@@ -107,15 +107,12 @@ def _answer(folder: Path, rank: int) -> None:
         try:
             with (folder / f"ask.{rank}").open("rb") as questions:
                 questions.read()
-            write_whole(folder / f"answer.{rank}", json.dumps(_collectives()))
+            # The collectives in progress, from this project's channels, else from torch's flight recorder.
+            found = [line for describe in list(_explanations) for line in _lines_of(describe)]
+            write_whole(folder / f"answer.{rank}", json.dumps(found or _flight_recorder()))
         except OSError as error:
             _logger.debug("the launcher's folder is gone: %s", error)
             return
-
-
-def _collectives() -> list[str]:
-    """The collectives in progress, from this project's channels, else from torch's flight recorder."""
-    return [line for describe in list(_explanations) for line in _lines_of(describe)] or _flight_recorder()
 
 
 def _lines_of(describe: Callable[[], list[str]]) -> list[str]:

@@ -153,7 +153,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(launcher):
     _, err = process.communicate(timeout=20)
     assert 0.4 < time.monotonic() - started < 5
     assert process.returncode == 137
-    assert "rank 0, rank 1 did not exit in time; killing" in err
+    assert "ranks 0 and 1 did not exit in time; killing" in err
 
 
 @posix
@@ -226,7 +226,7 @@ def test_what_ctrl_c_causes_is_not_a_failure(launcher):
     process = interrupted(launcher, script, 3)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
-    assert err.count("\n") == 2, err
+    assert re.sub("accel: 3 processes share .*\n", "", err).count("\n") == 2, err
     assert "accel: ended by Ctrl-C; rank 0 was in " in err
 
 
@@ -264,7 +264,7 @@ def test_second_ctrl_c_kills(launcher):
 def test_ranks_that_are_slow_to_end_after_ctrl_c_change_no_exit_code(launcher):
     process = interrupted_while_ranks_ignore_it(launcher)
     _, err = process.communicate(timeout=30)
-    assert "rank 0, rank 1 did not exit in time; killing" in err
+    assert "ranks 0 and 1 did not exit in time; killing" in err
     assert process.returncode == 130
 
 

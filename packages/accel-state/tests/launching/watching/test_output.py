@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from accel_state.launching.watching.output import (
     Console,
     RankOutput,
+    TextSink,
     _DescriptorSink,
     _Splitter,
-    stream_sink,
 )
 from accel_state.launching.watching.tracebacks import last_traceback
 
@@ -72,13 +72,30 @@ def test_another_rank_ends_an_unfinished_line():
 
 def test_progress_bars_redraw_in_place():
     bar = [("[a] ", b"\r"), ("[a] ", b" 0%\r"), ("[a] ", b"50%\r"), ("[a] ", b"100%"), ("[a] ", b"\n")]
-    assert written(bar) == b"[a]  0%\r[a] 50%\r[a] 100%\n"
+    assert written(bar, tty=True) == b"[a]  0%\r[a] 50%\r[a] 100%\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"\r", b" 0%\r", b"50%\r", b"100%", b"\n"],
+        [b" 0%\r", b"50%\r", b"100%\r", b"\n"],
+        [b"\r", b"0%", b"\r", b"100%\n"],
+        [b"\r", b"50%\r", b"1", b"00%", b"\r"],  # its writer has died
+    ],
+)
+def test_a_bar_leaves_one_line_in_a_log(pieces):
+    console = Console(sink := Terminal(False), sink)
+    for piece in pieces:
+        console.write("stderr", "[a] ", piece)
+    console.end_bar("stderr", "[a] ")
+    assert sink.getvalue() == b"[a] 100%\n"
 
 
 def test_another_ranks_line_takes_the_place_of_a_bar_on_a_terminal():
     bar = [("[a] ", b"50%\r"), ("[b] ", b"hello\n"), ("[a] ", b"60%\r")]
     assert written(bar, tty=True) == b"[a] 50%\r\r\x1b[2K[b] hello\n[a] 60%\r"
-    assert written(bar) == b"[a] 50%\r\n[b] hello\n[a] 60%\r"
+    assert written(bar) == b"[b] hello\n"
 
 
 def test_bars_of_several_ranks_leave_nothing_behind_on_a_terminal():
@@ -113,7 +130,7 @@ def test_messages_of_the_launcher_stand_on_their_own_line():
 
 def test_text_streams_can_be_written_to():
     text = io.StringIO()
-    sink = stream_sink(text)
+    sink = TextSink(text)
     Console(sink, sink).write("stdout", "[a] ", b"caf\xc3\xa9 \xff\n")
     assert text.getvalue() == "[a] caf\u00e9 \ufffd\n"
 

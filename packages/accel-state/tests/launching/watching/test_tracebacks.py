@@ -88,6 +88,7 @@ def test_ends_of_other_ranks_take_a_line_for_each_way():
         "ranks 30 and 31 failed too: ValueError: x",
         "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more waited for it, and ended because it was gone",
     ]
+    assert summarize(ends[20:], "ValueError: x") == ["ranks 30 and 31 raised the same error"]
     assert summarize([]) == []
     assert summarize([("rank 1", "ValueError: 12345")], longest=12) == ["rank 1 failed too: ValueError:…"]
 

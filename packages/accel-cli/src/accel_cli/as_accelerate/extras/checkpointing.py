@@ -67,7 +67,7 @@ def save_accelerator_state(
     for name, index, state, safe in common:
         save(
             state,
-            folder / _numbered(name, index),
+            folder / (name.replace(".", f"_{index}.") if index else name),
             save_on_each_node=save_on_each_node,
             safe_serialization=safe,
         )
@@ -151,10 +151,6 @@ def load_custom_state(obj: Any, path: str | Path, index: int = 0) -> None:
 
 def _custom(index: int) -> str:
     return f"custom_checkpoint_{index}.pkl"
-
-
-def _numbered(name: str, index: int) -> str:
-    return name.replace(".", f"_{index}.") if index else name
 
 
 def _continues(loader: Any) -> bool:

@@ -28,7 +28,6 @@ class CommonOptions(Section):
         flags=("--use_cpu",),
         env=("ACCELERATE_USE_CPU",),
         toggle=True,
-        prompt="Do you want to run on CPU only, even if an accelerator is available?",
     )
     debug: bool = option(
         False,
@@ -36,7 +35,6 @@ class CommonOptions(Section):
         "collective across ranks, also for tensors on a device.",
         env=("ACCELERATE_DEBUG_MODE",),
         toggle=True,
-        prompt="Should distributed operations be checked while they run? This costs time.",
     )
     num_machines: int = option(
         1,
@@ -55,5 +53,4 @@ class CommonOptions(Section):
         help="Bind each process to the CPU cores near its accelerator (NUMA).",
         env=("ACCELERATE_CPU_AFFINITY",),
         toggle=True,
-        prompt="Should processes be bound to the CPU cores near their accelerator?",
     )

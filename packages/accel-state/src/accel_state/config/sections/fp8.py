@@ -87,7 +87,6 @@ class Fp8Section(Section):
         keys=("optimization_level",),
         choices=("O1", "O2"),
         launch_default="O2",
-        prompt="What optimization level should be used?",
     )
     enable_fsdp_float8_all_gather: bool | None = option(
         help="All-gather sharded parameters in fp8 (AO with FSDP2).",

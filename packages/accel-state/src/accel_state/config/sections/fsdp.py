@@ -45,7 +45,6 @@ class FsdpSection(Section):
         low=1,
         high=2,
         launch_default=1,
-        prompt="Which FSDP version do you want to use?",
     )
     sharding_strategy: str | None = option(
         help="Sharding strategy: the part of the training state that is sharded over the ranks (version 1).",
@@ -54,8 +53,9 @@ class FsdpSection(Section):
         launch_default="FULL_SHARD",
     )
     reshard_after_forward: bool | str | None = option(
-        help="Version 2: free all-gathered parameters after forward. Version 1: a sharding strategy.",
+        help="Free all-gathered parameters after forward; or a sharding strategy of version 1.",
         choices=FSDP_SHARDING_STRATEGIES,
+        unlisted=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default=True,
         prompt="Do you want to reshard after forward?",
@@ -92,7 +92,6 @@ class FsdpSection(Section):
         keys=("fsdp_backward_prefetch_policy",),
         flags=("--fsdp_backward_prefetch_policy",),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-        prompt="Which backward prefetch policy do you want to use?",
     )
     state_dict_type: str | None = option(
         help="Layout of saved state dictionaries.",
@@ -102,12 +101,10 @@ class FsdpSection(Section):
     forward_prefetch: bool | None = option(
         help="All-gather the next parameters during forward.",
         launch_default=False,
-        prompt="Do you want to enable forward prefetch?",
     )
     use_orig_params: bool | None = option(
         help="Expose the original parameters (version 1).",
         launch_default=True,
-        prompt="Do you want to enable FSDP's use_orig_params feature?",
     )
     cpu_ram_efficient_loading: bool | None = option(
         help="Load weights on rank 0 only and broadcast them.",
@@ -117,7 +114,6 @@ class FsdpSection(Section):
     sync_module_states: bool | None = option(
         help="Broadcast the weights of rank 0 when modules are wrapped (version 1).",
         launch_default=True,
-        prompt="Do you want each wrapped module to receive the weights of rank 0?",
     )
     activation_checkpointing: bool | None = option(
         help="Recompute activations in backward instead of storing them (activation checkpointing).",

@@ -45,6 +45,7 @@ class HardwareOptions(CommonOptions):
         help="Kind of distributed run; by default chosen from the hardware.",
         env=("ACCELERATE_DISTRIBUTED_TYPE",),
         choices=_BUILT_IN,
+        unlisted=tuple(name for name in _BUILT_IN if name[:6] == "MULTI_" and name[6:] not in ("CPU", "GPU")),
         synonyms={"tpu": "XLA"},
         switches={
             "--multi_gpu": ("MULTI_GPU", None),

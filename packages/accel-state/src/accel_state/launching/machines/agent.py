@@ -190,7 +190,8 @@ class _Meeting:
                 self.client.get(_NAMES.format(number)).decode()
                 for number in range(1, int(self.client.add(_COUNT, 0)) + 1)
             ]
-        return f"{len(names)} of {_least(self.args)} arrived: {', '.join(names)}"
+        least = str(self.args.nnodes).partition(":")[0]
+        return f"{len(names)} of {least} arrived: {', '.join(names)}"
 
     def is_running(self) -> bool:
         """Whether a run with enough machines is in progress without this one."""
@@ -407,10 +408,6 @@ def _endpoint(args: Any) -> tuple[str, int]:
         host, _, port = args.rdzv_endpoint.rpartition(":")
         return host.strip("[]"), int(port)
     return args.master_addr, int(args.master_port)
-
-
-def _least(args: Any) -> int:
-    return int(str(args.nnodes).partition(":")[0])
 
 
 def _answers(host: str, port: int) -> bool:

@@ -32,6 +32,7 @@ from accel_state.launching.watching.tracebacks import (
     last_line,
     last_place,
     last_traceback,
+    listed,
     summarize,
     timed_out,
     waited_for_another,
@@ -343,19 +344,21 @@ class _Group:
         self.first_failed = cause
         if self.stopped_by is not None or self.stall is not None:
             return
-        others = _listed([member.label for member in self._alive()])
-        if self.monitor is not None and self._timed_out(self.first_failed):
+        raised = self.first_failed.output.traceback_at is not None
+        if self.monitor is not None and raised and timed_out(self.first_failed.error()):
             self._report("a collective has timed out")
+        alive = [member.label for member in self._alive()]
         if self.first_failed.code == PREEMPTED:
             # It was preempted, and so were the other ranks, which may still be saving.
             self._shorten(now + self.policy.grace_period)
-            ending = f"{others} should exit within {self.policy.grace_period:g} s"
+            ending = f"{listed(alive)} should exit within {self.policy.grace_period:g} s"
         else:
             self._send(signal.SIGTERM)
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
-            ending = f"ending {others}"
-        if others:
-            self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
+            ending = f"ending {listed(alive)}"
+        if alive:
+            what = "was preempted" if self.first_failed.code == PREEMPTED else "failed"  # the report says how
+            self._say(f"{self.first_failed.label} {what}; {ending}")
 
     def _cause(self, failed: Sequence[SupervisedProcess]) -> tuple[SupervisedProcess, bool]:
         """The failed rank that caused the other failures, and whether ranks that still run cannot be the cause.
@@ -372,10 +375,6 @@ class _Group:
         """Whether the traceback of a rank that still runs precedes those of the ranks that have failed."""
         written = member.output.traceback_at
         return written is not None and written < min(m.failed_at() for m in self.members if m.code)
-
-    def _timed_out(self, member: SupervisedProcess) -> bool:
-        """Whether the error of a rank is that the others did not enter a collective in time."""
-        return member.output.traceback_at is not None and timed_out(member.error())
 
     def _on_stall(self) -> None:
         """End all ranks if they make no progress."""
@@ -401,7 +400,7 @@ class _Group:
             return
         alive = [member.label for member in self._alive()]
         if alive:
-            self._say(f"{_listed(alive)} did not exit in time; killing")
+            self._say(f"{listed(alive)} did not exit in time; killing")
             self._kill()
 
     def _on_signal(self, number: int) -> None:
@@ -522,7 +521,7 @@ class _Group:
             how=_how(first),
             by_signal=first.code < 0,
             error="" if wanted else last_traceback(first.output.tail),
-            others=() if wanted else tuple(summarize(others)),
+            others=() if wanted else tuple(summarize(others, first.error())),
             stopped_by=self.stopped_by,
         )
 
@@ -578,18 +577,8 @@ def _how(member: SupervisedProcess) -> str:
     return f"ended by {_signal_name(-code)}{hint}"
 
 
-def _failed(member: SupervisedProcess) -> str:
-    return "was preempted" if member.code == PREEMPTED else f"failed ({_how(member)})"
-
-
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _listed(labels: Sequence[str]) -> str:
-    if len(labels) <= 4:
-        return ", ".join(labels)
-    return f"{', '.join(labels[:3])} and {len(labels) - 3} more"

@@ -18,8 +18,9 @@ from typing import IO, Literal, Protocol, TextIO
 
 from accel_state.host.colors import Colors, wants_colors
 from accel_state.launching.watching.tracebacks import HEADER
+from accel_state.messages import folded
 
-__all__ = ["Console", "RankOutput", "StreamName", "open_log", "stream_sink"]
+__all__ = ["Console", "RankOutput", "StreamName", "TextSink", "open_log"]
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -58,6 +59,8 @@ class ByteSink(Protocol):
 class Console:
     """Standard output and error of the launcher, shared by all ranks; lines never mix.
 
+    In a file or a pipe, of a line that is redrawn (a progress bar) only the last state is written.
+
     Args:
         stdout: sink of the ranks' standard output.
         stderr: sink of the ranks' standard error and of the launcher's own messages.
@@ -74,7 +77,7 @@ class Console:
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
         self._colors = {name: wants_colors(sink.isatty()) for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
-        self._bars: set[tuple[str, StreamName]] = set()
+        self._bars: dict[tuple[str, StreamName], bytes] = {}
         # One lock per cursor: a paused reader of standard output must not block messages to the terminal.
         self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
 
@@ -94,6 +97,11 @@ class Console:
         sink, cursor = self._sinks[stream], self._cursor[stream]
         with self._locks[cursor]:
             line, owner = self._lines.get(cursor), (prefix, stream)
+            redraws = self._terminal[stream] or isinstance(sink, TextSink)
+            if not redraws and (owner in self._bars or piece.endswith(b"\r")):
+                piece = self._last_state(owner, piece)
+                if not piece:
+                    return
             data = b""
             if line is not None and line.owner != owner:
                 data = line.ending(on_terminal=self._terminal[stream])
@@ -102,21 +110,39 @@ class Console:
             data += line.extend(prefix.encode(), piece)
             if piece.endswith(b"\n"):
                 self._lines.pop(cursor, None)
-                self._bars.discard(owner)
+                self._bars.pop(owner, None)
             else:
                 self._lines[cursor] = line
             if piece.endswith(b"\r"):
-                self._bars.add(owner)  # it will be redrawn, even after another writer has used the line
+                self._bars[owner] = b""  # it will be redrawn, even after another writer has used the line
             sink.write(data)
             sink.flush()
 
+    def _last_state(self, owner: tuple[str, StreamName], piece: bytes) -> bytes:
+        """The line that a piece of a redrawn line ends; empty: it does not end yet, and its state is kept."""
+        state = self._bars.pop(owner, b"")
+        overwrites = state.endswith(b"\r") and piece not in (b"\r", b"\n")
+        text = piece if overwrites else state.rstrip(b"\r") + piece
+        if text.endswith(b"\n"):
+            return text
+        self._bars[owner] = text
+        return b""
+
+    def end_bar(self, stream: StreamName, prefix: str) -> None:
+        """Write the last state of a line that its writer has not ended."""
+        if self._bars.get((prefix, stream), b"").strip():
+            self.write(stream, prefix, b"\n")
+
     def say(self, text: str) -> None:
         """Print a message of the launcher on a separate line of standard error."""
+        sink = self._sinks["stderr"]
+        if self._terminal["stderr"]:  # tracebacks in it keep their lines
+            lines = text.split("\n")
+            text = "\n".join(folded(line, sink) if line.startswith("accel: ") else line for line in lines)
         cursor = self._cursor["stderr"]
         with self._locks[cursor]:
             line = self._lines.pop(cursor, None)
             ending = line.ending(on_terminal=self._terminal["stderr"], keep=True) if line is not None else b""
-            sink = self._sinks["stderr"]
             with contextlib.suppress(OSError):  # the reader has closed the stream; the run continues
                 sink.write(ending + text.encode(errors="replace") + b"\n")
                 sink.flush()
@@ -282,6 +308,7 @@ class RankOutput:
                         self._show(stream, splitter.take_pending())
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
+                self._console.end_bar(stream, self._prefixes[stream])
         except BrokenPipeError:
             # The reader of our output is gone. Closing the pipe gives the rank a broken pipe at its next print,
             # as if it wrote to the reader directly.
@@ -306,6 +333,10 @@ class RankOutput:
     def _show(self, stream: StreamName, piece: bytes) -> None:
         if stream == "stderr":
             piece = piece.removeprefix(self._torch_prefix)
+            bar, header, rest = piece.partition(_HEADER)
+            if header and self.tail and not self.tail[-1].endswith(b"\n"):  # a bar has not ended its line
+                self._show(stream, bar + b"\n")
+                piece = header + rest
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()
@@ -364,11 +395,6 @@ def open_log(path: Path, title: str) -> IO[bytes]:
     return log
 
 
-def stream_sink(stream: TextIO) -> ByteSink:
-    """A sink that writes to a text stream, for notebooks, whose streams do not accept bytes."""
-    return _TextSink(stream)
-
-
 def _standard_sink(stream: TextIO) -> ByteSink:
     if sys.platform == "win32" and stream.isatty():
         return stream.buffer  # the Windows console takes text; Python decodes the bytes
@@ -376,7 +402,7 @@ def _standard_sink(stream: TextIO) -> ByteSink:
         stream.flush()
         return _DescriptorSink(stream.fileno())
     except io.UnsupportedOperation:
-        return stream_sink(stream)
+        return TextSink(stream)
 
 
 class _DescriptorSink:
@@ -408,15 +434,20 @@ class _DescriptorSink:
         return os.isatty(self._number)
 
 
-class _TextSink:
+class TextSink:
+    """A sink that writes to a text stream, for notebooks, whose streams do not accept bytes."""
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, data: bytes, /) -> None:
+        """Write it; what is no text is replaced."""
         self._stream.write(data.decode(errors="replace"))
 
     def flush(self) -> None:
+        """Flush the stream."""
         self._stream.flush()
 
     def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
         return self._stream.isatty()

@@ -119,11 +119,12 @@ def timed_out(line: str) -> bool:
     return _TIMED_OUT.search(line) is not None
 
 
-def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
+def summarize(ends: Iterable[tuple[str, str]], first: str = "", longest: int = 160) -> list[str]:
     """One line for each way in which the other ranks ended.
 
     Args:
         ends: label of each rank, and the last line of its traceback.
+        first: that of the rank that failed first, which is shown in full.
         longest: characters of an error that are shown.
     """
     waited: list[str] = []
@@ -139,7 +140,8 @@ def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
     lines = []
     for line, labels in failed.items():
         shown = line if len(line) <= longest else f"{line[: longest - 1]}…"
-        lines.append(f"{listed(labels)} failed too: {shown}")
+        same = line == first
+        lines.append(f"{listed(labels)} {'raised the same error' if same else f'failed too: {shown}'}")
     if differing:
         lines.append(f"{listed(differing)} raised the same error, because ranks call different collectives")
     if waited:
@@ -183,7 +185,7 @@ def _folded(run: Sequence[tuple[str, list[str]]]) -> list[str]:
 def listed(labels: Sequence[str]) -> str:
     """Labels of ranks in a sentence: ``ranks 0, 2 and 5``."""
     numbers = [label.removeprefix("rank ") for label in labels]
-    if len(labels) == 1 or any(not number.isdecimal() for number in numbers):
+    if len(labels) < 2 or any(not number.isdecimal() for number in numbers):
         return ", ".join(labels)
     shown = numbers if len(numbers) <= 8 else [*numbers[:7], f"{len(numbers) - 7} more"]
     return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
