@@ -7,13 +7,14 @@ import json
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_cli.help_pages import page_width
 from accel_state.host.colors import Colors
 
-__all__ = ["as_text", "difference", "folded", "indented", "show_facts", "show_table", "show_text"]
+__all__ = ["as_text", "difference", "folded", "indented", "show_facts", "show_table", "show_text", "when"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -120,6 +121,11 @@ def show_text(text: str) -> None:
     if sys.stdout.isatty():
         text = "\n".join(map(folded, text.split("\n")))
     print(text)
+
+
+def when(seconds: float) -> str:
+    """Date and time of this machine's clock, from seconds since the epoch."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def folded(text: str) -> str:
