@@ -6,9 +6,9 @@ fast.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
@@ -22,6 +22,7 @@ from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_u
 from accel_cli.help_pages import write_rows
 from accel_state.host.colors import colors_for
 from accel_state.messages import did_you_mean
+from accel_state.registry import Registry
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "main"]
 
@@ -59,6 +60,14 @@ COMMANDS: dict[str, Entry] = {
 }
 """Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
 
+_REGISTRY: Registry[Any] = Registry(
+    "command",
+    "accel_cli.commands",
+    {name: f"accel_cli.commands.{name.replace('-', '_')}:app" for name in COMMANDS},
+    base=typer.Typer,
+)
+"""The commands of the table, and those that installed packages add by an entry point, which names an ``App``."""
+
 _OTHERS = {
     "test": "check sanity-check selftest",
     "doctor": "diagnose ds-report",
@@ -88,29 +97,32 @@ class LazyGroup(CommandGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all commands."""
-        return list(COMMANDS)
+        return list(_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command with this name; None if there is none."""
-        if cmd_name not in COMMANDS:
+        registered = _registered(cmd_name)
+        if registered is None:
             return None
-        module = importlib.import_module(f"accel_cli.commands.{cmd_name.replace('-', '_')}")
-        command = typer.main.get_command(module.app)
+        command = typer.main.get_command(_REGISTRY.get(registered))
         command.name = cmd_name
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the first word names, with a hint for names of other tools and for scripts."""
         name = args[0]
-        if not ctx.resilient_parsing and name.replace("_", "-") not in COMMANDS:
+        if not ctx.resilient_parsing and _registered(name.replace("_", "-")) is None:
             ctx.fail(_unknown(name))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the tables of commands, one for each topic."""
-        for topic in dict.fromkeys(entry.topic for entry in COMMANDS.values()):
-            rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
+        commands = _commands()
+        for topic in dict.fromkeys(entry.topic for entry in commands.values()):
+            rows = [(name, entry.summary) for name, entry in commands.items() if entry.topic == topic]
             write_rows(formatter, topic, rows)
+        for sentence in _REGISTRY.hidden():
+            sys.stderr.write(f"accel: {sentence}\n")
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
@@ -118,9 +130,25 @@ class LazyGroup(CommandGroup):
             return super().shell_complete(ctx, incomplete)
         return [
             CompletionItem(name, help=entry.summary)
-            for name, entry in COMMANDS.items()
+            for name, entry in _commands().items()
             if name.startswith(incomplete)
         ]
+
+
+def _registered(name: str) -> str | None:
+    """The name under which a command is in the registry; None: there is no such command."""
+    if name in COMMANDS:
+        return name
+    return next((each for each in _REGISTRY.installed() if each.replace("_", "-") == name), None)
+
+
+def _commands() -> dict[str, Entry]:
+    """All commands; of those of installed packages nothing is imported, so only their packages are known."""
+    installed = {
+        name: Entry("installed", f"Of the installed package {re.split('[.:]', place)[0]}.")
+        for name, place in sorted(_REGISTRY.installed().items())
+    }
+    return COMMANDS | installed
 
 
 app = App(cls=LazyGroup, add_completion=True, help="Configure, launch and inspect PyTorch training.")
@@ -178,11 +206,12 @@ def _main(words: list[str]) -> int:
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
-    who = f"accel {name}" if name in COMMANDS else "accel"
+    exists = not name.startswith("-") and _registered(name) is not None
+    who = f"accel {name}" if exists else "accel"
     from accel_state.errors import AccelError
 
     try:
-        if name in COMMANDS:
+        if exists:
             # Without the root's own options, which Typer converts with pydantic: 50 ms and 14 MB in every launcher.
             top = typer.Context(root, info_name="accel", **CONTEXT)
             command = root.get_command(top, name)
@@ -211,7 +240,7 @@ def _unknown(name: str) -> str:
     elif other is not None:
         hint = f"; use accel {other}"
     else:
-        hint = did_you_mean(name, COMMANDS, f"; the commands are {', '.join(COMMANDS)}")
+        hint = did_you_mean(name, _commands(), f"; the commands are {', '.join(_commands())}")
     return f"{what} {name} does not exist{hint}"
 
 

@@ -219,7 +219,7 @@ def _values(flag: str, start: str) -> list[CompletionItem] | None:
     bound = _option(flag)
     if bound is None:
         return None if _names_a_file(plain_flag(flag)) else []
-    words = list(PROCESSES_PER if plain_flag(flag) in PER_MACHINE else bound.about.choices)
+    words = list(PROCESSES_PER if plain_flag(flag) in PER_MACHINE else bound.choices)
     if isinstance(bound.option_type, Bool | BoolOrName):
         words = ["true", "false", *words]
     if not words and _names_a_file(bound.path):

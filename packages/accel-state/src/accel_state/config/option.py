@@ -32,6 +32,7 @@ class Option:
         flags: additional flags, with their dashes.
         env: environment variables. None: derived from the section; empty: no variable.
         choices: the allowed values, in their canonical spelling; matched in any case.
+        group: entry-point group whose names are allowed values, too.
         synonyms: alternative spellings of choices, in lower case.
         numbered: a choice may also be given by its number, counted from 1.
         switches: flags that each set one value, and the variable for that value, if any.
@@ -55,6 +56,7 @@ class Option:
     flags: tuple[str, ...] = ()
     env: tuple[str, ...] | None = None
     choices: tuple[str, ...] = ()
+    group: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     numbered: bool = False
     switches: Mapping[str, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
