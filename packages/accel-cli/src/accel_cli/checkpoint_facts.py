@@ -23,7 +23,7 @@ from accel_state.errors import ConfigError
 
 __all__ = [
     "PREFIXES",
-    "Difference",
+    "LeafDifference",
     "Listed",
     "checkpoints_below",
     "differences",
@@ -62,7 +62,7 @@ class Listed(NamedTuple):
     saved: float | None = None
 
 
-class Difference(NamedTuple):
+class LeafDifference(NamedTuple):
     """What differs between two checkpoints.
 
     Attributes:
@@ -210,7 +210,7 @@ def tensors_of(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, str]:
 
 def differences(
     first: accel_ckpt.TrainingCheckpoint, second: accel_ckpt.TrainingCheckpoint
-) -> Iterator[Difference]:
+) -> Iterator[LeafDifference]:
     """What differs, by name. How the content is divided into files is not compared.
 
     Raises:
@@ -220,11 +220,11 @@ def differences(
     for name in sorted({*one, *other}):
         a, b = (_words(leaves[name]) if name in leaves else None for leaves in (one, other))
         if a != b:
-            yield Difference(name, a, b)
+            yield LeafDifference(name, a, b)
         elif isinstance(one[name], accel_ckpt.SavedTensor):
             largest = _largest_difference(one[name].read(), other[name].read())
             if largest is not None:
-                yield Difference(name, a, b, largest)
+                yield LeafDifference(name, a, b, largest)
 
 
 def _leaves(checkpoint: accel_ckpt.TrainingCheckpoint) -> Iterator[tuple[str, Any]]:
