@@ -105,8 +105,11 @@ def test_only_headers_are_read_for_names_of_tensors(tmp_path, monkeypatch):
 
 
 def test_a_checkpointer_says_its_step_by_its_name(tmp_path):
-    Checkpointer(tmp_path).save(12, {"model": torch.nn.Linear(2, 2)}, per_rank={"own": 3})
-    assert facts(open_training_state(tmp_path / "step_12"))["step"] == 12
+    Checkpointer(tmp_path).save(12, {"model": torch.nn.Linear(2, 2), "epoch": 4}, per_rank={"own": 3})
+    about = facts(open_training_state(tmp_path / "step_12"))
+    assert (about["step"], about["models"]) == (12, ["model"])
+    assert about["shared parts"] == ["epoch", "modules"]
+    assert about["parts of each rank"] == ["modules", "own"]
     (listed,) = checkpoints_below(find_folder(tmp_path))
     assert (listed.name, listed.state, listed.step, listed.ranks) == ("step_12", "complete", 12, 1)
 

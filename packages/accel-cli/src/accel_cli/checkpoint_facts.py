@@ -175,9 +175,9 @@ def opened(place: str) -> accel_ckpt.TrainingCheckpoint:
 
 def facts(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, Any]:
     """What a checkpoint holds, as plain data."""
-    manifest, shared = checkpoint.manifest, checkpoint.lazy_trees()
+    manifest, shared = checkpoint.manifest, _parts(checkpoint)
     progress = _progress(shared)
-    ranks = [checkpoint.lazy_trees(rank) for rank in manifest.ranks]
+    ranks = [_parts(checkpoint, rank) for rank in manifest.ranks]
     optimizers = [tree for name, tree in shared.items() if name.startswith("optimizer_")]
     sizes = {name: file.size for name, file in manifest.files.items()}
     return {
@@ -187,7 +187,7 @@ def facts(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, Any]:
         "ranks": list(manifest.ranks),
         "strategy": progress.get("strategy"),
         "precision": progress.get("precision"),
-        "models": progress.get("models") or len(manifest.models),
+        "models": progress.get("models") or shared.get("modules") or len(manifest.models),
         "optimizers": [tree.get("class") for tree in optimizers if isinstance(tree, Mapping)],
         "schedulers": progress.get("schedulers"),
         "loaders": progress.get("loaders"),
@@ -233,9 +233,19 @@ def _leaves(checkpoint: accel_ckpt.TrainingCheckpoint) -> Iterator[tuple[str, An
     for index in range(len(manifest.models)):
         for name, saved in checkpoint.weights(index).tensors.items():
             yield f"model {index}: {name}", saved
-    yield from _below(checkpoint.lazy_trees(), "")
+    yield from _below(_parts(checkpoint), "")
     for rank in manifest.ranks:
-        yield from _below(checkpoint.lazy_trees(rank), f"rank {rank}: ")
+        yield from _below(_parts(checkpoint, rank), f"rank {rank}: ")
+
+
+def _parts(checkpoint: accel_ckpt.TrainingCheckpoint, rank: int | None = None) -> dict[str, Any]:
+    """The shared trees or those of a rank, and the values that a `Checkpointer` keeps in a tree with the name "."."""
+    trees = dict(checkpoint.lazy_trees(rank))
+    own = trees.pop(".", None)
+    if not isinstance(own, Mapping):
+        return trees
+    values = own.get("values")
+    return trees | (values if isinstance(values, dict) else {}) | {"modules": own.get("modules") or []}
 
 
 def _below(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -304,8 +304,8 @@ class Folder(ABC):
         """Whether a checkpoint of this library is here, perhaps one that is damaged."""
 
     @abstractmethod
-    def modified(self) -> float:
-        """When the checkpoint that is here became complete, in seconds since the epoch."""
+    def modified(self) -> float | None:
+        """When the checkpoint that is here became complete, in seconds since the epoch; None: it is not known."""
 
     @abstractmethod
     def names(self) -> list[str]:

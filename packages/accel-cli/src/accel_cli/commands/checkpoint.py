@@ -90,7 +90,8 @@ def show(
     if as_json:
         _print_json(known | shown)
         return
-    known |= {"size": readable_size(known["size"]), "saved": when(known["saved"])}
+    known["size"] = readable_size(known["size"])
+    known["saved"] = None if known["saved"] is None else when(known["saved"])
     files = {name: readable_size(size) for name, size in known.pop("files").items()}
     lines = {
         name: ", ".join(map(str, value)) if isinstance(value, list) else value
@@ -138,7 +139,15 @@ def diff(first: Checkpoint, second: Checkpoint, as_json: Json = False) -> int:
         _print_json([one._asdict() for one in found])
     elif found:
         columns = ("name", "first", "second", "largest difference")
-        rows = [[one.name, *(f"{_cell(value):.60}" for value in one[1:])] for one in found]
+        rows = [
+            (
+                one.name,
+                f"{_cell(one.first):.60}",
+                f"{_cell(one.second):.60}",
+                "-" if one.largest is None else f"{one.largest:.3g}",
+            )
+            for one in found
+        ]
         show_table(columns, rows, left=3)
     else:
         show_text(f"{first} and {second} are equal")

@@ -111,11 +111,9 @@ class ObjectFolder(Folder):
         """The marks of saves and removals."""
         return unfinished(open_store(self._uri))
 
-    def modified(self) -> float:
+    def modified(self) -> float | None:
         """The time of the manifest, the last object of a save."""
-        store = open_store(self._uri)
-        time = store.attempt(lambda: store.ask(store.fs.modified, store.path(MANIFEST_NAME)), "reading", "")
-        return float(time.timestamp())
+        return open_store(self._uri).modified(MANIFEST_NAME)
 
     def has_manifest(self) -> bool:
         """Whether there is such an object."""
