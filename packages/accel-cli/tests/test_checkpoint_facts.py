@@ -11,6 +11,7 @@ import torch
 
 from accel_ckpt import open_training_state, save_training_state
 from accel_ckpt.folders.find import find_folder
+from accel_ckpt.folders.local import LocalFolder
 from accel_ckpt.training.checkpointer import Checkpointer
 from accel_cli.checkpoint_facts import checkpoints_below, differences, facts, tensors_of
 
@@ -115,5 +116,33 @@ def test_a_checkpointer_says_its_step_by_its_name(tmp_path):
 
 
 def test_odd_trees_under_known_names(tmp_path):
-    about = facts(saved(tmp_path / "a", torch.zeros(2), progress=[1], optimizer_0=3, step="x"))
+    save_training_state(
+        tmp_path / "a",
+        models=[{"weight": torch.zeros(2)}],
+        shared={"progress": [1], "optimizer_0": 3, "step": "x"},
+        per_rank={"rng": 3, ".": {"values": 5}},
+    )
+    about = facts(open_training_state(tmp_path / "a"))
+    assert about["random states"] == []
     assert (about["step"], about["strategy"], about["optimizers"], about["models"]) == (None, None, [], 1)
+
+
+def test_one_that_cannot_be_read_does_not_hide_the_others(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"step": step})
+    newer = tmp_path / "step_3" / "manifest.json"
+    newer.write_text(newer.read_text().replace('"version": 1', '"version": 2'))
+    whole = LocalFolder.has_manifest
+
+    def refused(self):
+        if self.path.name == "step_2":
+            raise PermissionError(13, "Permission denied", str(self.path))
+        return whole(self)
+
+    monkeypatch.setattr(LocalFolder, "has_manifest", refused)
+    first, second, third = (listed.state for listed in checkpoints_below(find_folder(tmp_path)))
+    assert first == "complete"
+    assert second.startswith("cannot be read: [Errno 13] Permission denied")
+    assert third.startswith("cannot be read: ")
+    assert "format version 2" in third

@@ -19,6 +19,7 @@ import accel_ckpt
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import Folder
 from accel_ckpt.folders.objects.store import in_parallel
+from accel_ckpt.format.manifest import FORMAT, VERSION
 from accel_state.errors import ConfigError
 
 __all__ = [
@@ -123,18 +124,24 @@ def _listed(folder: Folder, above: str, depth: int) -> Iterator[Listed]:
 def _described(folder: Folder) -> Listed | None:
     """A checkpoint; None if the folder is none."""
     name = folder.path.name
-    if not folder.has_manifest():
+    try:
+        if folder.has_manifest():
+            return _complete(folder, accel_ckpt.open_training_state(folder.path))
         if accel_ckpt.is_accelerate_checkpoint(folder.path):
             return Listed(name, "of Accelerate")
         begun = name.startswith(PREFIXES) and _NUMBERED.fullmatch(name) and folder.names()
         return Listed(name, "incomplete") if begun else None
-    try:
-        checkpoint = accel_ckpt.open_training_state(folder.path)
-        known = checkpoint.lazy_trees(names=("step", "progress"))
-    except accel_ckpt.CheckpointError as error:
+    except (accel_ckpt.CorruptCheckpointError, accel_ckpt.UnsafeCheckpointError) as error:
         return Listed(name, f"damaged: {error}")
-    manifest, strategy = checkpoint.manifest, _progress(known).get("strategy")
+    except (accel_ckpt.CheckpointError, OSError) as error:
+        return Listed(name, f"cannot be read: {error}")
+
+
+def _complete(folder: Folder, checkpoint: accel_ckpt.TrainingCheckpoint) -> Listed:
+    name, manifest = folder.path.name, checkpoint.manifest
+    known = checkpoint.lazy_trees(names=("step", "progress"))
     size = sum(file.size for file in manifest.files.values())
+    strategy = _progress(known).get("strategy")
     return Listed(
         name, "complete", _step(known, name), manifest.world_size, strategy, size, folder.modified()
     )
@@ -178,10 +185,11 @@ def facts(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, Any]:
     manifest, shared = checkpoint.manifest, _parts(checkpoint)
     progress = _progress(shared)
     ranks = [_parts(checkpoint, rank) for rank in manifest.ranks]
+    random = [trees["rng"] for trees in ranks if isinstance(trees.get("rng"), Mapping)]
     optimizers = [tree for name, tree in shared.items() if name.startswith("optimizer_")]
     sizes = {name: file.size for name, file in manifest.files.items()}
     return {
-        "format": "training state of this library",
+        "format": f"{FORMAT} {VERSION}",
         "step": _step(shared, checkpoint.directory.name),
         "world size": manifest.world_size,
         "ranks": list(manifest.ranks),
@@ -192,7 +200,7 @@ def facts(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, Any]:
         "schedulers": progress.get("schedulers"),
         "loaders": progress.get("loaders"),
         "registered objects": progress.get("registered"),
-        "random states": sorted({kind for trees in ranks for kind in trees.get("rng", ())}),
+        "random states": sorted({str(kind) for states in random for kind in states}),
         "shared parts": sorted(shared),
         "parts of each rank": sorted({name for trees in ranks for name in trees}),
         "tensors": len(tensors_of(checkpoint)),
