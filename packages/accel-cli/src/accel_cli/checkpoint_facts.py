@@ -37,7 +37,7 @@ __all__ = [
 PREFIXES = ("checkpoint_", "step_")
 """How `Accelerator.save_state` and `Checkpointer` number their folders."""
 _NUMBERED = re.compile(r"(.*?)(\d+)")
-_DEPTH = 2  # folders below the one that is named
+_DEPTH = 3  # levels of names that are looked at: a folder of runs, a run, its folder of checkpoints
 _CHUNK = 1 << 24  # elements that are compared at a time
 
 
@@ -100,7 +100,7 @@ def folder_of(place: str) -> Folder:
 
 
 def checkpoints_below(folder: Folder) -> list[Listed]:
-    """The checkpoints in a folder and in the folders in it, the newest last: by number, the others by time."""
+    """The checkpoints in a folder and up to two folders below, the newest last: by number, the others by time."""
 
     def age(one: Listed) -> tuple[str, float]:
         numbered = _NUMBERED.fullmatch(one.name)

@@ -71,11 +71,11 @@ def damage(file):
 
 def test_the_list_has_the_newest_last(accel, folder):
     (folder / "checkpoint_2").rename(folder / "checkpoint_10")
-    code, out, _ = accel("ls", folder.parent)
+    code, out, _ = accel("ls", folder.parent.parent)
     assert code == 0
     header, *lines = out.splitlines()
     assert header.split() == ["checkpoint", "step", "ranks", "strategy", "size", "saved", "state"]
-    names = [f"checkpoints/checkpoint_{number}" for number in (0, 1, 10)]
+    names = [f"run/checkpoints/checkpoint_{number}" for number in (0, 1, 10)]
     assert [line.split()[0] for line in lines] == names
     assert lines[2].split()[1:4] == ["3", "1", "single"]
     assert all(line.endswith("complete") for line in lines)
@@ -268,9 +268,9 @@ def mistakes(folder):
     """Places that are no checkpoints, by name."""
     (folder / "a_file").write_text("")
     (folder / "empty").mkdir()
-    damaged = shutil.copytree(folder / "checkpoint_0", folder / "empty" / "a" / "b" / "damaged")
+    damaged = shutil.copytree(folder / "checkpoint_0", folder / "empty" / "a" / "b" / "c" / "damaged")
     damage(damaged / "manifest.json")
-    foreign = folder / "empty" / "a" / "b" / "foreign"
+    foreign = folder / "empty" / "a" / "b" / "c" / "foreign"
     foreign.mkdir()
     torch.save({"state": {}, "param_groups": []}, foreign / "optimizer.bin")
     torch.save({}, foreign / "random_states_0.pkl")
@@ -285,7 +285,7 @@ def mistakes(folder):
     [
         (["ls"], "gone", "gone does not exist; give the folder that holds checkpoints"),
         (["ls"], "file", "a_file is a file; give the folder that holds checkpoints"),
-        (["ls"], "empty", "there is no checkpoint in .*empty, nor in the folders in it"),
+        (["ls"], "empty", "there is no checkpoint in .*empty, nor up to two folders below it"),
         (["ls"], "uri", "'memory:.*' is not a location for checkpoints"),
         (["ls"], "nothing", "there is no checkpoint in memory://nothing/here"),
         (
@@ -333,15 +333,6 @@ def test_a_foreign_pickle_is_not_run(accel, tmp_path):
         assert accel(*words, tmp_path / "c")[0] == 2
     assert accel("ls", tmp_path)[0] == 0
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads every folder")
-def test_a_folder_of_another_user(accel, folder):
-    folder.chmod(0)
-    code, _, err = accel("ls", folder)
-    folder.chmod(0o700)
-    assert code == 2
-    assert "Permission denied" in err
 
 
 def test_help_and_completion(tmp_path):

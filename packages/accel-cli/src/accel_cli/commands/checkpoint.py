@@ -46,7 +46,7 @@ def _print_json(data: Any) -> None:
 
 @app.command("ls")
 def list_checkpoints(folder: FolderOfCheckpoints = ".", as_json: Json = False) -> None:
-    """List the checkpoints in a folder, and in the folders in it, the newest last.
+    """List the checkpoints in a folder and up to two folders below it, the newest last.
 
     Numbered checkpoints are ordered by their numbers, others by time. What interrupted saves left, and what running
     saves write, is listed by the name that it has in the folder.
@@ -58,8 +58,8 @@ def list_checkpoints(folder: FolderOfCheckpoints = ".", as_json: Json = False) -
         found = checkpoints_below(place)
     if not found:
         raise ConfigError(
-            f"there is no checkpoint in {place.path}, nor in the folders in it; give the folder that save_state() or "
-            "Checkpointer saves to, or show a checkpoint itself: accel checkpoint show"
+            f"there is no checkpoint in {place.path}, nor up to two folders below it; give the folder that "
+            "save_state() or Checkpointer saves to, or show a checkpoint itself: accel checkpoint show"
         )
     if as_json:
         _print_json([one._asdict() for one in found])
