@@ -6,6 +6,7 @@ Run with ``hatch run engines:s3``.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 import accel_ckpt.folders.objects.s3
 from accel_ckpt import (
+    Checkpointer,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
@@ -302,3 +304,20 @@ def test_one_of_two_ranks_is_killed(s3, server, victim):
         checkpoint = open_training_state(f"s3://{BUCKET}/c")
         checkpoint.verify()
         assert [checkpoint.per_rank(rank)["r"] for rank in (0, 1)] == [0, 1]
+
+
+def test_the_command_lists_compares_and_removes(s3, capsys):
+    from accel_cli.app import main
+
+    checkpointer = Checkpointer(f"{PLACE}/run")
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"step": step})
+    assert main(["checkpoint", "ls", f"{PLACE}/run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["step"], one["state"]) for one in found] == [(step, "complete") for step in (1, 2, 3)]
+    assert all(abs(one["saved"] - time.time()) < 600 for one in found)
+    assert main(["checkpoint", "diff", f"{PLACE}/run/step_1", f"{PLACE}/run/step_2"]) == 1
+    assert main(["checkpoint", "verify", f"{PLACE}/run/step_1"]) == 0
+    assert main(["checkpoint", "prune", f"{PLACE}/run", "--keep", "1", "--yes"]) == 0
+    assert checkpointer.steps() == [3]
+    assert main(["checkpoint", "ls", "s3://no-such-bucket/run"]) == 2

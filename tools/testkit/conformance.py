@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from accel_state.entry_points import entry_points
 from testkit.experts import experts_of, routed
 
 INSTALLED = str(Path(__file__).parent / "installed")
@@ -77,6 +78,11 @@ def mesh_strategy(sizes: dict[str, int]) -> str:
 
 
 VARIANTS |= {name: (mesh_strategy(sizes), {}) for name, sizes in MESHES.items()}
+for _installed in entry_points(
+    "accel_train.strategies"
+):  # it is tested itself, also under the name of a variant
+    for _table in (VARIANTS, MESHES, EXPERTS):
+        _table.pop(_installed, None)
 
 
 ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}

@@ -88,7 +88,7 @@ def strategy_of(name: str) -> str:
 def ranks_of(name: str) -> list[int]:
     if name == "xla":
         return [2, 1]
-    if name in ("hsdp", "groups", *MESHES):
+    if name in VARIANTS.keys() & {"hsdp", "groups", *MESHES}:
         return [4]  # two replicas, each of two ranks
     return [1] if name == "single" else [2, 4]
 

@@ -9,6 +9,7 @@ import pytest
 
 from accel_cli import __version__
 from accel_cli.app import COMMANDS, OTHER_NAMES, main
+from testkit.plug_ins import install
 
 
 def accel(*words, **environ):
@@ -127,3 +128,82 @@ def test_a_command_is_found_in_both_spellings(capsys):
 def test_help_takes_a_command(capsys):
     assert main(["help", "env"]) == 0
     assert "Usage: accel env" in capsys.readouterr().out
+
+
+COMMAND = """
+import sys
+from accel_cli.dialect import App
+app = App()
+
+@app.command()
+def run(times: int = 1):
+    "Say it."
+    print("said", times)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Install a package with these commands."""
+
+    def with_commands(text=COMMAND, **names):
+        install(monkeypatch, tmp_path, "outside_commands", text, {"accel_cli.commands": names})
+
+    return with_commands
+
+
+def test_a_command_of_an_installed_package(installed, capsys):
+    installed(say="app", say_it="app")
+    for name in ("say", "say-it", "say_it"):
+        assert main([name, "--times", "2"]) == 0
+        assert capsys.readouterr().out == "said 2\n"
+    assert main(["say", "--help"]) == 0
+    assert "Usage: accel say [OPTIONS]\n\n  Say it." in capsys.readouterr().out
+    assert main(["say", "--times", "x"]) == 2
+    assert capsys.readouterr().err.startswith("accel say: error: --times is 'x'; ")
+    assert main(["sya"]) == 2
+    assert "did you mean say" in capsys.readouterr().err
+
+
+def test_it_is_listed_without_being_imported(installed, capsys, tmp_path):
+    installed("raise RuntimeError('no driver')", say="app")
+    assert main(["--help"]) == 0
+    assert "installed:\n  say  Of the installed package outside_commands.\n" in capsys.readouterr().out
+    words = {"COMP_WORDS": "accel\nsa", "COMP_CWORD": "1", "_ACCEL_COMPLETE": "complete_bash"}
+    assert accel(**words).stdout == "say\n"
+    assert main(["env", "--help"]) == 0
+    assert "outside_commands" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "raise RuntimeError('no driver')",
+            "cannot be imported: RuntimeError: no driver; install its package again",
+        ),
+        ("app = 3", "which is int; expected Typer"),
+    ],
+)
+def test_one_that_cannot_be_used_is_one_error_and_stops_no_other(installed, capsys, text, reason):
+    installed(text, say="app")
+    assert main(["say"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("accel say: error: the ")
+    assert "outside_commands:app" in err
+    assert reason in err
+    assert err.count("\n") == 1
+    assert main(["completion", "bash"]) == 0
+
+
+def test_the_name_of_a_built_in_command_stays_its_own(installed, capsys):
+    installed(completion="app", say="app")
+    assert main(["completion", "bash"]) == 0
+    assert "said" not in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n  completion ") == 1
+    assert printed.err == (
+        "accel: the command completion is built in, and hides outside_commands:app, which an installed package adds "
+        "under the same name; its package has to rename its entry point in accel_cli.commands\n"
+    )

@@ -8,8 +8,10 @@ from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, StateMismatc
 from accel_ckpt.training.optimizers import name_positions
 from accel_train import Accelerator
 from accel_train.checkpoints.chosen_parts import ALL
+from accel_train.errors import OptionError
 from accel_train.state_part import SavedTrees, StatePart, Trees, leaves, taken_up
 from testkit import worlds
+from testkit.plug_ins import install
 
 
 class Curriculum(StatePart):
@@ -196,3 +198,47 @@ def test_what_an_object_of_the_script_raises_is_no_damage(tmp_path):
     ):
         load()
     assert caught.value.__notes__ == [f"raised while the state of x was taken from {tmp_path}"]
+
+
+INSTALLED = """
+from accel_train.state_part import StatePart
+
+class Seen(StatePart):
+    count = 0
+    def __init__(self, prepared):
+        self.prepared = prepared
+    def dump(self, trees):
+        trees.progress["seen"] = Seen.count
+    def read(self, saved):
+        return saved.progress.get("seen")
+    def load(self, taken, saved):
+        Seen.count = taken
+"""
+
+
+def test_a_kind_of_state_of_an_installed_package(monkeypatch, tmp_path):
+    (tmp_path / "package").mkdir()
+    install(
+        monkeypatch,
+        tmp_path / "package",
+        "outside_state",
+        INSTALLED,
+        {"accel_train.state_parts": {"seen": "Seen"}},
+    )
+    accelerator = Accelerator(cpu=True)
+    from outside_state import Seen
+
+    accelerator.prepare(nn.Linear(2, 2))
+    Seen.count = 7
+    accelerator.save_state(tmp_path / "saved")
+    Seen.count = 0
+    accelerator.load_state(tmp_path / "saved")
+    assert Seen.count == 7
+
+
+def test_one_that_cannot_be_imported_is_an_error_before_anything_is_trained(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "outside_state", "", {"accel_train.state_parts": {"seen": "Seen"}})
+    with pytest.raises(
+        OptionError, match="the kind of state seen is installed, but outside_state:Seen, which its entry"
+    ):
+        Accelerator(cpu=True)

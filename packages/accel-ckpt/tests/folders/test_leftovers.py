@@ -17,6 +17,7 @@ from accel_ckpt.folders.leftovers import (
     host_token,
     restore_interrupted_swaps,
     temporary_name,
+    unfinished,
 )
 
 TOKEN = "0123456789ab"
@@ -56,6 +57,18 @@ def test_a_living_save_s_folder_stays(tmp_path):
     folder.release()
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, time.time()) == [folder.path]
+
+
+@needs_locks
+def test_what_is_unfinished_is_listed_and_stays(tmp_path):
+    dead, (alive, elsewhere) = leftover(tmp_path), (tmp_path / "c", leftover(tmp_path, host="elsewhere"))
+    folder = TemporaryFolder(temporary_name(alive, host_token(TOKEN)))
+    (tmp_path / "checkpoint_2").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    assert unfinished(tmp_path) == {dead.name: True, folder.path.name: False, elsewhere.name: False}
+    assert sorted(os.listdir(tmp_path)) == before
+    folder.release()
+    assert unfinished(tmp_path)[folder.path.name]
 
 
 def test_the_lock_dies_with_its_process(tmp_path):

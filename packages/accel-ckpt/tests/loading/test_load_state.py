@@ -61,6 +61,18 @@ def test_layout_and_round_trip(tmp_path):
     assert safetensors.torch.load_file(path / "model_1.safetensors").keys() == other.state_dict().keys()
 
 
+def test_trees_without_the_values_of_tensors(tmp_path, monkeypatch):
+    trees = {"a": {"x": torch.ones(3), "n": 1}, "b": 2}
+    save_training_state(tmp_path / "c", models=[], shared=trees, per_rank={"own": torch.zeros(2)})
+    checkpoint = open_training_state(tmp_path / "c")
+    assert checkpoint.lazy_trees(names=["b"]) == {"b": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr("accel_ckpt.format.saved_tensors.read_boxes", None)
+        shared, own = checkpoint.lazy_trees(), checkpoint.lazy_trees(0)
+    assert (shared["a"]["n"], shared["a"]["x"].shape, own["own"].dtype) == (1, (3,), torch.float32)
+    assert torch.equal(shared["a"]["x"].read(), torch.ones(3))
+
+
 def test_loaded_tensors_are_writable_and_independent_of_the_file(tmp_path):
     path = save(tmp_path / "c", [{"w": torch.ones(3)}], {"s": {"t": torch.zeros(3)}})
     before = {name: (path / name).read_bytes() for name in os.listdir(path)}

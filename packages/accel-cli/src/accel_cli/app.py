@@ -6,9 +6,9 @@ fast.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
@@ -19,8 +19,9 @@ from accel_cli.__about__ import __version__
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
 from accel_cli.help_pages import show_error, write_rows
 from accel_state.messages import did_you_mean
+from accel_state.registry import Registry
 
-__all__ = ["COMMANDS", "OTHER_NAMES", "main"]
+__all__ = ["COMMANDS", "OTHER_NAMES", "known_commands", "main"]
 
 
 class Entry(NamedTuple):
@@ -47,6 +48,7 @@ COMMANDS: dict[str, Entry] = {
     "test": Entry("look", "Check the configured world: collectives, data, training, saving."),
     "env": Entry("look", "Show versions, devices and the configuration, for bug reports."),
     "runs": Entry("look", "List the runs in a folder of logs: state, checkpoint, last lines."),
+    "checkpoint": Entry("look", "List, show, verify, compare and remove checkpoints."),
     "completion": Entry("look", "Print the script that completes accel in a shell."),
     "migrate": Entry("convert", "Rewrite the imports and commands of Accelerate's scripts for this library."),
     "to-fsdp2": Entry("convert", "Convert a configuration file from FSDP version 1 to 2."),
@@ -54,6 +56,14 @@ COMMANDS: dict[str, Entry] = {
     "tpu-config": Entry("pods", "Run commands on all machines of a TPU pod."),
 }
 """Every command, by its name, after which its module is named; that has an ``App`` named ``app``."""
+
+_REGISTRY: Registry[Any] = Registry(
+    "command",
+    "accel_cli.commands",
+    {name: f"accel_cli.commands.{name.replace('-', '_')}:app" for name in COMMANDS},
+    base=typer.Typer,
+)
+"""The commands of the table, and those that installed packages add by an entry point, which names an ``App``."""
 
 _OTHERS = {
     "test": "check sanity-check selftest",
@@ -63,6 +73,7 @@ _OTHERS = {
     "rehearse": "simulate",
     "env": "info collect-env",
     "runs": "history logs status",
+    "checkpoint": "checkpoints ckpt ckpts prune",
     "--version": "version",
     "merge-weights": "consolidate merge zero-to-fp32",
     "to-fsdp2": "fsdp2",
@@ -83,22 +94,41 @@ class LazyGroup(CommandGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names of all commands."""
-        return list(COMMANDS)
+        return list(known_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command with this name; None if there is none."""
-        if cmd_name not in COMMANDS:
+        registered = _registered(cmd_name)
+        if registered is None:
             return None
-        module = importlib.import_module(f"accel_cli.commands.{cmd_name.replace('-', '_')}")
-        command = typer.main.get_command(module.app)
+        command = typer.main.get_command(_REGISTRY.get(registered))
         command.name = cmd_name
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the tables of commands, one for each topic."""
-        for topic in dict.fromkeys(entry.topic for entry in COMMANDS.values()):
-            rows = [(name, entry.summary) for name, entry in COMMANDS.items() if entry.topic == topic]
+        commands = known_commands()
+        for topic in dict.fromkeys(entry.topic for entry in commands.values()):
+            rows = [(name, entry.summary) for name, entry in commands.items() if entry.topic == topic]
             write_rows(formatter, topic, rows)
+        for sentence in _REGISTRY.hidden():
+            sys.stderr.write(f"accel: {sentence}\n")
+
+
+def _registered(name: str) -> str | None:
+    """The name under which a command is in the registry; None: there is no such command."""
+    if name in COMMANDS:
+        return name
+    return next((each for each in _REGISTRY.installed() if each.replace("_", "-") == name), None)
+
+
+def known_commands() -> dict[str, Entry]:
+    """All commands; of those of installed packages nothing is imported, so only their packages are known."""
+    installed = {
+        name: Entry("installed", f"Of the installed package {re.split('[.:]', place)[0]}.")
+        for name, place in sorted(_REGISTRY.installed().items())
+    }
+    return COMMANDS | installed
 
 
 app = App(cls=LazyGroup, help="Configure, launch and inspect PyTorch training.")
@@ -152,13 +182,14 @@ def _main(words: list[str]) -> int:
     if words[0] == "help":
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
-    if name not in COMMANDS and not name.startswith("-"):
+    exists = not name.startswith("-") and _registered(name) is not None
+    if not exists and not name.startswith("-"):
         return _complain("accel", _unknown(words[0]), _USAGE)
-    who = f"accel {name}" if name in COMMANDS else "accel"
+    who = f"accel {name}" if exists else "accel"
     from accel_state.errors import AccelError
 
     try:
-        if name in COMMANDS:
+        if exists:
             # Without the root's own options, which Typer converts with pydantic: 50 ms and 14 MB in every launcher.
             top = typer.Context(root, info_name="accel", **CONTEXT)
             command = root.get_command(top, name)
@@ -187,7 +218,7 @@ def _unknown(name: str) -> str:
     elif other is not None:
         hint = f"; use accel {other}"
     else:
-        hint = did_you_mean(name, COMMANDS, f"; the commands are {', '.join(COMMANDS)}")
+        hint = did_you_mean(name, known_commands(), f"; the commands are {', '.join(known_commands())}")
     return f"command {name} does not exist{hint}"
 
 

@@ -75,12 +75,12 @@ def complete(words: Sequence[str], incomplete: str) -> list[CompletionItem] | No
         return complete_flags(words[1:], incomplete, OWN)
     import typer
 
-    from accel_cli.app import COMMANDS, app
+    from accel_cli.app import app, known_commands
 
     if not words and not incomplete.startswith("-"):  # without importing the commands
         return [
             CompletionItem(name, entry.summary)
-            for name, entry in COMMANDS.items()
+            for name, entry in known_commands().items()
             if name.startswith(incomplete)
         ]
     command = typer.main.get_command(app)
@@ -217,7 +217,7 @@ def _values(flag: str, start: str) -> list[CompletionItem] | None:
     bound = _option(flag)
     if bound is None:
         return None if _names_a_file(plain_flag(flag)) else []
-    words = list(PROCESSES_PER if plain_flag(flag) in PER_MACHINE else bound.about.choices)
+    words = list(PROCESSES_PER if plain_flag(flag) in PER_MACHINE else bound.choices)
     if isinstance(bound.option_type, Bool | BoolOrName):
         words = ["true", "false", *words]
     if not words and _names_a_file(bound.path):

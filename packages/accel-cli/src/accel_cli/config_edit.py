@@ -48,7 +48,7 @@ class KeyCommand(Command):
         bound = values(before)
         if bound is not None:
             truth = ("true", "false") if isinstance(bound.option_type, Bool | BoolOrName) else ()
-            yield from (CompletionItem(word) for word in (*truth, *bound.about.choices))
+            yield from (CompletionItem(word) for word in (*truth, *bound.choices))
 
 
 def add_commands(app: App) -> None:

@@ -133,16 +133,16 @@ def _title(topic: str) -> str:
 
 
 def _short(bound: BoundOption) -> tuple[str, str]:
-    choices = f" One of {', '.join(bound.about.choices)}." if 0 < len(bound.about.choices) < 6 else ""
+    choices = f" One of {', '.join(bound.choices)}." if 0 < len(bound.choices) < 6 else ""
     return _names(bound, aliases=False), bound.about.help + choices
 
 
 def _described(bound: BoundOption) -> tuple[str, str]:
     about = bound.about
     notes = [about.help]
-    if about.listed:
+    if bound.listed:
         words = [f"{name} ({meaning})" for name, meaning in about.synonyms.items()]
-        notes.append(f"One of {', '.join([*about.listed, *words])}{_NUMBERED if about.numbered else ''}.")
+        notes.append(f"One of {', '.join([*bound.listed, *words])}{_NUMBERED if about.numbered else ''}.")
     default = about.launch_default if bound.default is None else bound.default
     toggle = isinstance(bound.option_type, Bool) and about.toggle
     if default not in (None, ()) and not (toggle and default is False):

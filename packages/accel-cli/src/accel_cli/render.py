@@ -6,13 +6,14 @@ import difflib
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from accel_state.host.colors import Colors
 from accel_state.messages import folded
 
-__all__ = ["as_text", "difference", "show_facts", "show_table", "show_text"]
+__all__ = ["as_text", "difference", "show_facts", "show_table", "show_text", "when"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -118,6 +119,11 @@ def show_text(text: str, stream: TextIO | None = None) -> None:
     """Print lines of sentences, by default to standard output: on a terminal folded between words."""
     stream = stream or sys.stdout
     print(folded(text, stream), file=stream)
+
+
+def when(seconds: float) -> str:
+    """Date and time of this machine's clock, from seconds since the epoch."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def as_text(value: Any) -> str:

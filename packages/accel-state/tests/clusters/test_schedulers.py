@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from accel_state.clusters.schedulers import SCHEDULERS, find_allocation
+from accel_state.clusters.topology import detect
+from accel_state.config import parse_flags
 from accel_state.errors import ConfigError
+from testkit.plug_ins import install
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -165,3 +168,57 @@ def test_a_variable_that_is_not_understood_is_named(environ, parts):
     with pytest.raises(ConfigError) as error:
         find_allocation(environ)
     assert all(part in str(error.value) for part in parts), error.value
+
+
+SITE = """
+from accel_state.clusters.allocation import Allocation, TaskScheduler
+from accel_state.clusters.base import Cluster, Topology
+
+class Tasks(Cluster):
+    name = "site"
+    def detect(self, environ):
+        return Topology(rank=3, world_size=4, launcher="site") if "SITE" in environ else None
+
+class Site(TaskScheduler):
+    key, name, hint, cluster = "site", "Site", "use siterun", Tasks()
+    def sources(self, environ, topology):
+        return {"size": "SITE"}
+
+SITE = Site()
+"""
+POINTS = {"accel_state.clusters": {"site": "SITE"}}
+
+
+def test_a_scheduler_of_an_installed_package(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "outside_cluster", SITE, POINTS)
+    for environ, wanted in (
+        ({"SITE": "1"}, "auto"),
+        ({"SITE": "1"} | SLURM, "auto"),
+        ({"SITE": "1"}, "site"),
+    ):
+        found = find_allocation(environ, wanted)
+        assert (found.scheduler, found.role, found.index, found.total) == ("Site", "rank", 3, 4)
+    assert (
+        find_allocation({"SITE": "1"} | TRAINER).scheduler != "Site"
+    )  # a launcher inside the job has set these
+    assert find_allocation({"SITE": "1"} | SLURM, "slurm").scheduler == "Slurm"
+    with pytest.raises(
+        ConfigError, match=r"--cluster site: Site does not describe several processes.*use siterun"
+    ):
+        find_allocation({}, "site")
+    assert detect({"SITE": "1"}).launcher == "site"
+    assert detect({"SITE": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).launcher == "torchrun"
+    assert parse_flags(["--cluster", "site"]).values["cluster"] == "site"
+    with pytest.raises(ConfigError, match=r"expected one of auto, none, .*containers, site$"):
+        parse_flags(["--cluster", "sites"])
+
+
+def test_one_that_cannot_be_imported_stops_only_what_asks_for_it(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "outside_cluster", "raise RuntimeError('no driver')", POINTS)
+    with pytest.warns(
+        UserWarning, match="the cluster site is installed, but outside_cluster:SITE.*no driver; install"
+    ):
+        assert find_allocation(SLURM).scheduler == "Slurm"
+    assert find_allocation(SLURM, "slurm").scheduler == "Slurm"
+    with pytest.raises(ConfigError, match="the cluster site is installed, but outside_cluster:SITE"):
+        find_allocation(SLURM, "site")

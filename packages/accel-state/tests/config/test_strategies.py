@@ -148,7 +148,7 @@ def test_ranks_decode_it():
             "no_such_module:TOY",
             "no_such_module:TOY, which its entry point in accel_state.strategies names, cannot",
         ),
-        ("json:loads", "which is function; expected a LaunchableStrategy"),
+        ("json:loads", "which is function; expected LaunchableStrategy"),
     ],
 )
 def test_a_broken_package_is_named(tmp_path, monkeypatch, place, message):

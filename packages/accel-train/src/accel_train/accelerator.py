@@ -75,6 +75,7 @@ from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.prepared import LoadHook, Prepared, PrepareOptions, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.setup.unwrap import unwrap
+from accel_train.state_part import STATE_PARTS
 from accel_train.strategies.base import DefersSync, Strategy
 from accel_train.strategies.equal_states import take_states
 from accel_train.strategies.uneven_inputs import UnevenInputs
@@ -279,6 +280,8 @@ class Accelerator:
             prepared_models=models,
             optimizers=optimizers,
         )
+        installed: Any = [STATE_PARTS.get(name) for name in STATE_PARTS.names()]
+        self._prepared.parts += [part(self._prepared) for part in installed]
         if rehearsal is not None:
             self._accumulator.observers.append(rehearsal)
             rehearsal.follow(self._prepared)

@@ -24,8 +24,24 @@ from accel_ckpt.parts import is_leaf
 from accel_ckpt.training.state_part import Groups, SavedTrees, StatePart, Trees
 from accel_state.errors import AccelError
 from accel_state.messages import first_line, module_of
+from accel_state.registry import Registry
+from accel_train.errors import OptionError
 
-__all__ = ["Groups", "SavedTrees", "StatePart", "Trees", "check_order", "leaves", "taken_up"]
+__all__ = [
+    "STATE_PARTS",
+    "Groups",
+    "SavedTrees",
+    "StatePart",
+    "Trees",
+    "check_order",
+    "leaves",
+    "taken_up",
+]
+
+STATE_PARTS: Registry[type[StatePart]] = Registry(
+    "kind of state", "accel_train.state_parts", {}, base_class=StatePart, error=OptionError
+)
+"""The kinds of state of installed packages, which every `Accelerator` has; called with its `Prepared`."""
 
 
 _NOT_OF_THE_SCRIPT = {"accel_state", "accel_ckpt", "accel_train", "torch", "numpy", *sys.stdlib_module_names}

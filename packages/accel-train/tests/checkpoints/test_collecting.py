@@ -41,6 +41,8 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
         "schedulers": ["StepLR of optimizer 0"],
         "registered": ["Held"],
         "models": ["Linear"],
+        "strategy": "single",
+        "precision": "fp16",
         "loaders": ["DataLoaderShard of TensorDataset in batches of 2"],
         "main_process_alone": False,
     }

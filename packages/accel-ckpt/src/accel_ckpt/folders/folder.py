@@ -300,12 +300,24 @@ class Folder(ABC):
         """Whether a complete checkpoint of this library is here."""
 
     @abstractmethod
-    def _names(self) -> list[str]:
+    def has_manifest(self) -> bool:
+        """Whether a checkpoint of this library is here, perhaps one that is damaged."""
+
+    @abstractmethod
+    def modified(self) -> float | None:
+        """When the checkpoint that is here became complete, in seconds since the epoch; None: it is not known."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
         """The names of what is in it; none if it does not exist."""
+
+    @abstractmethod
+    def unfinished(self) -> dict[str, bool]:
+        """What saves and removals that have not finished left in it, and whether each is known to have ended."""
 
     def _numbered(self, prefix: str) -> list[tuple[int, str]]:
         """The numbers and names of what is named ``<prefix><n>``, in rising order."""
-        matches = filter(None, map(re.compile(re.escape(prefix) + r"(\d+)").fullmatch, self._names()))
+        matches = filter(None, map(re.compile(re.escape(prefix) + r"(\d+)").fullmatch, self.names()))
         return sorted((int(match[1]), match[0]) for match in matches)
 
     @abstractmethod

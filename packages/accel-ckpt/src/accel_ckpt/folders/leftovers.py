@@ -25,6 +25,7 @@ __all__ = [
     "remove_or_warn",
     "restore_interrupted_swaps",
     "temporary_name",
+    "unfinished",
 ]
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,12 @@ def abandoned(parent: Path, now: float) -> Iterator[Path]:
         with _claimed(path, token, now) as dead:
             if dead:
                 yield path
+
+
+def unfinished(parent: Path) -> dict[str, bool]:
+    """The names of all temporary folders, and whether the save of each is known to be dead."""
+    dead = {path.name for path in abandoned(parent, time.time())}
+    return {path.name: path.name in dead for path, *_ in _leftovers(parent)}
 
 
 def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:

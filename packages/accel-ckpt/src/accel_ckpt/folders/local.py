@@ -23,6 +23,7 @@ from accel_ckpt.folders.leftovers import (
     remove_or_warn,
     restore_interrupted_swaps,
     temporary_name,
+    unfinished,
 )
 from accel_ckpt.folders.local_transaction import LocalTransaction, link_or_copy
 from accel_ckpt.folders.weight_switch import WeightSwitch, Writers
@@ -99,8 +100,21 @@ class LocalFolder(Folder):
         """List checkpoints, complete or not, from a number on."""
         return [self.path / name for found, name in self._numbered(prefix) if found >= number]
 
-    def _names(self) -> list[str]:
+    def has_manifest(self) -> bool:
+        """Whether there is such a file."""
+        return (self.path / MANIFEST_NAME).exists()
+
+    def modified(self) -> float:
+        """The time of the manifest, the last file of a save."""
+        return (self.path / MANIFEST_NAME).stat().st_mtime
+
+    def names(self) -> list[str]:
+        """The names in the folder."""
         return os.listdir(self.path) if self.path.is_dir() else []
+
+    def unfinished(self) -> dict[str, bool]:
+        """Temporary folders; those of running saves on this machine are locked."""
+        return unfinished(self.path) if self.path.is_dir() else {}
 
     def prune_checkpoints(self, keep: int, prefix: str, disk: Disk) -> list[Path]:
         """Rename each checkpoint before its files are removed, so that no half of one is taken for a checkpoint."""
@@ -117,7 +131,7 @@ class LocalFolder(Folder):
         """Refuse a file and a training state; a folder that does not exist yet is fine."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointSaveError(f"{self.path} is a file; weights go to a folder, choose another name")
-        if (self.path / MANIFEST_NAME).exists():
+        if self.has_manifest():
             raise CheckpointSaveError(
                 f"{self.path} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
                 "to another folder"

@@ -92,6 +92,17 @@ class TrainingCheckpoint:
         """
         return self._shared((), lazy)
 
+    def lazy_trees(self, rank: int | None = None, names: Collection[str] | None = None) -> Mapping[str, Tree]:
+        """Read trees in which ``SavedTensor`` takes the place of tensors, of which only headers are read.
+
+        Args:
+            rank: the rank whose trees are read; None: the shared trees.
+            names: the trees that are read; None: all.
+        """
+        stem = "state" if rank is None else rank_stem(rank)
+        every = self._described(stem)[1]
+        return self._read_trees(stem, lambda name: names is None or name in names, lazy=every)
+
     def _shared(self, mapped: Collection[str], lazy: Collection[str]) -> Mapping[str, Tree]:
         extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
         trees = self._read_trees("state", lambda name: name not in extra, mapped, lazy)

@@ -1,6 +1,7 @@
 import importlib.util
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import pytest
 
@@ -82,3 +83,19 @@ def test_names_and_ranges(bucket):
     assert store.read("a/b", 3, 3) == b""
     store.delete(["a/b", "not-there"])
     assert store.sizes() == {"c": 0}
+
+
+@pytest.mark.parametrize(
+    ("about", "time"),
+    [
+        ({"LastModified": datetime(2026, 1, 1, tzinfo=UTC)}, 1767225600.0),  # s3fs
+        ({"last_modified": datetime(2026, 1, 1, tzinfo=UTC)}, 1767225600.0),  # adlfs
+        ({"mtime": datetime(2026, 1, 1, tzinfo=UTC), "created": None}, 1767225600.0),  # gcsfs
+        ({"mtime": 5.5}, 5.5),
+        ({"size": 3}, None),
+    ],
+)
+def test_when_an_object_was_written(about, time, monkeypatch):
+    store = open_store(location("memory://times"))
+    monkeypatch.setattr(store.fs, "info", lambda path: about)
+    assert store.modified("manifest.json") == time

@@ -145,7 +145,7 @@ def _submit(
         lambda name: name in ("submit", "dry_run") or name.startswith("submit_"),
     )
     job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
-    submission = SUBMISSIONS[str(config.submit)]
+    submission = SUBMISSIONS.get(str(config.submit))
     if config.dry_run:
         sys.stdout.write(without_secrets(submission.script(job)))
     else:

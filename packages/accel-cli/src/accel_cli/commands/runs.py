@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from accel_cli.dialect import App
-from accel_cli.render import show_facts, show_table, show_text
+from accel_cli.render import show_facts, show_table, show_text, when
 from accel_state.errors import ConfigError
 from accel_state.launching.run_record import RunRecord, read_record
 from accel_state.messages import did_you_mean
@@ -26,8 +26,6 @@ _DEPTH = 4
 _MOST_BYTES = 1 << 18
 """Of the end of a log, that are read for its last lines."""
 _HEADER = b"==== "
-_CHECKPOINTS = ("checkpoint_", "step_")
-"""How `Accelerator.save_state` and `Checkpointer` number their folders."""
 
 app = App()
 
@@ -122,14 +120,15 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 
 def _newest_checkpoint(run: Run) -> Path | None:
-    from accel_ckpt.folders.find import complete_checkpoints
+    from accel_ckpt import complete_checkpoints
+    from accel_cli.checkpoint_facts import PREFIXES
 
     places = (run.folder, run.folder / "checkpoints", run.folder.parent / "checkpoints")
     found = [
         path
         for place in places
         if place.is_dir()
-        for prefix in _CHECKPOINTS
+        for prefix in PREFIXES
         for path in complete_checkpoints(place, prefix)
     ]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -172,10 +171,6 @@ def _duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 def _show_list(found: Sequence[Run], lines: int) -> None:
     rows = []
     for run in found:
@@ -185,7 +180,7 @@ def _show_list(found: Sequence[Run], lines: int) -> None:
             (
                 run.name,
                 run.state,
-                _when(first.started),
+                when(first.started),
                 _duration(_took(run)),
                 str(first.world_size),
                 "-" if checkpoint is None else checkpoint.name,
@@ -209,7 +204,7 @@ def _show_one(run: Run, lines: int) -> None:
     facts = {
         "state": run.state + (f": {record.how}" if record.how else ""),
         "exit code": "-" if record.code is None else str(record.code),
-        "began": _when(first.started),
+        "began": when(first.started),
         "took" if record.ended is not None else "runs for": _duration(_took(run)),
         "ranks": f"{first.world_size}{several}",
         "host": ", ".join(dict.fromkeys(each.host for each in run.records)),

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from accel_state.clusters.base import Cluster, Topology
+from accel_state.registry import Registry
 
-__all__ = ["Allocation", "Described", "Scheduler", "TaskScheduler"]
+__all__ = ["INSTALLED", "Allocation", "Described", "Scheduler", "TaskScheduler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,10 @@ class Scheduler(ABC):
         Raises:
             ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
         """
+
+
+INSTALLED: Registry[Scheduler] = Registry("cluster", "accel_state.clusters", {}, base=Scheduler)
+"""The schedulers of installed packages; the name of one is its value of the option ``cluster``."""
 
 
 class TaskScheduler(Scheduler):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from accel_state.clusters.allocation import Allocation, Described, Scheduler
+from accel_state.clusters.allocation import INSTALLED, Allocation, Described, Scheduler
 from accel_state.clusters.containers import Containers
 from accel_state.clusters.flux import FluxJobs
 from accel_state.clusters.lsf import LSFJobs
@@ -43,14 +43,25 @@ def find_allocation(environ: Mapping[str, str], wanted: str = "auto") -> Allocat
     """
     if wanted == "none" or (wanted == "auto" and "LOCAL_RANK" in environ):
         return None
-    for scheduler in SCHEDULERS:
-        if wanted in ("auto", scheduler.key):
+    for key, scheduler in _asked(wanted):
+        if wanted in ("auto", key):
             found = scheduler.allocation(environ)
             if found is not None:
                 return found
-            if wanted == scheduler.key:
+            if wanted == key:
                 raise ConfigError(
                     f"--cluster {wanted}: {scheduler.name} does not describe several processes to this launcher; "
                     f"{scheduler.hint}, or leave --cluster out"
                 )
     return None
+
+
+def _asked(wanted: str) -> Iterator[tuple[str, Scheduler]]:
+    """The schedulers by key; after torchrun's variables, which any launcher may set, those of installed packages."""
+    first, *others = ((scheduler.key, scheduler) for scheduler in SCHEDULERS)
+    yield first
+    if wanted in INSTALLED.installed():
+        yield wanted, INSTALLED.get(wanted)
+    elif wanted == "auto":
+        yield from INSTALLED.usable()
+    yield from others

@@ -210,7 +210,7 @@ class _Reader:
                     f"{flag} is {text!r}; expected a number of processes, or {', '.join(PROCESSES_PER)}"
                 )
         value = bound.parse(text, flag)
-        choices = ", ".join(bound.about.listed)
+        choices = ", ".join(bound.listed)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):
             # Probably an unset shell variable.
             raise ConfigError(

@@ -33,6 +33,7 @@ class Option:
         env: environment variables. None: derived from the section; empty: no variable.
         choices: the allowed values, in their canonical spelling; matched in any case.
         unlisted: choices that help and messages do not list, because hardly anybody needs them.
+        group: entry-point group whose names are allowed values, too.
         synonyms: alternative spellings of choices, in lower case.
         numbered: a choice may also be given by its number, counted from 1.
         switches: flags that each set one value, and the variable for that value, if any.
@@ -57,6 +58,7 @@ class Option:
     env: tuple[str, ...] | None = None
     choices: tuple[str, ...] = ()
     unlisted: tuple[str, ...] = ()
+    group: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     numbered: bool = False
     switches: Mapping[str, tuple[str, str | None]] = dataclasses.field(default_factory=dict)
@@ -71,11 +73,6 @@ class Option:
     secret: bool = False
     low: float | None = None
     high: float | None = None
-
-    @property
-    def listed(self) -> list[str]:
-        """The choices that help and messages list."""
-        return [choice for choice in self.choices if choice not in self.unlisted]
 
 
 def option(default: Any = None, help: str = "", **about: Any) -> Any:

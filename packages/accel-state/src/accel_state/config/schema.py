@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_state.config.option import Carrier, Option, Section
 from accel_state.config.option_types import BoolOrName, OptionType, option_type_of
+from accel_state.entry_points import entry_points
 from accel_state.errors import ConfigError, UnknownKeyError
 from accel_state.messages import HIDDEN, did_you_mean, shown, without_secrets
 
@@ -55,6 +56,18 @@ class BoundOption:
     prefix: str
     flags: tuple[str, ...]
     variables: tuple[str, ...]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values, those of installed packages included; empty: any."""
+        if not self.about.group:
+            return self.about.choices
+        return (*self.about.choices, *sorted(entry_points(self.about.group).keys() - {*self.about.choices}))
+
+    @property
+    def listed(self) -> list[str]:
+        """The choices that help and messages list."""
+        return [choice for choice in self.choices if choice not in self.about.unlisted]
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -121,7 +134,7 @@ class BoundOption:
 
     def _check(self, value: Any) -> Any:
         about = self.about
-        if about.choices and not isinstance(value, bool):
+        if self.choices and not isinstance(value, bool):
             return self._choice(str(value))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = about.low, about.high
@@ -132,7 +145,7 @@ class BoundOption:
     def _choice(self, text: str) -> str:
         word = text.strip().lower()
         about = self.about
-        for choice in about.choices:
+        for choice in self.choices:
             if choice.lower() == word:
                 return choice
         if word in about.synonyms:
@@ -140,7 +153,7 @@ class BoundOption:
         if about.numbered and word.isdecimal() and 1 <= int(word) <= len(about.choices):
             return about.choices[int(word) - 1]
         words = ["true", "false"] if isinstance(self.option_type, BoolOrName) else []
-        raise ValueError(f"one of {', '.join([*words, *about.listed])}")
+        raise ValueError(f"one of {', '.join([*words, *self.listed])}")
 
 
 class Schema:

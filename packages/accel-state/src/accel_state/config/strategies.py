@@ -7,14 +7,12 @@ variables, help, completion, the wizard, the plan of a launch) finds the strateg
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from accel_state import entry_points
 from accel_state.config.option import Section
-from accel_state.errors import ConfigError
+from accel_state.registry import Registry
 
 __all__ = [
     "GROUP",
@@ -152,25 +150,7 @@ def installed_strategies() -> tuple[LaunchableStrategy, ...]:
     Raises:
         ConfigError: a distribution names something that cannot be imported, or that is no ``LaunchableStrategy``.
     """
-    return _loaded(tuple(sorted(entry_points.entry_points(GROUP).items())))
+    return tuple(map(_REGISTRY.get, _REGISTRY.names()))
 
 
-@functools.lru_cache(maxsize=32)
-def _loaded(points: tuple[tuple[str, str], ...]) -> tuple[LaunchableStrategy, ...]:
-    return tuple(_load(name, place) for name, place in points)
-
-
-def _load(name: str, place: str) -> LaunchableStrategy:
-    try:
-        found = entry_points.load(place)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the strategy {name} is installed, but {place}, which its entry point in {GROUP} names, cannot be "
-            f"imported: {error}; install its package again, or uninstall it"
-        ) from error
-    if not isinstance(found, LaunchableStrategy):
-        raise ConfigError(
-            f"the entry point {name} in {GROUP} names {place}, which is {type(found).__name__}; expected a "
-            "LaunchableStrategy"
-        )
-    return found
+_REGISTRY: Registry[LaunchableStrategy] = Registry("strategy", GROUP, {}, base=LaunchableStrategy)

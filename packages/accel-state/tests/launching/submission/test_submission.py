@@ -10,8 +10,9 @@ from accel_state.config.flags import parse_flags, without_flags
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.submission import SUBMISSIONS, Job
+from testkit.plug_ins import install
 
-SLURM = SUBMISSIONS["slurm"]
+SLURM = SUBMISSIONS.get("slurm")
 
 
 def job(*flags):
@@ -149,3 +150,22 @@ def test_arguments_of_the_command_are_quoted():
     made = Job(made.config, ("accel", "launch", "train.py", "--note", "a\n$(touch stolen)"), made.script)
     assert subprocess.run(["bash", "-n"], input=SLURM.script(made), text=True, check=False).returncode == 0
     assert "'a\n$(touch stolen)'" in SLURM.script(made)
+
+
+def test_a_launcher_of_an_installed_package(monkeypatch, tmp_path):
+    text = (
+        "from accel_state.launching.submission import Submission\n\n\n"
+        "class Site(Submission):\n    script = submit = None\n\n\nSITE = Site()\n"
+    )
+    install(
+        monkeypatch,
+        tmp_path,
+        "outside_launcher",
+        text,
+        {"accel_state.launchers": {"site": "SITE", "slurm": "SITE"}},
+    )
+    assert type(SUBMISSIONS.get("site")).__name__ == "Site"
+    assert SUBMISSIONS.get("slurm") is SLURM
+    assert parse_flags(["--submit", "site"]).values["submit"] == "site"
+    with pytest.raises(ConfigError, match=r"--submit is 'sites'; expected one of slurm, site$"):
+        parse_flags(["--submit", "sites"])

@@ -12,7 +12,8 @@ __all__ = ["Counters"]
 
 
 class Counters(StatePart):
-    """`accelerator.step`, the number of the next automatic checkpoint, and the classes of the models.
+    """`accelerator.step`, the number of the next automatic checkpoint, and what the checkpoint says of the run: the
+    classes of the models, the strategy and the precision.
 
     Args:
         prepared: has both.
@@ -26,6 +27,8 @@ class Counters(StatePart):
         trees.shared["step"] = self._prepared.step
         trees.progress["save_iteration"] = self._prepared.project.iteration + 1
         trees.progress["models"] = self._classes()
+        plan = self._prepared.plan
+        trees.progress.update(strategy=plan.strategy.name, precision=plan.precision.name)
 
     def _classes(self) -> list[str]:
         return [type(model).__name__ for model in self._prepared.models]

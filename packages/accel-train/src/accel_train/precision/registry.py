@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from accel_state.registry import Registry
+from accel_train.errors import OptionError
 from accel_train.precision.base import Precision
-from accel_train.registry import Registry
 
 __all__ = ["PRECISIONS"]
 
@@ -16,4 +17,5 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "fp16": "accel_train.precision.fp16:FP16Precision",
         "fp8": "accel_train.precision.fp8.precision:FP8Precision",
     },
+    error=OptionError,
 )

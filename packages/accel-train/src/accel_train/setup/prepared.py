@@ -111,7 +111,7 @@ class Prepared:
         schedulers: as `prepare()` returned them.
         loaders: as `prepare()` returned them.
         registered: other objects of the state.
-        parts: other kinds of state, of features that the script has switched on.
+        parts: other kinds of state: of installed packages, and of features that the script has switched on.
         hooks: the script's hooks that run before a state is saved or loaded.
         replaced: parameters that preparation replaced.
         preemption: listens for signals, if asked to.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from accel_train.registry import Registry
+from accel_state.registry import Registry
+from accel_train.errors import OptionError
 from accel_train.strategies.base import Strategy
 
 __all__ = ["STRATEGIES"]
@@ -19,4 +20,5 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "tp": "accel_train.strategies.tensor_parallel:TensorParallelStrategy",
         "xla": "accel_train.strategies.xla:XlaStrategy",
     },
+    error=OptionError,
 )

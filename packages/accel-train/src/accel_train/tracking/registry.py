@@ -6,8 +6,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import TypeVar
 
 from accel_state.messages import warn
+from accel_state.registry import Registry
 from accel_train.errors import OptionError
-from accel_train.registry import Registry
 from accel_train.tracking.base import GeneralTracker
 
 __all__ = ["LOGGER_TYPE_TO_CLASS", "TRACKERS", "TrackerClasses", "register_tracker_class"]
@@ -28,6 +28,7 @@ TRACKERS: Registry[type[GeneralTracker]] = Registry(
         "trackio": "accel_train.tracking.trackio:TrackioTracker",
         "wandb": "accel_train.tracking.wandb:WandBTracker",
     },
+    error=OptionError,
 )
 
 

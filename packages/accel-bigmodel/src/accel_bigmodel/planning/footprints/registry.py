@@ -5,7 +5,7 @@ from __future__ import annotations
 from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.planning.footprints.base import Footprint, Setting, StrategyFootprint, Timelines, Workload
 from accel_bigmodel.planning.shape import ModelShape
-from accel_state.entry_points import entry_points, load
+from accel_state.registry import Registry
 
 __all__ = ["GROUP", "footprint", "footprint_class", "footprint_names"]
 
@@ -23,10 +23,14 @@ _BUILT_IN = {
     "tp": f"{_FOLDER}.tensor_parallel:TensorParallelFootprint",
 }
 
+_REGISTRY: Registry[type[StrategyFootprint]] = Registry(
+    "footprint", GROUP, _BUILT_IN, base_class=StrategyFootprint, error=EstimateError
+)
+
 
 def footprint_names() -> list[str]:
     """The strategies that have a footprint: the built-in ones, then installed ones by name."""
-    return [*_BUILT_IN, *sorted(entry_points(GROUP).keys() - _BUILT_IN.keys())]
+    return [*_BUILT_IN, *sorted(_REGISTRY.installed())]
 
 
 def footprint_class(strategy: str) -> type[StrategyFootprint]:
@@ -35,13 +39,11 @@ def footprint_class(strategy: str) -> type[StrategyFootprint]:
     Raises:
         EstimateError: it has none; the message names the strategies that have one.
     """
-    place = _BUILT_IN.get(strategy) or entry_points(GROUP).get(strategy)
-    if place is None:
+    if strategy not in footprint_names():
         raise EstimateError(
             f"the memory of the strategy {strategy!r} is not known; known: {', '.join(footprint_names())}"
         )
-    found: type[StrategyFootprint] = load(place)
-    return found
+    return _REGISTRY.get(strategy)
 
 
 def footprint(shape: ModelShape, setting: Setting, workload: Workload, timelines: Timelines) -> Footprint:

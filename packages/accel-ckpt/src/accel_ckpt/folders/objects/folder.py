@@ -17,7 +17,14 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.folders.folder import Folder, OpenFolder
 from accel_ckpt.folders.objects import weights
-from accel_ckpt.folders.objects.leftovers import Mark, check_sizes, new_token, read_manifest, remove_unlisted
+from accel_ckpt.folders.objects.leftovers import (
+    Mark,
+    check_sizes,
+    new_token,
+    read_manifest,
+    remove_unlisted,
+    unfinished,
+)
 from accel_ckpt.folders.objects.mirror import open_remote
 from accel_ckpt.folders.objects.store import in_parallel
 from accel_ckpt.folders.objects.stores import open_store
@@ -89,18 +96,27 @@ class ObjectFolder(Folder):
     def checkpoints_from(self, number: int, prefix: str) -> list[Path]:
         """List checkpoints from a number on; a folder without a manifest does not count."""
         return self._those(
-            ObjectFolder._has_manifest, [name for n, name in self._numbered(prefix) if n >= number]
+            ObjectFolder.has_manifest, [name for n, name in self._numbered(prefix) if n >= number]
         )
 
     def _those(self, are: Callable[[ObjectFolder], bool], names: list[str]) -> list[Path]:
         folders = [ObjectFolder(self._uri / name) for name in names]
         return [folder.path for folder, yes in zip(folders, in_parallel(are, folders), strict=True) if yes]
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The names one level below."""
         return open_store(self._uri).children()
 
-    def _has_manifest(self) -> bool:
-        """Whether there is a checkpoint, perhaps one that is damaged."""
+    def unfinished(self) -> dict[str, bool]:
+        """The marks of saves and removals."""
+        return unfinished(open_store(self._uri))
+
+    def modified(self) -> float | None:
+        """The time of the manifest, the last object of a save."""
+        return open_store(self._uri).modified(MANIFEST_NAME)
+
+    def has_manifest(self) -> bool:
+        """Whether there is such an object."""
         try:
             open_store(self._uri).read(MANIFEST_NAME)
         except CheckpointNotFoundError:
@@ -127,7 +143,7 @@ class ObjectFolder(Folder):
             CheckpointSaveError: also if the storage cannot be read.
         """
         try:
-            is_state = self._has_manifest()
+            is_state = self.has_manifest()
         except CheckpointError as error:
             raise CheckpointSaveError(f"saving weights to {self._uri} failed: {error}") from error
         if is_state:

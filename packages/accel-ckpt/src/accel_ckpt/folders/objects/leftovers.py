@@ -41,6 +41,7 @@ __all__ = [
     "open_manifest",
     "read_manifest",
     "remove_unlisted",
+    "unfinished",
 ]
 
 logger = logging.getLogger(__name__)
@@ -204,15 +205,9 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
     """
     base = _base(directory)
     store = open_store(base)
-    marks = {
-        name: match
-        for name in store.sizes(_MARKS)
-        if (match := _MARK.fullmatch(name.removeprefix(f"{_MARKS}/")))
-    }
-    if not marks:
-        return []
-    over = in_parallel(lambda name: _is_over(store, name), list(marks))
-    dead = {name for name, is_over in zip(marks, over, strict=True) if is_over}
+    over = unfinished(store)
+    marks = {name: match for name in over if (match := _parsed(name))}
+    dead = {name for name, is_over in over.items() if is_over}
     alive = {match["token"] for name, match in marks.items() if name not in dead}
     cleaned = []
     for about in sorted({marks[name]["name"] for name in dead}):
@@ -227,6 +222,16 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
         except CheckpointError as error:
             warn(f"what a dead save or a removal left in {target} stays: {error}", once=True)
     return cleaned
+
+
+def unfinished(store: Store) -> dict[str, bool]:
+    """The marks below a folder of checkpoints, and whether the process of each is known to have ended."""
+    marks = [name for name in store.sizes(_MARKS) if _parsed(name)]
+    return dict(zip(marks, in_parallel(lambda name: _is_over(store, name), marks), strict=True))
+
+
+def _parsed(mark: str) -> re.Match[str] | None:
+    return _MARK.fullmatch(mark.removeprefix(f"{_MARKS}/"))
 
 
 def _is_over(store: Store, name: str) -> bool:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
@@ -46,6 +47,7 @@ _LASTING = (
 _EXTRAS = {
     "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "adl": "az",
 }  # fmt: skip
+_TIMES = ("LastModified", "last_modified", "mtime", "created")  # of s3fs, adlfs, gcsfs, fsspec's own
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 
 
@@ -150,6 +152,12 @@ class Store:
         if end is not None and begin >= end:
             return b""
         return self.attempt(get, "reading", name)
+
+    def modified(self, name: str) -> float | None:
+        """When an object was written, in seconds since the epoch; None: the file system does not say it."""
+        about = self.attempt(lambda: self.ask(self.fs.info, self.path(name)), "reading", name)
+        time = next((about[key] for key in _TIMES if about.get(key) is not None), None)
+        return time.timestamp() if isinstance(time, datetime) else time
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""

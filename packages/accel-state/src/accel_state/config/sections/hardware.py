@@ -82,6 +82,7 @@ class HardwareOptions(CommonOptions):
         "auto",
         help="Scheduler whose variables describe the machines; auto: any that is found, none: this machine alone.",
         choices=("auto", "none", "slurm", "torchrun", "skypilot", "lsf", "flux", "mpi", "containers"),
+        group="accel_state.clusters",
         ours=True,
     )
     min_machines: int | None = option(

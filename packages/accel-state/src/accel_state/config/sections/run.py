@@ -103,5 +103,6 @@ class RunOptions(Section):
     submit: str | None = option(
         help="Scheduler to which the run is submitted as a job; --dry_run prints the script.",
         choices=("slurm",),
+        group="accel_state.launchers",
         in_file=False,
     )

@@ -17,7 +17,7 @@ from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.submission.base import Job, Submission
 
-__all__ = ["SlurmSubmission"]
+__all__ = ["SLURM", "SlurmSubmission"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -70,6 +70,9 @@ class SlurmSubmission(Submission):
                 f"sbatch refused the job (exit code {answer.returncode}): {(answer.stderr or answer.stdout).strip()}"
             )
         return f"submitted job {match[1]}; its output goes to {_output(job).replace('%j', match[1])}"
+
+
+SLURM = SlurmSubmission()
 
 
 def _options(job: Job) -> list[str]:
