@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -242,11 +243,12 @@ def test_a_mixture_trains_as_on_one_process_and_continues_there(tmp_path, strate
     """Ranks of tensor parallelism read the same batches, the others their parts of them."""
     bound = 1e-5 if strategy == "deepspeed" else 1e-12  # DeepSpeed trains in float32
     [(right, counts)] = worlds.run(trained_under, 1, "single")
-    for found, counted in worlds.run(trained_under, 2, strategy, timeout=120):
+    run = partial(worlds.run, timeout=120, fresh_ranks=strategy == "deepspeed")
+    for found, counted in run(trained_under, 2, strategy):
         assert counted == counts
         for name, value in right.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=bound)
-    worlds.run(trained_under, 2, strategy, str(tmp_path), 0, 12, timeout=120)
+    run(trained_under, 2, strategy, str(tmp_path), 0, 12)
     [(found, counted)] = worlds.run(trained_under, 1, "single", str(tmp_path), 12)
     assert counted == counts
     for name, value in right.items():

@@ -161,12 +161,14 @@ def run(
     *args: Any,
     environ: dict[str, str] | None = None,
     timeout: float = 60.0,
+    fresh_ranks: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank; its results in rank order, with tensors in host memory.
 
     Ranks find each other through torchrun's environment variables, as a launched script would; the function
     itself creates ``PartialState``, ``Accelerator`` or a process group. A world of one gets none of them.
+    ``fresh_ranks`` are processes of their own also inside `kept`, as engines need, which start once in a process.
 
     Raises:
         RankError: with the traceback of the first rank that failed, or naming the ranks that did not answer
@@ -179,7 +181,7 @@ def run(
     port = free_port()
     cpu = os.environ.get("ACCELERATE_USE_CPU", "true")  # --device says otherwise
     base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": cpu, **(environ or {})}
-    keeps = _kept is not None and not environ
+    keeps = _kept is not None and not environ and not fresh_ranks
     ranks = _ranks(world_size, keeps)
     try:
         for number, rank in enumerate(ranks):
@@ -241,7 +243,7 @@ def kept() -> Iterator[None]:
     A rank computes the most when it does something for the first time. What a function leaves in its process, beside
     the world and the generators of random numbers, the next one finds: for functions that train and compare. Those
     that get variables of their environment run in processes of their own, since modules read them once. One world at a
-    time; not for engines, which start once in a process.
+    time.
     """
     global _kept
     _kept = []

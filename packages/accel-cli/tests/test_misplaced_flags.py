@@ -75,7 +75,7 @@ def test_on_a_terminal_the_user_is_asked(script, answer, printed):
     words = ["-m", "accel_cli", "launch", "--cpu", script, "--num_processes", "2", "--lr", "1"]
     child = pexpect.spawn(sys.executable, words, encoding="utf-8", timeout=60, dimensions=(24, 200))
     child.expect(
-        r"--num_processes comes after .*so it goes to the script. Give it to accel launch instead\? \[y/N\] "
+        r"(?s)--num_processes comes\s+after\s.*\bGive\s+it\s+to\s+accel\s+launch\s+instead\? \[y/N\] "
     )
     child.sendline(answer)
     child.expect(printed)
