@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from accel_state.communication import blocks as blocks_module
 from accel_state.communication.blocks import Blocks
 from accel_state.communication.torch_collectives import counters
 from accel_state.errors import CollectiveMismatchError
@@ -194,3 +196,98 @@ def test_tensors_that_do_not_fit_have_no_places() -> None:
         assert not blocks.plan(1, None).fits
 
     worlds.run(body, 2)
+
+
+def many_ranks(body: Callable[[], Any]) -> Callable[[], Any]:
+    """In a small world, what a world of hundreds does."""
+
+    def run() -> Any:
+        blocks_module._DIRECT, blocks_module._TOGETHER = 1, 2
+        return body()
+
+    return run
+
+
+def everything() -> list[Any]:
+    state = PartialState()
+    rank, ranks = state.process_index, state.num_processes
+    found: list[Any] = [collectives.gather(torch.tensor([rank, 7])).tolist()]
+    found.append(collectives.reduce(torch.tensor([float(rank), 1.0]), "sum").tolist())
+    found.append(collectives.reduce({"a": torch.ones(3) * rank}, "mean")["a"].tolist())
+    found.append(collectives.broadcast(torch.tensor([rank]), ranks - 1).tolist())
+    found.append(collectives.gather_object([rank] * rank))
+    found.append(collectives.gather_object(["x" * 5000 * rank]))
+    found.append(collectives.broadcast_object_list([f"from {rank}"], 1))
+    found.append(collectives.gather(torch.full((rank + 1,), rank), ragged=True).tolist())
+    found.append(collectives.pad_across_processes(torch.full((rank + 1,), rank)).shape)
+    state.wait_for_everyone()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_large_group_gets_what_a_small_one_gets(ranks: int) -> None:
+    assert worlds.run(many_ranks(everything), ranks) == worlds.run(everything, ranks)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_ranks_agree_and_the_first_collects(large: bool) -> None:
+    def body() -> Any:
+        rank = PartialState().process_index
+        marks = [b"same", b"%d" % rank, b"same" if rank else b"other", b""]
+        found = [collectives.all_agree(mark) for mark in marks]
+        return found, collectives.gather_to_first({"rank": rank, "text": "x" * 3000 * rank})
+
+    results = worlds.run(many_ranks(body) if large else body, 3)
+    assert [found for found, _ in results] == [[True, False, False, True]] * 3
+    assert results[0][1] == [{"rank": rank, "text": "x" * 3000 * rank} for rank in range(3)]
+    assert [found for _, found in results[1:]] == [None, None]
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_what_cannot_be_pickled_fails_on_all_ranks(large: bool) -> None:
+    def body() -> str:
+        rank = PartialState().process_index
+        try:
+            collectives.gather_to_first((lambda: 0) if rank == 1 else 0)
+        except (TypeError, CollectiveMismatchError) as error:
+            return str(error)
+        return ""
+
+    for message in worlds.run(many_ranks(body) if large else body, 3):
+        assert "cannot be pickled" in message
+
+
+@pytest.mark.parametrize("call", ["gather", "barrier", "all_agree"])
+def test_ranks_of_a_large_group_that_disagree_all_hear_of_it(call: str) -> None:
+    def body() -> str:
+        state = PartialState()
+        try:
+            if state.process_index == 2:
+                collectives.gather(torch.zeros(5))
+            elif call == "gather":
+                collectives.gather(torch.zeros(4))
+            elif call == "barrier":
+                state.wait_for_everyone()
+            else:
+                collectives.all_agree(b"")
+        except CollectiveMismatchError as error:
+            return str(error)
+        return ""
+
+    for message in worlds.run(many_ranks(body), 3):
+        assert "ranks disagree about collective #1" in message
+        assert "gather at" in message
+
+
+def test_a_rank_of_a_large_group_receives_no_more_than_in_a_small_one() -> None:
+    """Headers: the first gets one of each rank, and the others get two bounds."""
+
+    def body() -> list[int]:
+        state = PartialState()
+        channel = state.channel(None)
+        assert channel is not None
+        return [channel._blocks.table.nbytes, channel._blocks._bounds.nbytes]
+
+    for rank, (table, bounds) in enumerate(worlds.run(many_ranks(body), 4)):
+        assert table == (4 * 32 if rank == 0 else 0)
+        assert bounds == 64

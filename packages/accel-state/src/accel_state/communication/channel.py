@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from accel_state.communication.blocks import BlockPlan, Blocks
+from accel_state.communication.serialization import aligned
 from accel_state.communication.torch_collectives import (
     all_gather_single,
     break_connections,
@@ -305,11 +306,52 @@ class Channel:
         if payload is not None:
             blocks.put(payload)
         agree = self._meet(fingerprint(key), size, describe, local_error)
-        sizes = [size] * self.size if agree else blocks.sizes()
+        sizes = [size] * self.size if agree else blocks.sizes() or self._sizes(size)
         largest = max(sizes)
         if largest <= blocks.capacity:
             return RankPayloads(blocks.payloads, sizes)
         return RankPayloads(self._share(payload, largest, source), sizes)
+
+    def agree(self, key: Hashable, mark: int) -> bool:
+        """Whether all ranks give the same mark; costs a rank the same in a group of any size.
+
+        Args:
+            key: must be equal on all ranks.
+            mark: signed, of 64 bits.
+
+        Raises:
+            CollectiveMismatchError: keys differ, on every rank.
+        """
+        return self._meet(fingerprint(key), 0, str, None, mark) or self._blocks.same_mark()
+
+    def gather_to_first(self, key: Hashable, payload: Tensor) -> list[Tensor] | None:
+        """The payloads of all ranks, on the first rank of the group; None on the others.
+
+        Args:
+            key: must be equal on all ranks.
+            payload: uint8, 1-D, of any size.
+
+        Raises:
+            CollectiveMismatchError: keys differ, on every rank.
+        """
+        self._meet(fingerprint(key), payload.numel(), str, None)
+        if self.rehearsed:
+            return [payload] * self.size if self.rank == 0 else None
+        row = _with_size(payload, self._blocks.largest())
+        on_device = row.to(self.device)
+        rows = [torch.empty_like(on_device) for _ in range(self.size)] if self.rank == 0 else None
+        work = dist.gather(on_device, rows, self.ranks[0], group=self.wire, async_op=True)
+        self.wait(work, on_device, *(rows or ()))
+        if rows is None:
+            return None
+        return [row[8 : 8 + int(row[:8].view(torch.int64))] for row in (row.cpu() for row in rows)]
+
+    def _sizes(self, size: int) -> list[int]:
+        """Bytes of the payloads of all ranks, which the first of a large group has collected."""
+        table = torch.empty((self.size, 1), dtype=torch.int64, device="cpu")
+        self._all_gather_on_device(table, torch.tensor([size], dtype=torch.int64, device="cpu"))
+        found: list[int] = table.view(-1).tolist()
+        return found
 
     def plan(self, key: Hashable, tensors: Sequence[tuple[torch.dtype, torch.Size]] | None) -> BlockPlan:
         """How calls with ``key`` exchange their tensors, for ``meet``; kept in ``plans``.
@@ -332,17 +374,22 @@ class Channel:
         self._meet(plan.fingerprint, plan.size, describe, None)
 
     def _meet(
-        self, mark: int, size: int, describe: Callable[[], str], local_error: BaseException | None
+        self,
+        call: int,
+        size: int,
+        describe: Callable[[], str],
+        local_error: BaseException | None,
+        mark: int = 0,
     ) -> bool:
-        """Exchange blocks of the same call; returns whether payloads are of one size as well."""
+        """Exchange blocks of the same call; returns whether payloads are of one size as well, and marks equal."""
         if self._compared is not None:
-            self._compared(self.ranks, self._position[1] or "", mark, describe())
+            self._compared(self.ranks, self._position[1] or "", call, describe())
         blocks = self._blocks
-        blocks.write(mark, size, 0 if local_error is None else _LOCAL_ERROR)
+        blocks.write(call, size, 0 if local_error is None else _LOCAL_ERROR, mark)
         if self.device.type == "cpu":
             blocks.exchange(self._wait)
         else:
-            self._all_gather_on_device(blocks.table, blocks.row)
+            blocks.exchange_by(self._all_gather_on_device, self._largest_on_device)
         agree = blocks.agree()
         if local_error is not None or not (agree or blocks.same_call()):
             self._raise_mismatch(describe, local_error)
@@ -369,6 +416,15 @@ class Channel:
         table.copy_(on_device)
         if self.failure is not None:  # reported by the watchdog; the copied values are invalid
             raise self.failure
+
+    def _largest_on_device(self, numbers: Tensor) -> Tensor:
+        """The largest of the numbers of all ranks, one by one."""
+        found = numbers.to(self.device)
+        self.wait(dist.all_reduce(found, dist.ReduceOp.MAX, group=self.wire, async_op=True), found)
+        largest = found.cpu()
+        if self.failure is not None:  # reported by the watchdog; the copied values are invalid
+            raise self.failure
+        return largest
 
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
         """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
@@ -484,6 +540,14 @@ class Channel:
             + "\nEvery rank must call the same collectives in the same order, with tensors of equal "
             "structure, dtype and shape (gather with ragged=True takes first dimensions of any size)."
         )
+
+
+def _with_size(payload: Tensor, largest: int) -> Tensor:
+    """A payload behind its size, in a row that has room for the largest."""
+    row = torch.zeros(8 + aligned(largest), dtype=torch.uint8, device="cpu")
+    row[:8].view(torch.int64)[0] = payload.numel()
+    row[8 : 8 + payload.numel()] = payload
+    return row
 
 
 class Channels:

@@ -7,6 +7,7 @@ Results are not part of the autograd graph.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -121,6 +122,39 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any
             payload, local_error = None, _wrong_type("gather_object", object)
         rows = channel.exchange("gather_object", lambda: "objects", payload, local_error=local_error)
         return [item for rank in range(channel.size) for item in pickle.loads(rows.raw(rank))]
+
+
+def all_agree(value: bytes) -> bool:
+    """Whether all ranks of the world give equal bytes, of which hashes are compared; flat in the number of ranks.
+
+    Raises:
+        CollectiveMismatchError: not all ranks call it.
+    """
+    channel = channel_of(None)
+    if channel is None:
+        return True
+    with channel.operation("all_agree"):
+        mark = int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "little", signed=True)
+        return channel.agree("all_agree", mark)
+
+
+def gather_to_first(object: Any) -> list[Any] | None:
+    """Bring a picklable object of each rank of the world to the first, which gets them in rank order; others get None.
+
+    Raises:
+        TypeError: the object cannot be pickled.
+        CollectiveMismatchError: not all ranks call it.
+    """
+    channel = channel_of(None)
+    if channel is None:
+        return [object]
+    with channel.operation("gather_to_first"):
+        payload, local_error = pickled(object)
+        if payload is None:
+            channel.exchange(None, str, local_error=local_error)
+        assert payload is not None, "else all ranks have raised"
+        rows = channel.gather_to_first("gather_to_first", payload)
+        return None if rows is None else [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
 def reduce(
