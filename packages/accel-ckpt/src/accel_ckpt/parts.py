@@ -5,25 +5,25 @@ A *leaf* of a state is a whole tensor, a ``DTensor``, a :class:`Part`, or a list
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.divisions import Division, Mesh, held_boxes, reading_of, splits_of
 from accel_ckpt.geometry import Box, flat_boxes
 from accel_ckpt.tensor_storage import copy_values
 
 __all__ = [
+    "FlatParts",
     "Leaf",
     "Part",
+    "division_of",
     "fill_part",
     "fsdp_groups",
     "fsdp_modules",
@@ -122,6 +122,19 @@ class Part:
             return not self.tensor.numel()
         sizes = tuple(self.tensor.shape)  # of a tensor without elements, any other box is all of it
         return sizes != self.shape and not any(sizes)
+
+
+class FlatParts(list[Part]):
+    """The parts of a tensor whose flattened elements ranks divide evenly, with the rule by which they do.
+
+    Args:
+        parts: of this rank.
+        division: the rule; it has ``flat``.
+    """
+
+    def __init__(self, parts: Sequence[Part], division: Division) -> None:
+        super().__init__(parts)
+        self.division = division
 
 
 Leaf: TypeAlias = torch.Tensor | Part | Sequence[Part]
@@ -246,50 +259,39 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     if coordinate is None:  # this rank is not in the mesh
         return
     local, shape = _values(tensor.to_local().detach()), tuple(tensor.shape)
-    mesh = tuple(tensor.device_mesh.shape)
-    for where, offsets in _boxes(
-        shape, tuple(tensor.placements), mesh, tuple(coordinate), tuple(local.shape)
-    ):
+    mesh, here = tuple(tensor.device_mesh.shape), tuple(coordinate)
+    splits = splits_of(shape, tensor.placements)
+    reading = reading_of(shape, splits, mesh, here, tuple(local.shape))
+    for where, offsets in held_boxes(shape, splits, mesh, here, reading):
         yield Part(local[where], offsets, shape)
 
 
-@lru_cache(maxsize=4096)
-def _boxes(
-    shape: tuple[int, ...],
-    placements: tuple[Any, ...],
-    mesh: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    local: tuple[int, ...],
-) -> list[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """The boxes of a ``DTensor``: where each is in the local tensor, and its offsets in the whole one.
-
-    torch gives one offset per rank, also where a strided shard has gaps; so the boxes are computed here. Parameters,
-    gradients and states have few different divisions, and a save or a load asks for each several times.
+def division_of(leaf: Leaf, mesh_of: Callable[[Any], Mesh], rank: int) -> Division | None:
+    """The rule by which ranks divide a leaf; ``None`` if none is known, or this rank is not among them.
 
     Args:
-        shape: of the whole tensor.
-        placements: on the mesh.
-        mesh: its shape.
-        coordinate: of this rank in it.
-        local: shape of what this rank holds.
+        leaf: of a state.
+        mesh_of: returns the ranks of a ``DeviceMesh``.
+        rank: this rank, as meshes count.
     """
-    for splits in _readings(_splits(shape, placements, mesh, coordinate)):
-        runs = [_runs(size, [split for split in splits if split.dim == d]) for d, size in enumerate(shape)]
-        if tuple(sum(stop - start for start, stop in run) for run in runs) == local:
-            break
-    else:
-        raise UnsupportedValueError(
-            f"a DTensor of shape {list(shape)} and placements {placements} holds {list(local)} on this rank, at "
-            f"{coordinate} of the mesh {mesh}, which is not what these placements give; pass its Part, or full_tensor()"
-        )
-    if 0 in local and 0 not in shape:
-        return []
-    cuts = [list(itertools.accumulate((stop - start for start, stop in run), initial=0)) for run in runs]
-    found = []
-    for chosen in itertools.product(*(range(len(run)) for run in runs)):
-        where = tuple(slice(cut[i], cut[i + 1]) for cut, i in zip(cuts, chosen, strict=True))
-        found.append((where, tuple(run[i][0] for run, i in zip(runs, chosen, strict=True))))
-    return found
+    if isinstance(leaf, FlatParts):
+        place = leaf.division.mesh.coordinate(rank)
+        held = tuple(part.box for part in leaf if not part.is_empty)
+        fits = place is not None and held == leaf.division.boxes(leaf[0].shape, place)
+        return leaf.division if fits and 0 not in leaf[0].shape else None
+    if not is_sharded(leaf):
+        return None
+    tensor: Any = leaf
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or 0 in tensor.shape:
+        return None
+    shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
+    splits = splits_of(shape, tensor.placements)
+    local = tuple(_values(tensor.to_local().detach()).shape)
+    found = mesh_of(tensor.device_mesh)
+    if found.coordinate(rank) != tuple(coordinate):
+        return None
+    return Division(found, splits, reading_of(shape, splits, mesh, tuple(coordinate), local))
 
 
 def _values(local: torch.Tensor) -> torch.Tensor:
@@ -304,88 +306,3 @@ def _values(local: torch.Tensor) -> torch.Tensor:
     inside = [getattr(wrapper, name) for name in attributes]
     alike = [inner for inner in inside if (inner.shape, inner.dtype) == (wrapper.shape, wrapper.dtype)]
     return _values(alike[0].detach()) if len(alike) == 1 else local
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The division of a dimension of a tensor by a dimension of a mesh."""
-
-    dim: int
-    count: int
-    index: int
-    factor: int
-    """The number of pieces of a strided shard, which are divided one by one; else 1."""
-
-
-def _splits(
-    shape: tuple[int, ...], placements: tuple[Any, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
-) -> list[_Split]:
-    found = []
-    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
-        kind = type(placement).__name__
-        if kind in ("Shard", "_StridedShard"):
-            dim = placement.dim % max(1, len(shape))
-            found.append(_Split(dim, count, index, int(getattr(placement, "split_factor", 1))))
-        elif kind != "Replicate":
-            raise UnsupportedValueError(
-                f"a DTensor of shape {list(shape)} has the placement {placement}, of which this rank's "
-                "values are no box of the tensor; redistribute() it to Shard or Replicate first"
-            )
-    return found
-
-
-def _readings(splits: list[_Split]) -> Iterator[list[_Split]]:
-    """The orders in which splits may have been made, the likeliest first.
-
-    Where FSDP divides what TP has left of a dimension, the placements name FSDP first, as a strided shard in the number
-    of pieces that TP makes: TP was first. The two readings differ only where sizes are not divisible; then the local
-    shape decides.
-    """
-    strided = [split for split in splits if split.factor > 1]
-    if strided and all(
-        split.factor == math.prod(later.count for later in splits[at + 1 :] if later.dim == split.dim)
-        for at, split in enumerate(splits)
-        if split.factor > 1
-    ):
-        plain = [split for split in splits if split.factor == 1]
-        yield [*plain, *(replace(split, factor=1) for split in reversed(strided))]
-    yield splits
-
-
-def _runs(size: int, splits: Sequence[_Split]) -> list[tuple[int, int]]:
-    """The ranges of indices that splits leave of a dimension; at least one, which may be empty."""
-    runs = [(0, size)]
-    for split in splits:
-        pieces = _chunks(runs, split.factor)
-        runs = _joined(run for piece in pieces for run in _chunks(piece, split.count)[split.index])
-    return runs or [(0, 0)]
-
-
-def _chunks(runs: Sequence[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Divide ranges into `count` parts as ``torch.chunk`` does: equal sizes, the last ones smaller or empty."""
-    if count == 1:
-        return [list(runs)]
-    total = sum(stop - start for start, stop in runs)
-    step = -(-total // count)
-    return [_taken(runs, i * step, min(total, (i + 1) * step)) for i in range(count)]
-
-
-def _taken(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """The elements ``begin`` to ``end`` of ranges that are counted through."""
-    found, at = [], 0
-    for start, stop in runs:
-        low, high = max(begin - at, 0), min(end - at, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        at += stop - start
-    return found
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found

@@ -62,6 +62,40 @@ def test_everyone_gets_what_everyone_gave_and_nothing_is_left(count):
     assert store.num_keys() == 0
 
 
+class Counting:
+    """A store that counts what is read from it."""
+
+    def __init__(self, store):
+        self._store, self.read = store, 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def multi_get(self, keys):
+        self.read += len(keys)
+        return self._store.multi_get(keys)
+
+
+def test_equal_values_are_not_read():
+    store = Counting(dist.HashStore())
+    ranks = [StoreCoordinator(store, Rank(rank, 3)) for rank in range(3)]
+    value = {"same": (1, 2)}
+    assert together(*[lambda r=r: r.exchange(dict(value)) for r in ranks]) == [[value] * 3] * 3
+    assert store.read == 0
+    together(*[lambda r=r: r.exchange({**value, "rank": r.rank}) for r in ranks])
+    assert store.read == 9
+
+
+def test_only_the_first_rank_reads_what_it_gathers():
+    store = Counting(dist.HashStore())
+    ranks = [StoreCoordinator(store, Rank(rank, 3)) for rank in range(3)]
+    found = together(*[lambda r=r: r.gather({"rank": r.rank}) for r in ranks])
+    assert found == [[{"rank": rank} for rank in range(3)], None, None]
+    assert store.read == 3
+    assert together(*(rank.leave for rank in ranks)) == [None] * 3
+    assert store.num_keys() == 0
+
+
 class Code:
     """Runs when it is unpickled."""
 
@@ -72,8 +106,13 @@ class Code:
 
 
 def intruded(store, ranks, value):
-    """Another program overwrites what rank 1 gave, before rank 0 reads it."""
-    ranks[0]._wait_for = lambda key: store.set("1/1", value)
+    """Another program overwrites what rank 1 gave, which is not what rank 0 gave, before rank 0 reads it."""
+
+    def wait_for(key):
+        store.set("1/1", value)
+        store.add("1/different", 1)
+
+    ranks[0]._wait_for = wait_for
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ def test_what_a_rank_says_that_it_wrote_is_checked(data):
 
 
 def test_a_contribution_comes_back():
-    record = FileRecord(
-        3, "0" * 16, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, ("1" * 16,)
-    )
+    record = FileRecord(3, "0" * 16, 2, ("1" * 16,))
     mine = Contribution({"x": record}, (("x",), ()))
     assert Contribution.from_plain(mine.to_plain()) == mine

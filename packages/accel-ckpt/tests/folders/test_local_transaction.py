@@ -177,9 +177,9 @@ def test_permission_denied(tmp_path):
 def test_a_newer_format_is_named(tmp_path):
     target = save(tmp_path / "c", 1)
     text = (target / "manifest.json").read_text()
-    (target / "manifest.json").write_text(text.replace('"version": 1', '"version": 2'))
+    (target / "manifest.json").write_text(text.replace('"version": 2', '"version": 3'))
     with pytest.raises(
-        CheckpointVersionError, match=r"format version 2.*pip install -r requirements/all.txt"
+        CheckpointVersionError, match=r"format version 3.*pip install -r requirements/all.txt"
     ):
         open_training_state(target)
 

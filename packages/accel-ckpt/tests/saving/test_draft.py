@@ -74,8 +74,8 @@ def test_an_offer_counts_what_a_rank_writes_alone():
     trees = {"shared": {"o": {"small": small, "large": large}}, "per_rank": {"r": own}, "replicated": ("o",)}
     leading = draft(0, [{"w": torch.zeros(11)}], **trees).offer()
     other = draft(1, [{}], **trees).offer()
-    assert leading["load"] == 4 * (5 + 7 + 11)
-    assert other["load"] == 4 * 5
+    assert leading["load"] == 4 * (7 + 11)
+    assert other["load"] == 4 * 7
     assert list(leading["alike"]) == list(other["alike"]) == ["o.large"]
     assert leading["alike"] == other["alike"]
     assert leading["alike"]["o.large"][0] == 4 * LARGE
@@ -127,9 +127,8 @@ def test_parts_of_two_ranks_make_up_a_tensor(tmp_path):
     assert torch.equal(torch.cat(found), weight)
     assert torch.equal(load_file(tmp_path / "state-shard-00001.safetensors")["o"], moment)
     plan = made[0].plan([one.offer() for one in made], 0)
-    assert plan.models == (
-        ("model.safetensors", "model-shard-00000.safetensors", "model-shard-00001.safetensors"),
-    )
+    assert plan.models == (("model.safetensors",),)
+    assert plan.layout.others["model"] == [f"model-shard-0000{rank}.safetensors" for rank in (0, 1)]
 
 
 def test_a_file_has_one_place_for_a_name(tmp_path):

@@ -52,7 +52,7 @@ def rows(rank, weight):
     return Part(weight[rank * half :][:half], (rank * half, 0), tuple(weight.shape))
 
 
-def test_two_ranks_save_one_folder_in_four_exchanges(tmp_path):
+def test_two_ranks_save_one_folder_in_five_exchanges(tmp_path):
     weight, bias = torch.arange(24.0).view(4, 6), torch.ones(3)
     ranks = Ranks(0, 1)
 
@@ -66,7 +66,7 @@ def test_two_ranks_save_one_folder_in_four_exchanges(tmp_path):
         )
 
     assert ranks(save) == [tmp_path / "c"] * 2
-    assert ranks.exchanges == 4
+    assert ranks.exchanges == 5
     parts = [load_file(tmp_path / f"c/model-shard-0000{rank}.safetensors")["w"] for rank in (0, 1)]
     assert torch.equal(torch.cat(parts), weight)
     assert torch.equal(load_file(tmp_path / "c/model.safetensors")["b"], bias)

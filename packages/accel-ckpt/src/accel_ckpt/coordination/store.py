@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +67,7 @@ class StoreCoordinator:
         store.set(f"who/{self.rank}", json.dumps(process_identity()))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give plain data to all ranks; returns what each gave, in rank order.
+        """Give plain data to all ranks; returns what each gave, in rank order. Equal values are not read.
 
         Every program that reaches the store can write to it. So values are plain data, and reading them runs no code.
 
@@ -74,9 +76,34 @@ class StoreCoordinator:
             CorruptCheckpointError: an answer in the store is not plain data.
             UnsupportedValueError: the value is more than plain data.
         """
+        with self._next_round():
+            text = json.dumps(tagged_json.encode(value))
+            mark = hashlib.blake2b(text.encode()).hexdigest()
+            if self._store.compare_set(f"{self._round}/mark", "", mark).decode() != mark:
+                self._store.add(f"{self._round}/different", 1)
+            self._give(text)
+            self._wait_for(f"{self._round}/all")
+            if self._store.add(f"{self._round}/different", 0) == 0:
+                return [value] * self.world_size
+            return self._answers()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Give plain data to rank 0, which returns what each gave, in rank order; the others do not wait.
+
+        The errors are those of :meth:`exchange`.
+        """
+        with self._next_round():
+            self._give(json.dumps(tagged_json.encode(value)))
+            if self.rank != 0:
+                return None
+            self._wait_for(f"{self._round}/all")
+            return self._answers()
+
+    @contextlib.contextmanager
+    def _next_round(self) -> Iterator[None]:
         self._round += 1
         try:
-            return self._exchange(json.dumps(tagged_json.encode(value)))
+            yield
         except (CheckpointError, UntrustedMessageError):
             raise
         except RuntimeError as error:
@@ -97,12 +124,12 @@ class StoreCoordinator:
         except RuntimeError:  # the process that kept the store has left before: no rank reads any more
             return
 
-    def _exchange(self, value: str) -> list[Any]:
-        self._store.set(f"{self._round}/{self.rank}", value)
-        complete = f"{self._round}/all"
+    def _give(self, text: str) -> None:
+        self._store.set(f"{self._round}/{self.rank}", text)
         if self._store.add(f"{self._round}/count", 1) == self.world_size:
-            self._store.set(complete, "")
-        self._wait_for(complete)
+            self._store.set(f"{self._round}/all", "")
+
+    def _answers(self) -> list[Any]:
         answers = self._store.multi_get([f"{self._round}/{rank}" for rank in range(self.world_size)])
         return [tagged_json.decode(parse_json(answer, "an answer in the store")) for answer in answers]
 
@@ -111,7 +138,7 @@ class StoreCoordinator:
         ranks = range(self.world_size)
         keys = ["left", "given up", *(f"who/{rank}" for rank in ranks)]
         for number in range(1, self._round + 1):
-            keys += [f"{number}/count", f"{number}/all", *(f"{number}/{rank}" for rank in ranks)]
+            keys += [f"{number}/{what}" for what in ("count", "all", "mark", "different", *ranks)]
         for key in keys:
             self._store.delete_key(key)
 

@@ -15,26 +15,29 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
-from accel_ckpt.coordination.ranks import Coordinator, run_together
+from accel_ckpt.coordination.ranks import Coordinator, broadcast, gather_together, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError
 from accel_ckpt.folders.weight_switch import Writers, explained
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
+from accel_ckpt.format.layout import Layout
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.format.saved_tensors import FileChecks
+from accel_ckpt.format.state_files import model_stem, sorted_parts
 from accel_ckpt.format.writer import FileRecord
 
 __all__ = ["Contribution", "Folder", "OpenFolder", "Transaction", "check_regular", "files_below"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-_RECORD = {"size": natural, "xxh3": checksum, "tensors": {}, "blocks": [checksum]}
+_RECORD = {"size": natural, "xxh3": checksum, "header": natural, "blocks": [checksum]}
 _CONTRIBUTION = {"files": {OTHERS: _RECORD}, "models": [[str]]}
 
 
@@ -44,7 +47,9 @@ class Contribution:
 
     files: Mapping[str, FileRecord]
     models: tuple[tuple[str, ...], ...] = ()
-    """Per model, its files; from the ranks that write models."""
+    """Per model, the files of its whole tensors; from the ranks that write models."""
+    layout: Layout = field(default_factory=Layout)
+    """How ranks divide tensors; of use on the ranks that write a manifest, and not sent."""
 
     def to_plain(self) -> dict[str, Any]:
         """Convert to plain data, for the other ranks."""
@@ -95,6 +100,8 @@ class Transaction(ABC):
         """Bytes that this rank will write, where they are known before."""
         self.prepared: list[Any] = []
         """The results of `prepare` of all ranks, from `begin`."""
+        self.one_leader = True
+        """Whether one rank writes the manifest of what all have written."""
         self._own = Contribution({})
         self._complete = False
 
@@ -109,30 +116,34 @@ class Transaction(ABC):
             CheckpointSaveError: the destination cannot be written, or ranks name different ones.
         """
 
-        def open_and_prepare() -> tuple[str, str, Any]:
+        def open_and_prepare() -> tuple[str, Any]:
             with explained(self._failure):
                 self._open()
-            return str(self.directory), self.token, prepare()
+            return str(self.directory), prepare()
 
         answers = self.together(open_and_prepare)
-        names = sorted({name for name, _, _ in answers})
+        names = sorted({name for name, _ in answers})
         if one_folder and len(names) > 1:
             self.abort()
             raise CheckpointSaveError(
                 f"ranks save to different folders: {names}; give the same one on all ranks"
             )
-        self._join(answers[0][1])
-        self.prepared = [prepared for _, _, prepared in answers]
+        self.one_leader = one_folder
+        self._join(broadcast(self.token, self.coordinator))
+        self.prepared = [prepared for _, prepared in answers]
 
     def together(self, step: Callable[[], T]) -> list[T]:
         """Run a step on every rank and return the results of all ranks (plain data); abort if one fails."""
+        return self._on_all_ranks(run_together, step)
+
+    def _gathered(self, step: Callable[[], T]) -> list[T] | None:
+        """Run a step on every rank; ranks that write a manifest get the results of all. Abort if one fails."""
+        return self._on_all_ranks(gather_together if self.one_leader else run_together, step)
+
+    def _on_all_ranks(self, run: Callable[..., R], step: Callable[[], Any]) -> R:
+        doing = f"saving the checkpoint {self.directory}"
         try:
-            return run_together(
-                step,
-                self.coordinator,
-                doing=f"saving the checkpoint {self.directory}",
-                error=CheckpointSaveError,
-            )
+            return run(step, self.coordinator, doing=doing, error=CheckpointSaveError)
         except BaseException:  # also when the user interrupts
             self.abort()
             raise
@@ -148,7 +159,7 @@ class Transaction(ABC):
             CheckpointSaveError: this rank or another one failed; an earlier checkpoint is unchanged.
         """
         try:
-            answers = self.together(lambda: self._report(write))
+            answers = self._gathered(lambda: self._report(write))
             self.together(lambda: self._conclude(answers))
             self._complete = True
         finally:
@@ -178,15 +189,20 @@ class Transaction(ABC):
     def _report(self, write: Callable[[Path], Contribution]) -> dict[str, Any]:
         with explained(self._failure):
             written = self._write(write)
-        if self.leader:  # the others need no index of the leader's tensors, which can be large
+        if self.leader:
             self._own = written
-            files = {name: replace(r, tensors={}, blocks=()) for name, r in written.files.items()}
-            written = replace(written, files=files)
         return written.to_plain()
 
-    def _conclude(self, answers: Sequence[Any]) -> None:
+    def _models(self, files: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """For each model the files that hold its tensors, whole ones and parts."""
+        own = self._own.models
+        parts = sorted_parts(files, [model_stem(index, True) for index in range(len(own))])
+        return tuple((*whole, *more) for whole, more in zip(own, parts, strict=True))
+
+    def _conclude(self, answers: Sequence[Any] | None) -> None:
         if not self.leader:
             return
+        assert answers is not None, "brought to the leader"
         parts = [
             self._own if rank == self.coordinator.rank else Contribution.from_plain(answer)
             for rank, answer in enumerate(answers)

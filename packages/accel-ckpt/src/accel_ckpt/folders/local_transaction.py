@@ -135,7 +135,8 @@ class LocalTransaction(Transaction):
         files = {**_visible_files(self.scratch, parts), **self._own.files}
         files |= _unreported_files(self.scratch, files, self.disk)
         ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
-        manifest = Manifest(self.coordinator.world_size, ranks, self._own.models, files)
+        models = self._models(files)
+        manifest = Manifest(self.coordinator.world_size, ranks, models, files, layout=self._own.layout)
         manifest.write(self.scratch, self.disk)
         carried: set[str] = set()
         # Each is refused when another save, or a pruning, of the same name was faster.

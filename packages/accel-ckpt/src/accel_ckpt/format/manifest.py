@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointVersionError, CorruptCheckpointError
 from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, positive
 from accel_ckpt.format.index import inside
+from accel_ckpt.format.layout import Layout
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
 from accel_ckpt.format.writer import BLOCK_HASHED, FileRecord, FileWriter
 from accel_state.installing import INSTALL
@@ -23,7 +25,7 @@ from accel_state.installing import INSTALL
 __all__ = ["FORMAT", "MANIFEST_NAME", "VERSION", "Manifest"]
 
 FORMAT = "accel-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 _BLANK = "0" * 16
 _FOLDER = re.compile(r"files-[0-9a-f]{12}")
@@ -39,11 +41,12 @@ _FORM = {
     "world_size": positive,
     "ranks": [natural],
     "models": [[str]],
-    "files": {OTHERS: {"size": natural, "xxh3": checksum}},
-    "tensors": {OTHERS: {}},
+    "files": {OTHERS: {"size": natural, "xxh3": checksum, "header": natural}},
     "blocks": {},
     "folder": _folder,
 }
+_MANY = 512
+_NO_LAYOUT = Layout().to_plain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     folder: str = ""
     """Where the files are, below the checkpoint's folder; in object storage each save has a folder of its own."""
+    layout: Layout = field(default_factory=Layout)
+    """How ranks have divided tensors, where rules say it."""
 
     def write(self, directory: Path, disk: Disk = LOCAL) -> FileRecord:
         """Write the manifest into a folder."""
@@ -77,8 +82,11 @@ class Manifest:
             "world_size": self.world_size,
             "ranks": list(self.ranks),
             "models": [list(names) for names in self.models],
-            "files": {name: {"size": r.size, "xxh3": r.xxh3} for name, r in sorted(self.files.items())},
-            "tensors": {name: r.tensors for name, r in sorted(self.files.items()) if r.tensors},
+            "files": {
+                name: {"size": r.size, "xxh3": r.xxh3, **({"header": r.header} if r.header else {})}
+                for name, r in sorted(self.files.items())
+            },
+            "layout": self.layout.to_plain(),
         }
         if self.folder:
             payload["folder"] = self.folder
@@ -127,7 +135,12 @@ class Manifest:
             CheckpointVersionError: it was written by a newer version.
             CorruptCheckpointError: the manifest is damaged.
         """
-        payload = {"tensors": {}, "blocks": {}, "folder": "", **_parse(what, raw)}
+        payload = {"blocks": {}, "folder": "", "layout": _NO_LAYOUT, **_parse(what, raw)}
+        check_form(payload, {"files": {OTHERS: dict}}, what)
+        headers = _header_sizes(payload["files"], payload.get("tensors", {}), what)
+        payload["files"] = {
+            name: {"header": headers.get(name, 0), **r} for name, r in payload["files"].items()
+        }
         check_form(payload, _FORM, what)
         ranks, world_size = payload["ranks"], payload["world_size"]
         if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= world_size:
@@ -135,16 +148,17 @@ class Manifest:
                 f"{what} lists ranks that are none of {world_size}, or twice: {str(ranks)[:80]}. The file is damaged, "
                 "or something else wrote it; load another checkpoint"
             )
-        tensors, blocks = payload["tensors"], _blocks(payload["blocks"], what)
+        blocks = _blocks(payload["blocks"], what)
         return cls(
             world_size,
             tuple(ranks),
             tuple(tuple(names) for names in payload["models"]),
             {
-                name: FileRecord(record["size"], record["xxh3"], tensors.get(name, {}), blocks.get(name, ()))
+                name: FileRecord(record["size"], record["xxh3"], record["header"], blocks.get(name, ()))
                 for name, record in payload["files"].items()
             },
             payload["folder"],
+            Layout.from_plain(payload["layout"], world_size, f"{what}['layout']"),
         )
 
     def home(self, directory: Path) -> Path:
@@ -170,13 +184,20 @@ class Manifest:
     def check_sizes(self, directory: Path) -> None:
         """Check that every file is there with its size.
 
+        Of very many files, as thousands of ranks write, only the names are looked up, in one listing: every rank of a
+        load does this, and compares what it reads with its checksum.
+
         Raises:
             CheckpointNotFoundError: the folder has been removed.
             CorruptCheckpointError: a file is missing or has another size.
             UnsafeCheckpointError: a name leaves the folder.
         """
+        home = self.home(directory)
+        there = set(os.listdir(home)) if len(self.files) > _MANY and home.is_dir() else frozenset()
         for name, record in self.files.items():
-            path = inside(self.home(directory), name)
+            if name in there:
+                continue
+            path = inside(home, name)
             size = _size_of_file(path)
             if size is None:
                 if not directory.exists():
@@ -193,9 +214,27 @@ class Manifest:
     def check_content(self, directory: Path) -> None:
         """Check sizes, then read every file and check its checksum."""
         self.check_sizes(directory)
+        home = self.home(directory)
         for name, record in self.files.items():
-            path = inside(self.home(directory), name)
+            path = inside(home, name)
             check_digest(path, file_digest(path), record.xxh3)
+
+
+def _header_sizes(files: Mapping[str, Any], tensors: Any, what: str) -> dict[str, int]:
+    """The bytes of headers from the byte ranges of tensors, which manifests of format 1 list."""
+    form = {OTHERS: {OTHERS: {"data_offsets": [natural]}}}
+    check_form(
+        {"tensors": tensors, "files": files}, {"tensors": form, "files": {OTHERS: {"size": natural}}}, what
+    )
+    return {
+        name: max(
+            0,
+            files[name]["size"]
+            - max((max(e["data_offsets"], default=0) for e in entries.values()), default=0),
+        )
+        for name, entries in tensors.items()
+        if name in files
+    }
 
 
 def _size_of_file(path: Path) -> int | None:

@@ -1,7 +1,7 @@
 """Tensors in the files of a training state: names, shapes and dtypes from headers; values are read only when needed.
 
-Every rank knows all headers, so each plans its own reads without communication. Of a divided tensor it reads the bytes
-of its own boxes, however the tensor was divided when it was saved.
+Each rank plans its own reads without communication. Of a divided tensor it reads the bytes of its own boxes, however
+the tensor was divided when it was saved: the layout of the checkpoint says which files hold them, else all headers do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
 from accel_ckpt.format.box_reads import BoxRead, read_boxes
+from accel_ckpt.format.layout import LaidOut, Layout
 from accel_ckpt.format.reader import (
+    Header,
     MappedShard,
     TensorEntry,
     check_digest,
@@ -26,6 +28,7 @@ from accel_ckpt.format.reader import (
     refuse_expanded,
 )
 from accel_ckpt.format.sharding import EntryPlace, places_of
+from accel_ckpt.format.state_files import is_part_file, part_file
 from accel_ckpt.geometry import Box, overlap
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_of
@@ -105,7 +108,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTensor:
-    """A tensor of a checkpoint, of which only the header has been read.
+    """A tensor of a checkpoint, of which no values have been read.
 
     In a saved state it takes the place of a tensor that ranks divide, so that each reads its part with ``fill``.
     """
@@ -114,29 +117,20 @@ class SavedTensor:
     """The name of the tensor in the files."""
     shape: torch.Size
     dtype: torch.dtype
-    boxes: tuple[_Saved, ...]
-    """The saved boxes. Together they hold every element exactly once."""
+    boxes_in: Callable[[Box], Iterable[_Saved]]
+    """Finds the saved boxes that have elements in common with a box. Together they hold every element exactly once."""
     check: FileChecks
+    pickled: torch.Tensor | None = None
+    """The tensor in a file of ``torch.save``, mapped; it may have a layout of which no boxes are known."""
 
-    @property
-    def pickled(self) -> torch.Tensor | None:
-        """The tensor in a file of ``torch.save``, mapped; it may have a layout of which no boxes are known."""
-        content = self.boxes[0].content
-        return content if isinstance(content, torch.Tensor) else None
-
-    def reads(self, target: Leaf) -> Iterable[BoxRead]:
+    def reads(self, target: Leaf) -> Iterator[BoxRead]:
         """The byte ranges that this rank must read for a target."""
         for part in parts_of(target):
-            for saved in self.boxes:
+            for saved in self.boxes_in(part.box):
                 common = saved.box.meet(part.box)
                 if common is not None:
                     into = part.tensor.detach()[common.within(part.offsets).slices]
                     yield BoxRead(saved.content, common.within(saved.box.offsets), into)
-
-    def files(self, target: Leaf) -> set[Path]:
-        """The files that this rank must read for a target."""
-        wanted = [part.box for part in parts_of(target)]
-        return {saved.file for saved in self.boxes if any(saved.box.meet(box) for box in wanted)}
 
     def read(self, empty: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
         """Read the whole tensor, to new memory on the CPU.
@@ -151,11 +145,15 @@ class SavedTensor:
             return self.pickled.clone()
         make = empty or partial(torch.empty, device="cpu")
         whole = make(self.shape, dtype=self.dtype)
-        content = self.boxes[0].content
-        if len(self.boxes) == 1 and isinstance(content, TensorEntry) and content.nbytes <= _SMALL:
-            verify_all([(self, whole)])
+        reads = list(self.reads(whole))
+        if (
+            len(reads) == 1
+            and isinstance(content := reads[0].content, TensorEntry)
+            and content.nbytes <= _SMALL
+        ):
+            _verify([(self, reads)])
             return read_entry(content, whole)
-        fill_all([(self, whole)])
+        _fill([(self, reads)])
         return whole
 
     def fill(self, target: Leaf) -> None:
@@ -173,17 +171,7 @@ def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
     Raises:
         CorruptCheckpointError: a file was damaged or changed after the save.
     """
-    files: dict[FileChecks, set[Path]] = {}
-    reads: dict[FileChecks, list[BoxRead]] = {}
-    for saved, target in pairs:
-        if saved.check.by_range:
-            reads.setdefault(saved.check, []).extend(saved.reads(target))
-        elif not {box.file for box in saved.boxes} <= saved.check.checked:
-            files.setdefault(saved.check, set()).update(saved.files(target))
-    for check, paths in files.items():
-        check(paths)
-    for check, parts in reads.items():
-        check.reads(parts)
+    _verify((saved, saved.reads(target)) for saved, target in pairs)
 
 
 def fill_all(pairs: Sequence[tuple[SavedTensor, Leaf]]) -> None:
@@ -192,8 +180,76 @@ def fill_all(pairs: Sequence[tuple[SavedTensor, Leaf]]) -> None:
     Raises:
         CorruptCheckpointError: a file was damaged or changed after the save; raised before anything is changed.
     """
-    verify_all(pairs)
-    read_boxes(read for saved, target in pairs for read in saved.reads(target))
+    _fill([(saved, list(saved.reads(target))) for saved, target in pairs])
+
+
+def _verify(planned: Iterable[tuple[SavedTensor, Iterable[BoxRead]]]) -> None:
+    files: dict[FileChecks, set[Path]] = {}
+    ranges: dict[FileChecks, list[BoxRead]] = {}
+    for saved, reads in planned:
+        if saved.check.by_range:
+            ranges.setdefault(saved.check, []).extend(reads)
+        else:
+            contents = (read.content for read in reads)
+            needed = {content.file for content in contents if isinstance(content, TensorEntry)}
+            files.setdefault(saved.check, set()).update(needed)
+    for check, paths in files.items():
+        check(paths)
+    for check, parts in ranges.items():
+        check.reads(parts)
+
+
+def _fill(planned: Sequence[tuple[SavedTensor, Sequence[BoxRead]]]) -> None:
+    _verify(planned)
+    read_boxes(read for _, reads in planned for read in reads)
+
+
+class _PartFiles:
+    """The files of parts of one stem; the header of each is read, and compared with the layout, when it is needed.
+
+    Args:
+        stem: of the files.
+        paths: of the files that there are, by name.
+        check: prepares files, and checks their contents.
+    """
+
+    def __init__(self, stem: str, paths: Mapping[str, Path], check: FileChecks) -> None:
+        self._stem, self._paths, self._check = stem, paths, check
+        self._opened: dict[str, tuple[Header, Mapping[str, EntryPlace]]] = {}
+
+    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[_Saved]:
+        """The saved boxes of a tensor that have elements in common with a box.
+
+        Raises:
+            CorruptCheckpointError: a file does not hold what the layout says.
+        """
+        for rank, number, box in laid_out.boxes_in(wanted):
+            file = part_file(self._stem, rank, number)
+            header, places = self._open(file)
+            entry, place = header.entries.get(name), places.get(name)
+            here = (
+                None
+                if entry is None or place is None
+                else (place.offsets, entry.shape, entry.dtype, place.shape)
+            )
+            if entry is None or here != (box.offsets, box.sizes, laid_out.dtype, laid_out.shape):
+                raise CorruptCheckpointError(
+                    f"{header.file} is to hold the part {list(box.offsets)} of shape {list(box.sizes)} of {name!r} "
+                    f"({laid_out.dtype}, {list(laid_out.shape)}), and does not: another save wrote it, or it is damaged"
+                )
+            yield _Saved(box, header.file, entry)
+
+    def _open(self, file: str) -> tuple[Header, Mapping[str, EntryPlace]]:
+        if file not in self._opened:
+            path = self._paths.get(file)
+            if path is None:
+                raise CorruptCheckpointError(
+                    f"the layout of the checkpoint names {file}, which its manifest does not list"
+                )
+            self._check.headers([path])
+            header = read_header(path)
+            self._opened[file] = header, places_of(header)
+        return self._opened[file]
 
 
 class SavedTensors(Mapping[str, SavedTensor]):
@@ -202,25 +258,45 @@ class SavedTensors(Mapping[str, SavedTensor]):
     Args:
         files: safetensors files, or files of ``torch.save``.
         check: checks contents before they are used: of safetensors files when they are read, of others immediately.
+        stem: of the files of parts among them.
+        layout: says what files of parts hold, which are then opened when they are needed.
 
     Raises:
         CorruptCheckpointError: boxes of a tensor overlap, leave a gap, or differ in dtype.
     """
 
-    def __init__(self, files: Iterable[Path], check: FileChecks | None = None) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        check: FileChecks | None = None,
+        stem: str = "",
+        layout: Layout | None = None,
+    ) -> None:
         self._check = check or FileChecks()
         self._found: dict[str, list[tuple[EntryPlace, _Saved]]] = {}
+        self._files = list(files)
+        laid_out: Mapping[str, LaidOut] = {}
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, int] = {}
         """Name of a module → the version in which it saved its state dict, if the files have it."""
-        self._files = list(files)
-        self._check.headers(path for path in self._files if path.suffix == ".safetensors")
-        for path in self._files:
+        opened = self._files
+        if layout is not None and stem in layout.tensors:
+            laid_out = layout.tensors[stem]
+            self.aliases |= layout.aliases.get(stem, {})
+            self.versions |= layout.versions.get(stem, {})
+            others = set(layout.others.get(stem, ()))
+            opened = [path for path in opened if path.name in others or not is_part_file(path.name)]
+        self._check.headers(path for path in opened if path.suffix == ".safetensors")
+        for path in opened:
             if path.suffix == ".safetensors":
                 self._add_safetensors(path)
             else:
                 self._add_pickled(path)
-        self._tensors = {name: self._tensor(name) for name in self._found}
+        self._tensors = {name: self._tensor(name) for name in self._found if name not in laid_out}
+        parts = _PartFiles(stem, {path.name: path for path in self._files}, self._check)
+        for name, laid in laid_out.items():
+            find = partial(parts.boxes_in, name, laid)
+            self._tensors[name] = SavedTensor(name, torch.Size(laid.shape), laid.dtype, find, self._check)
         self._tensors |= {alias: self._tensors[name] for alias, name in self.aliases.items()}
 
     def _add_safetensors(self, path: Path) -> None:
@@ -250,7 +326,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         if len(self._found[name]) == 1:
             [(place, saved)] = self._found[name]
             if place.shape == saved.box.sizes and not any(place.offsets):  # the whole tensor, as most are
-                return SavedTensor(name, torch.Size(place.shape), saved.dtype, (saved,), self._check)
+                return self._saved(name, torch.Size(place.shape), [saved])
         places = [place for place, _ in self._found[name]]
         boxes = [saved for _, saved in self._found[name]]
         ends = [saved.box.ends for saved in boxes]
@@ -265,7 +341,12 @@ class SavedTensors(Mapping[str, SavedTensor]):
                 f"the parts of the tensor {name!r} in {where} do not make up one of shape {list(shape)}: a file is "
                 "missing, or belongs to another save"
             )
-        return SavedTensor(name, torch.Size(shape), boxes[0].dtype, tuple(boxes), self._check)
+        return self._saved(name, torch.Size(shape), boxes)
+
+    def _saved(self, name: str, shape: torch.Size, boxes: Sequence[_Saved]) -> SavedTensor:
+        content = boxes[0].content
+        pickled = content if isinstance(content, torch.Tensor) else None
+        return SavedTensor(name, shape, boxes[0].dtype, lambda wanted: boxes, self._check, pickled)
 
     def __getitem__(self, name: str) -> SavedTensor:
         return self._tensors[name]

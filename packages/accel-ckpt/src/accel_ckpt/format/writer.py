@@ -52,8 +52,8 @@ class FileRecord:
 
     size: int
     xxh3: str
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    """For safetensors files: name to dtype, shape and byte range, as in the file's header."""
+    header: int = 0
+    """For safetensors files: bytes of what comes before the tensors."""
     blocks: tuple[str, ...] = ()
     """xxh3 checksums of its blocks of ``BLOCK_HASHED`` bytes; in object storage, where parts of files are read."""
 
@@ -175,7 +175,7 @@ def write_safetensors_from(
         raise CorruptCheckpointError(
             f"{path} got {record.size} bytes instead of {layout.size}: the tensors changed while they were written"
         )
-    return replace(record, tensors=layout.entries)
+    return replace(record, header=len(layout.header))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from accel_ckpt.format.index import inside
 from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.reader import MappedShard, read_json
 from accel_ckpt.format.saved_tensors import SavedTensor, SavedTensors, fill_all, verify_all
-from accel_ckpt.format.sharding import is_divided
-from accel_ckpt.format.state_files import EXTRA, rank_stem, tensor_files
+from accel_ckpt.format.state_files import EXTRA, is_part_file, model_stem, rank_stem, tensor_files
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
@@ -162,7 +161,7 @@ class TrainingCheckpoint:
         def find(name: str) -> Any:
             if not opened:
                 with of_tensors():
-                    opened.append(SavedTensors(self._files(self._state_files(stem)), self._check))
+                    opened.append(self._tensors(self._state_files(stem), stem))
             if name not in opened[0]:
                 raise CorruptCheckpointError(
                     f"{path} refers to the tensor {name!r}, which is in no file beside it"
@@ -210,25 +209,27 @@ class TrainingCheckpoint:
     def _files(self, names: Iterable[str]) -> list[Path]:
         return [inside(self._folder, name) for name in names]
 
+    def _tensors(self, names: Iterable[str], stem: str) -> SavedTensors:
+        """The tensors in some files."""
+        return SavedTensors(self._files(names), self._check, stem, self.manifest.layout)
+
     def _mapped(self, files: Iterable[Path]) -> dict[str, torch.Tensor]:
         """Views of the whole tensors in safetensors files, which are checked first."""
         found: dict[str, torch.Tensor] = {}
-        paths = list(files)
+        paths = [path for path in files if not is_part_file(path.name)]
         self._check.fetch(paths)
         for path in paths:
             shard = MappedShard(path)
-            if not is_divided(shard.header):
-                self._check.mapped(shard)
-                found |= {name: shard.tensor(name) for name in shard.header.entries}
-                found |= {alias: found[original] for alias, original in shard.header.aliases.items()}
+            self._check.mapped(shard)
+            found |= {name: shard.tensor(name) for name in shard.header.entries}
+            found |= {alias: found[original] for alias, original in shard.header.aliases.items()}
         return found
 
     def weights(self, index: int) -> SavedWeights:
         """The weights of a model: names, shapes and dtypes; values are read only where they go."""
         names = self.manifest.models[index]
-        return SavedWeights(
-            self.directory, SavedTensors(self._files(names), self._check), self.extra_state(index)
-        )
+        tensors = self._tensors(names, model_stem(index, True))
+        return SavedWeights(self.directory, tensors, self.extra_state(index))
 
     def load_model(self, index: int, tensors: Mapping[str, Leaf]) -> None:
         """Fill tensors of a model in place; of a divided tensor only this rank's part is read.
@@ -249,7 +250,7 @@ class TrainingCheckpoint:
         """Fill tensors of the shared trees in place, by their names in the files, such as
         ``optimizer_0.state.model_0.weight.exp_avg``.
         """
-        saved = SavedTensors(self._files(self._state_files("state")), self._check)
+        saved = self._tensors(self._state_files("state"), "state")
         fill_all(saved.pairs(tensors))
 
     def mapped_model(self, index: int) -> dict[str, Any]:

@@ -11,30 +11,31 @@ divided tensor one holder writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.divisions import Division, Mesh
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format import tagged_json
+from accel_ckpt.format.layout import Layout
 from accel_ckpt.format.sharding import sharding_metadata
 from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.format.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.versions import versions_metadata, versions_of, with_versions
-from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
+from accel_ckpt.parts import Leaf, Part, division_of, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.part_division import (
     Holding,
     PartKey,
     describe_parts,
     divide_parts,
-    files_of,
     tied_parts,
 )
 from accel_ckpt.saving.plan import divide
@@ -54,13 +55,15 @@ class Offer(TypedDict):
     """Description of a draft for the other ranks; plain data, because it is sent to all ranks."""
 
     load: int
-    """Bytes that this rank writes in any case."""
+    """Bytes that this rank would write in any case if it led."""
     alike: dict[str, tuple[int, str]]
     """Tensors that it holds like all others: name to bytes and a fingerprint."""
     parts: dict[str, dict[str, Holding]]
     """The parts of divided tensors that it holds: file stem, to name."""
     tied: dict[str, dict[str, str]]
     """Divided tensors that repeat an earlier one: file stem, to name, to the earlier name."""
+    versions: dict[str, dict[str, int]]
+    """Versions of the modules' state dicts: file stem, to name of the module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class StatePlan:
     """Why this cannot be written, where only this rank can tell."""
     drifted: str | None = None
     """The tensors that ranks should hold alike and do not; on leading ranks."""
+    layout: Layout = field(default_factory=Layout)
+    """How ranks divide tensors; for the manifest."""
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +108,7 @@ class StatePlan:
         records = {name: write_bytes(folder / name, text, disk) for name, text in self.texts.items()}
         for file in self.files:
             records[file.name] = write_file(file, folder / file.name, disk)
-        return Contribution(records, self.models)
+        return Contribution(records, self.models, self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,10 @@ class StateDraft:
     """Names in `shared` of tensors that every rank holds alike, if samples agree."""
     parts: Mapping[str, Mapping[str, Sequence[Part]]]
     """This rank's parts of divided tensors: file stem, to name."""
+    divisions: Mapping[str, Mapping[str, Division]]
+    """The rules by which ranks divide some of them."""
+    load: int
+    """Bytes of the whole tensors that a leading rank writes alone."""
     own: Mapping[str, torch.Tensor]
     """Tensors of this rank's own trees by name."""
     versions: Mapping[str, Mapping[str, int]]
@@ -151,39 +160,41 @@ class StateDraft:
         if leads:
             texts["state.json"] = text
         planned: list[ModelFiles] = []
-        parts: dict[str, dict[str, Sequence[Part]]] = {}
+        divided = _DividedTensors(rank)
         versions: dict[str, Mapping[str, int]] = {}
+        load = 0
         for index, state_dict in enumerate(weights):
-            parts[model_stem(index, True)], plain = _divided_and_whole(state_dict)
+            plain = divided.take(model_stem(index, True), state_dict)
+            load += sum([tensor.nbytes for tensor in plain.values()])
             versions[model_stem(index, True)] = said = versions_of(state_dict)
             if leads:
                 stem = model_stem(index, safe_serialization)
                 plain = with_versions(plain, said)
                 planned.append(plan_model_files(plain, max_shard_size, safe_serialization, stem))
-        parts["state"], tensors = _divided_and_whole(leaves)
-        own_parts, own_tensors = _divided_and_whole(own)
-        if own_parts:
+        tensors = divided.take("state", leaves)
+        if own_parts := sorted(name for name, leaf in own.items() if _may_be_divided(leaf)):
             raise UnsupportedValueError(
-                f"{listed(sorted(own_parts))}: trees of each rank hold whole tensors; pass tensors that are divided "
+                f"{listed(own_parts)}: trees of each rank hold whole tensors; pass tensors that are divided "
                 "among ranks in the shared trees"
             )
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
-        return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors, versions)
+        load += sum([tensor.nbytes for name, tensor in tensors.items() if name not in alike])
+        return cls(
+            rank, leads, texts, tuple(planned), tensors, alike, divided.parts, divided.divisions, load,
+            cast("dict[str, torch.Tensor]", own), versions,
+        )  # fmt: skip
 
     def offer(self) -> Offer:
         """Make the description from which the other ranks compute the plan."""
-        alone = [t for model in self.models for file in model.files for t in file.tensors.values()]
-        alone += self.own.values()
-        if self.leads:
-            alone += [t for name, t in self.shared.items() if name not in self.replicated]
         alike = {name: self.shared[name] for name in sorted(self.replicated)}
         marks = fingerprints(list(alike.values()))
         return {
-            "load": sum([tensor.nbytes for tensor in alone]),
+            "load": self.load,
             "alike": {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)},
-            "parts": describe_parts(self.parts),
+            "parts": describe_parts(self.parts, self.divisions),
             "tied": {stem: tied_parts(named) for stem, named in self.parts.items()},
+            "versions": {stem: dict(named) for stem, named in self.versions.items()},
         }
 
     def plan(self, offers: Sequence[Offer], position: int) -> StatePlan:
@@ -196,14 +207,14 @@ class StateDraft:
         Raises:
             UnsupportedValueError: what ranks hold of a divided tensor does not make up all of it. On all ranks.
         """
-        loads = [offer["load"] for offer in offers]
-        shares, aliases = divide_parts(
-            [offer["parts"] for offer in offers], [offer["tied"] for offer in offers], loads
-        )
+        loads = [offers[0]["load"], *(0 for _ in offers[1:])]
+        shares = divide_parts(offers, position, loads)
+        keys = shares.keys[position] if shares.keys else frozenset()
+        different = list({id(offer): offer for offer in offers}.values())
         alike = {
             name: nbytes
             for name, (nbytes, mark) in offers[0]["alike"].items()
-            if all(offer["alike"].get(name) == (nbytes, mark) for offer in offers)
+            if all(offer["alike"].get(name) == (nbytes, mark) for offer in different)
         }
         mine = divide(alike, loads)[position]
         names = [name for name in self.shared if name in mine or (self.leads and name not in alike)]
@@ -212,38 +223,45 @@ class StateDraft:
         homes: list[tuple[str, ...]] = []
         for index, model in enumerate(self.models):
             stem = model_stem(index, True)
-            first = self.rank - position
-            divided = [
-                part_file(stem, first + at, number)
-                for at, keys in enumerate(shares)
-                for number in range(files_of(keys, stem))
-            ]
+            divided = shares.tensors.get(stem) or shares.others.get(stem)
             whole = model.files if not divided or any(file.tensors for file in model.files) else ()
             files += whole
-            homes.append((*(file.name for file in whole), *divided))
+            homes.append(tuple(file.name for file in whole))
             if model.index is not None:
                 texts[model.index_name] = model.index.encode()
         for stem in self.parts:
-            files += self._part_files(stem, shares[position], aliases[stem])
+            files += self._part_files(stem, shares.names[stem], keys, shares.aliases[stem])
         if names:
             stem = "state" if self.leads else f"state-{self.rank:05d}"
             files.append(_state_file(stem, {name: self.shared[name] for name in names}))
         if self.own:
             files.append(_state_file(rank_stem(self.rank), self.own))
-        problem, drifted = (
-            (self._problem(offers), _drifted(offers, self.rank)) if self.leads else (None, None)
-        )
-        return StatePlan(texts, tuple(files), tuple(homes), problem, drifted)
+        if not self.leads:
+            return StatePlan(texts, tuple(files), tuple(homes))
+        versions: dict[str, dict[str, int]] = {}
+        for offer in different:
+            for stem, named in offer["versions"].items():
+                versions[stem] = {**named, **versions.get(stem, {})}
+        layout = Layout(shares.tensors, shares.others, shares.aliases, versions)
+        problem, drifted = self._problem(offers), _drifted(offers, self.rank)
+        return StatePlan(texts, tuple(files), tuple(homes), problem, drifted, layout)
 
     def _part_files(
-        self, stem: str, keys: Collection[PartKey], aliases: Mapping[str, str]
+        self, stem: str, names: Collection[str], keys: Collection[PartKey], aliases: Mapping[str, str]
     ) -> list[PlannedFile]:
-        """The files of the parts that this rank writes; a file has one place for a name."""
+        """The files of the parts that this rank writes; a file has one place for a name.
+
+        Args:
+            stem: of the files.
+            names: the tensors of which it writes all its parts.
+            keys: further parts.
+            aliases: names that repeat others.
+        """
         contents: list[dict[str, Part]] = []
         for name, parts in self.parts[stem].items():
             number = 0
             for part in parts:
-                if PartKey(stem, name, part.box) in keys:
+                if not part.is_empty and (name in names or PartKey(stem, name, part.box) in keys):
                     contents += [{}] if number == len(contents) else []
                     contents[number][name] = part
                     number += 1
@@ -263,7 +281,10 @@ class StateDraft:
 
     def _problem(self, offers: Sequence[Offer]) -> str | None:
         """Why the parts of other ranks do not fit the leading rank's description of the whole; None: they do."""
+        first: dict[int, int] = {}
         for position, offer in enumerate(offers):
+            if first.setdefault(id(offer), position) != position:
+                continue
             for stem, held in offer["parts"].items():
                 known = self._whole_names(stem)
                 if known is None and held:
@@ -278,7 +299,10 @@ class StateDraft:
                         f"{self.rank + position}; pass Part.whole(tensor) on the leading rank, or no part elsewhere"
                     )
         unknown = {
-            n: p for p, o in enumerate(offers) for n in o["parts"]["state"] if n not in self.parts["state"]
+            name: position
+            for position in first.values()
+            for name in offers[position]["parts"]["state"]
+            if name not in self.parts["state"]
         }
         if unknown:
             return (
@@ -299,9 +323,10 @@ class StateDraft:
 def _drifted(offers: Sequence[Offer], leader: int) -> str | None:
     """The tensors that all ranks say to hold alike, and whose samples differ."""
     first = offers[0]["alike"]
+    others = [(leader + at, offer) for at, offer in enumerate(offers) if offer is not offers[0]]
     differ = {
-        name: [leader + at for at, offer in enumerate(offers) if offer["alike"].get(name, mark) != mark]
-        for name, mark in first.items()
+        name: [rank for rank, offer in others if offer["alike"].get(name, mark) != mark]
+        for name, mark in (first.items() if others else ())
     }
     names = [name for name, ranks in differ.items() if ranks]
     if not names:
@@ -310,20 +335,50 @@ def _drifted(offers: Sequence[Offer], leader: int) -> str | None:
     return f"{names[0]} (the first of {len(names)} tensors) has other values on rank {ranks} than on rank {leader}"
 
 
-def _divided_and_whole(
-    leaves: Mapping[str, Leaf],
-) -> tuple[dict[str, Sequence[Part]], dict[str, torch.Tensor]]:
-    """This rank's parts of the divided tensors by name, and the other tensors."""
-    parts: dict[str, Sequence[Part]] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor) and not is_divided(leaf):
-            whole[name] = leaf
-            continue
-        parts[name] = parts_of(leaf) or [Part.nothing(shape_of(leaf))]
-        for part in parts[name]:
-            check_writable(name, part.tensor)
-    return parts, whole
+class _DividedTensors:
+    """This rank's parts of divided tensors, and the rules by which they are divided, by file stem and name.
+
+    Args:
+        rank: of this process among those that save, who may be others than those of the process group.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.parts: dict[str, dict[str, Sequence[Part]]] = {}
+        self.divisions: dict[str, dict[str, Division]] = {}
+        self._meshes: dict[Any, Mesh] = {}
+
+    def take(self, stem: str, leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
+        """Take the parts of some leaves; returns the whole tensors."""
+        parts = self.parts[stem] = {}
+        divisions = self.divisions[stem] = {}
+        whole: dict[str, torch.Tensor] = {}
+        for name, leaf in leaves.items():
+            if isinstance(leaf, torch.Tensor) and not is_divided(leaf):
+                whole[name] = leaf
+                continue
+            division = division_of(leaf, self._mesh, self._rank)
+            if division is not None:
+                divisions[name] = division
+            dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else _dtype_of(leaf)
+            parts[name] = parts_of(leaf) or [Part.nothing(shape_of(leaf), dtype)]
+            for part in parts[name]:
+                check_writable(name, part.tensor)
+        return whole
+
+    def _mesh(self, mesh: Any) -> Mesh:
+        if mesh not in self._meshes:
+            self._meshes[mesh] = Mesh.of(mesh.mesh)
+        return self._meshes[mesh]
+
+
+def _dtype_of(parts: Part | Sequence[Part]) -> torch.dtype:
+    """The dtype of parts, also of empty ones."""
+    return parts.tensor.dtype if isinstance(parts, Part) else parts[0].tensor.dtype
+
+
+def _may_be_divided(leaf: Leaf) -> bool:
+    return not isinstance(leaf, torch.Tensor) or is_divided(leaf)
 
 
 def _state_file(stem: str, tensors: Mapping[str, torch.Tensor]) -> PlannedFile:

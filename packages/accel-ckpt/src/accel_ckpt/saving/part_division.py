@@ -1,21 +1,31 @@
-"""Deciding which rank writes which part of divided tensors."""
+"""Deciding which rank writes which part of divided tensors.
+
+Where a rule says how the ranks of a mesh divide a tensor, each rank computes alone what it writes, in time that does
+not grow with the world. Parts that no rule describes are listed by every rank.
+"""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from accel_ckpt.divisions import Division, Mesh
 from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.format.layout import LaidOut
+from accel_ckpt.format.state_files import part_file
 from accel_ckpt.geometry import Box, first_gap, overlap
 from accel_ckpt.parts import Part
 from accel_ckpt.saving.plan import divide
-from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
+from accel_ckpt.tensor_storage import METADATA_KEYS, parse_dtype, same_tensor_id
 
 __all__ = [
     "Holding",
     "PartKey",
     "PartsByStem",
+    "Shares",
     "check_cover",
     "describe_parts",
     "divide_parts",
@@ -39,6 +49,14 @@ class Holding(NamedTuple):
     """The dtype of the parts; empty where the rank holds nothing."""
     itemsize: int
     boxes: tuple[Box, ...]
+    """The boxes of this rank; empty where ``division`` gives them."""
+    division: Division | None = None
+    """The rule that gives the boxes of all ranks of a mesh."""
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the rank holds nothing of the tensor."""
+        return not self.dtype
 
 
 class PartKey(NamedTuple):
@@ -49,20 +67,46 @@ class PartKey(NamedTuple):
     box: Box
 
 
-def describe_parts(parts: PartsByStem) -> dict[str, dict[str, Holding]]:
-    """Describe this rank's parts for the other ranks."""
-    return {stem: {name: _held(found) for name, found in named.items()} for stem, named in parts.items()}
+class Shares(NamedTuple):
+    """What a rank writes, and what all have agreed on."""
+
+    names: Mapping[str, frozenset[str]]
+    """By file stem, tensors of which this rank writes all its boxes."""
+    keys: list[frozenset[PartKey]]
+    """The further boxes that each rank writes, of tensors that no rule describes; of none if there are none."""
+    aliases: dict[str, dict[str, str]]
+    """By file stem, names that are not written because they repeat others."""
+    tensors: dict[str, dict[str, LaidOut]]
+    """By file stem, the tensors that rules describe."""
+    others: dict[str, list[str]]
+    """By file stem, the files of all ranks that hold tensors that no rule describes."""
 
 
-def _held(parts: Sequence[Part]) -> Holding:
+def describe_parts(
+    parts: PartsByStem, divisions: Mapping[str, Mapping[str, Division]] | None = None
+) -> dict[str, dict[str, Holding]]:
+    """Describe this rank's parts for the other ranks.
+
+    Args:
+        parts: of this rank.
+        divisions: by file stem and name, the rules that are known.
+    """
+    rules = divisions or {}
+    return {
+        stem: {name: _held(found, rules.get(stem, {}).get(name)) for name, found in named.items()}
+        for stem, named in parts.items()
+    }
+
+
+def _held(parts: Sequence[Part], division: Division | None) -> Holding:
+    if division is not None:
+        dtype = parts[0].tensor.dtype
+        return Holding(parts[0].shape, str(dtype), dtype.itemsize, (), division)
     filled = [part for part in parts if not part.is_empty]
-    dtype = filled[0].tensor.dtype if filled else None
-    return Holding(
-        parts[0].shape,
-        "" if dtype is None else str(dtype),
-        0 if dtype is None else dtype.itemsize,
-        tuple(part.box for part in filled),
-    )
+    if not filled:
+        return Holding(parts[0].shape, "", 0, ())
+    dtype = filled[0].tensor.dtype
+    return Holding(parts[0].shape, str(dtype), dtype.itemsize, tuple(part.box for part in filled))
 
 
 def tied_parts(named: Mapping[str, Sequence[Part]]) -> dict[str, str]:
@@ -79,53 +123,192 @@ def tied_parts(named: Mapping[str, Sequence[Part]]) -> dict[str, str]:
     return tied
 
 
-def divide_parts(
-    held: Sequence[Mapping[str, Mapping[str, Holding]]],
-    tied: Sequence[Mapping[str, Mapping[str, str]]],
-    loads: list[int],
-) -> tuple[list[frozenset[PartKey]], dict[str, dict[str, str]]]:
-    """Give each part to one of the ranks that hold it. The same on all ranks.
+class _Group(NamedTuple):
+    """Ranks that offer the same."""
+
+    parts: Mapping[str, Mapping[str, Holding]]
+    tied: Mapping[str, Mapping[str, str]]
+    ranks: Sequence[int]
+
+
+def divide_parts(offers: Sequence[Mapping[str, Any]], rank: int, loads: list[int]) -> Shares:
+    """Give each part to one of the ranks that hold it. All ranks decide alike.
 
     Args:
-        held: of each rank, by file stem and name.
-        tied: of each rank, by file stem: name → an earlier name that it repeats.
-        loads: bytes that each rank writes besides; what it is given is added.
-
-    Returns:
-        What each rank writes, and the names that are not written because they repeat others, by file stem.
+        offers: of each rank, its parts (``describe_parts``) and its ties (``tied_parts``) by file stem. Ranks that
+            offer the same should have one object.
+        rank: this rank.
+        loads: bytes that each rank writes besides; what no rule describes is added.
 
     Raises:
         UnsupportedValueError: a tensor is not covered, or covered twice, or ranks disagree about it.
     """
+    groups = _groups(offers)
+    copies, missing = _Copies(), _Missing()
     aliases: dict[str, dict[str, str]] = {}
-    sizes: list[dict[PartKey, int]] = [{} for _ in held]
-    for stem in sorted({stem for own in held for stem in own}):
-        by_name: dict[str, list[tuple[int, Holding]]] = {}
-        for position, own in enumerate(held):
-            for name, found in own.get(stem, {}).items():
-                by_name.setdefault(name, []).append((position, found))
-        aliases[stem] = _agreed_ties(by_name, [own.get(stem, {}) for own in tied])
-        for name, holders in by_name.items():
-            if name in aliases[stem]:
+    names: dict[str, frozenset[str]] = {}
+    tensors: dict[str, dict[str, LaidOut]] = {}
+    sizes: dict[int, dict[PartKey, int]] = {}
+    for stem in sorted({stem for group in groups for stem in group.parts}):
+        by_name: dict[str, list[tuple[_Group, Holding]]] = {}
+        for group in groups:
+            for name, found in group.parts.get(stem, {}).items():
+                by_name.setdefault(name, []).append((group, found))
+        aliases[stem] = _agreed_ties(stem, by_name)
+        laid_out = tensors[stem] = {}
+        mine = []
+        for name in sorted(by_name.keys() - aliases[stem].keys()):
+            divisions = _rules(name, by_name[name], missing)
+            if not divisions:
+                _list_boxes(stem, name, by_name[name], sizes)
                 continue
-            check_cover(name, holders)
-            for position, found in holders:
-                for box in found.boxes:
-                    sizes[position][PartKey(stem, name, box)] = box.volume * found.itemsize
-    return share(sizes, loads), aliases
+            found = next(held for _, held in by_name[name] if not held.is_nothing)
+            division, copy = copies.choose(divisions, math.prod(found.shape) * found.itemsize)
+            laid_out[name] = LaidOut(found.shape, parse_dtype(found.dtype), division, copy)
+            here = copies.place(division.mesh, rank)
+            if here is not None and division.copy_of(here) == copy:
+                mine.append(name)
+        names[stem] = frozenset(mine)
+    shares = share([sizes.get(position, {}) for position in range(len(offers))], loads) if sizes else []
+    others = {
+        stem: [
+            part_file(stem, position, number)
+            for position, keys in enumerate(shares)
+            for number in range(files_of(keys, stem))
+        ]
+        for stem in tensors
+    }
+    return Shares(names, shares, aliases, tensors, others)
 
 
-def _agreed_ties(
-    by_name: Mapping[str, Sequence[tuple[int, Holding]]], tied: Sequence[Mapping[str, str]]
-) -> dict[str, str]:
+def _groups(offers: Sequence[Mapping[str, Any]]) -> list[_Group]:
+    ranks: dict[int, list[int]] = {}
+    for position, offer in enumerate(offers):
+        ranks.setdefault(id(offer), []).append(position)
+    return [_Group(offers[own[0]]["parts"], offers[own[0]]["tied"], own) for own in ranks.values()]
+
+
+def _agreed_ties(stem: str, by_name: Mapping[str, Sequence[tuple[_Group, Holding]]]) -> dict[str, str]:
     """Names that every rank that holds a part of them finds to repeat the same other name."""
     agreed = {}
     for name, holders in by_name.items():
-        originals = {tied[position].get(name) for position, found in holders if found.boxes}
+        originals = {group.tied.get(stem, {}).get(name) for group, found in holders if not found.is_nothing}
         original = originals.pop() if len(originals) == 1 else None
         if original is not None:
             agreed[name] = original
     return agreed
+
+
+def _rules(
+    name: str,
+    holders: Sequence[tuple[_Group, Holding]],
+    missing_ranks: Callable[[Mesh, Sequence[_Group]], list[int]],
+) -> list[Division]:
+    """The rules by which meshes divide a tensor, alike and each completely; none if some part follows no rule.
+
+    Raises:
+        UnsupportedValueError: a rank of a mesh passes nothing of the tensor.
+    """
+    filled = [(group, found) for group, found in holders if not found.is_nothing]
+    alike = {found.shape for _, found in holders}
+    kinds = {
+        (
+            found.dtype,
+            found.division.splits,
+            found.division.mesh.shape,
+            found.division.reading,
+            found.division.flat,
+        )
+        if found.division is not None
+        else None
+        for _, found in filled
+    }
+    if len(alike) > 1 or len(kinds) != 1 or None in kinds:
+        return []
+    offered: dict[Division, list[_Group]] = {}
+    for group, found in filled:
+        assert found.division is not None, "of one kind"
+        offered.setdefault(found.division, []).append(group)
+    for division, own in offered.items():
+        missing = missing_ranks(division.mesh, own)
+        if missing:
+            raise UnsupportedValueError(
+                f"rank {missing[0]} passes nothing of the tensor {name!r}, which a mesh of {division.mesh.size} ranks "
+                f"divides, rank {own[0].ranks[0]} among them; pass the same tensors on all of its ranks"
+            )
+    return sorted(offered, key=lambda division: division.mesh)
+
+
+class _Missing:
+    """Finds the ranks of a mesh that are in none of some groups; each mesh is looked through once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], list[int]] = {}
+
+    def __call__(self, mesh: Mesh, groups: Sequence[_Group]) -> list[int]:
+        """The missing ranks, in the order of the mesh."""
+        key = (mesh, *(id(group.parts) for group in groups))
+        if key not in self._found:
+            there = {rank for group in groups for rank in group.ranks}
+            self._found[key] = [member for member in mesh.members if member not in there]
+        return self._found[key]
+
+
+class _Copies:
+    """Chooses which copies of boxes are written, so that ranks write about as much as each other."""
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[Division, ...], list[tuple[int, int]]] = {}
+        self._places: dict[tuple[Mesh, int], tuple[int, ...] | None] = {}
+
+    def choose(self, divisions: Sequence[Division], nbytes: int) -> tuple[Division, int]:
+        """The division and the copy of it that have least to write so far; the bytes are counted."""
+        counts = [division.copies for division in divisions]
+        if sum(counts) == 1:
+            return divisions[0], 0
+        # Tensors that are divided alike compete for the same ranks, whatever their own dimensions are.
+        key = tuple(
+            division._replace(splits=tuple(s and (0, 1) for s in division.splits), flat=None)
+            for division in divisions
+        )
+        heap = self._loads.setdefault(key, [(0, copy) for copy in range(sum(counts))])
+        load, chosen = heap[0]
+        heapq.heapreplace(heap, (load + nbytes, chosen))
+        for division, count in zip(divisions, counts, strict=True):
+            if chosen < count:
+                return division, chosen
+            chosen -= count
+        raise AssertionError("one of the copies is chosen")
+
+    def place(self, mesh: Mesh, rank: int) -> tuple[int, ...] | None:
+        """The position of a rank in a mesh."""
+        if (mesh, rank) not in self._places:
+            self._places[mesh, rank] = mesh.coordinate(rank)
+        return self._places[mesh, rank]
+
+
+def _list_boxes(
+    stem: str, name: str, holders: Sequence[tuple[_Group, Holding]], sizes: dict[int, dict[PartKey, int]]
+) -> None:
+    """Add the boxes of a tensor that each rank holds, with their bytes.
+
+    Raises:
+        UnsupportedValueError: see `check_cover`.
+    """
+    listed = [(rank, _with_boxes(found, rank)) for group, found in holders for rank in group.ranks]
+    check_cover(name, listed)
+    for rank, found in listed:
+        for box in found.boxes:
+            sizes.setdefault(rank, {})[PartKey(stem, name, box)] = box.volume * found.itemsize
+
+
+def _with_boxes(found: Holding, rank: int) -> Holding:
+    """What a rank holds, box by box."""
+    if found.division is None:
+        return found
+    place = found.division.mesh.coordinate(rank)
+    boxes = () if place is None else found.division.boxes(found.shape, place)
+    return found._replace(boxes=boxes, dtype=found.dtype if boxes else "", division=None)
 
 
 def check_cover(name: str, holders: Sequence[tuple[int, Holding]]) -> None:
@@ -135,7 +318,10 @@ def check_cover(name: str, holders: Sequence[tuple[int, Holding]]) -> None:
         UnsupportedValueError: names the missing part, or the ranks that disagree.
     """
     for what in ("shape", "dtype"):
-        found = {value: position for position, h in holders if (value := getattr(h, what)) or what == "shape"}
+        found: dict[Any, int] = {}
+        for position, held in holders:
+            if (value := getattr(held, what)) or what == "shape":
+                found.setdefault(value, position)
         if len(found) > 1:
             listing = ", ".join(f"{_show(value)} on rank {position}" for value, position in found.items())
             raise UnsupportedValueError(

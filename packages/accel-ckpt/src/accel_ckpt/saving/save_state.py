@@ -160,9 +160,10 @@ def save_collected(
 ) -> Path:
     """Save like :func:`save_training_state`, with content that is given or that each rank collects. Collective.
 
-    Ranks exchange data four times: when they have collected (and the temporary folder is made), when all know what they
-    will write, when all have written, and when the folder has its name. None of them can be left out: a rank that did
-    not receive the last one cannot know that the checkpoint is complete.
+    Ranks agree four times: when they have collected (and the temporary folder is made, of which the first tells the
+    name), when all know what they will write, when all have written, and when the folder has its name. None of them can
+    be left out: a rank that did not receive the last one cannot know that the checkpoint is complete. Where all ranks
+    say the same, a rank receives as much in a world of any size.
 
     Args:
         directory: as in :func:`save_training_state`.
@@ -186,15 +187,17 @@ def begin_save(
     transaction = find_folder(directory).begin(ranks, each_node=each_node, disk=disk, prepare=content.collect)
     drafts: list[StateDraft] = []
 
-    def draft() -> tuple[int, Offer]:
+    def draft() -> tuple[int | None, Offer]:
         found = content.content(transaction.prepared)
         if found.before_write is not None:
             found.before_write(transaction.scratch)
         drafts.append(found.draft(ranks.rank, transaction.leader, alone=ranks.world_size == 1))
-        return ranks.local_rank, drafts[0].offer()
+        return ranks.local_rank if each_node else None, drafts[0].offer()
 
     answers = transaction.together(draft)
-    first, last = _own_group([local for local, _ in answers], ranks.rank) if each_node else (0, len(answers))
+    first, last = (
+        _own_group([local or 0 for local, _ in answers], ranks.rank) if each_node else (0, len(answers))
+    )
     try:
         plan = drafts[0].plan([offer for _, offer in answers[first:last]], ranks.rank - first)
     except UnsupportedValueError:  # on all ranks alike

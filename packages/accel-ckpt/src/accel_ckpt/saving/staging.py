@@ -132,7 +132,7 @@ class Staging:
         if file.name in self._pickled:
             return write_bytes(path, self._pickled[file.name].getbuffer(), disk)
         image, layout = self._images[file.name]
-        return replace(write_image(path, image, disk), tensors=layout.entries)
+        return replace(write_image(path, image, disk), header=len(layout.header))
 
 
 def _paired(

@@ -96,14 +96,17 @@ class OfferedWeights:
             {name: held_from_plain(own, f"what rank {rank} holds") for name, own in answer["held"].items()}
             for rank, answer in enumerate(answers)
         ]
-        shares, aliases = divide_parts(
-            [{_STEM: own} for own in held],
-            [{_STEM: answer["tied"]} for answer in answers],
+        shares = divide_parts(
+            [
+                {"parts": {_STEM: own}, "tied": {_STEM: answer["tied"]}}
+                for own, answer in zip(held, answers, strict=True)
+            ],
+            ranks.rank,
             [0 for _ in answers],
         )
-        self._mine = shares[ranks.rank]
+        self._mine = shares.keys[ranks.rank] if shares.keys else frozenset()
         self._dtypes: dict[str, torch.dtype] = {}
-        self.aliases = dict(aliases.get(_STEM, {}))
+        self.aliases = dict(shares.aliases.get(_STEM, {}))
         self.about: dict[str, WeightInfo] = {}
         for rank_holds in held:
             for name, found in rank_holds.items():

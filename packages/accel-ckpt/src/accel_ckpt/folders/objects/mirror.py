@@ -268,11 +268,7 @@ def open_remote(directory: RemotePath, verify: bool) -> tuple[Manifest, Mirror, 
         raise
     mirror = Mirror(store, manifest.files, f"{manifest.folder}/" if manifest.folder else "", verify)
     (mirror.folder / MANIFEST_NAME).write_bytes(raw)
-    headers = {
-        name: record.size - max((field["data_offsets"][1] for field in record.tensors.values()), default=0)
-        for name, record in manifest.files.items()
-        if record.tensors
-    }
+    headers = {name: record.header for name, record in manifest.files.items() if record.header}
     return manifest, mirror, RemoteFiles(mirror, headers)
 
 

@@ -149,7 +149,12 @@ class ObjectTransaction(Transaction):
                     )
         ranks = tuple(rank for rank, part in enumerate(parts) if part.files)
         manifest = Manifest(
-            self.coordinator.world_size, ranks, self._own.models, files, files_folder(self.token)
+            self.coordinator.world_size,
+            ranks,
+            self._models(files),
+            files,
+            files_folder(self.token),
+            self._own.layout,
         )
         self._check_arrived(files)
         self._write_manifest(manifest.encode())

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt import NamedModel, Part
+from accel_ckpt.divisions import Division, Mesh
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
 from accel_ckpt.modules.versions import versions_of, with_versions
-from accel_ckpt.parts import Leaf, fill_part
+from accel_ckpt.parts import FlatParts, Leaf, fill_part
 from accel_ckpt.training.optimizers import names_to_find
 from accel_train.strategies.engines import check_groups
 
@@ -32,19 +33,29 @@ class Share:
         start: index of its first element in the flattened parameter.
         count: number of elements that are not padding.
         shape: shape of the whole parameter.
+        division: how all ranks divide it, if that is known.
     """
 
     start: int
     count: int
     shape: tuple[int, ...]
+    division: Division | None = None
 
     def parts(self, values: Tensor) -> list[Part]:
         """The boxes of a flat tensor with this rank's values; padding after them is left out."""
         if not self.count:
-            return [Part.nothing(self.shape, values.dtype)]
-        if not self.shape:
-            return [Part(values.reshape(-1)[0].reshape(()), (), ())]
-        return Part.of_flat(values.reshape(-1)[: self.count], self.start, self.shape)
+            found = [Part.nothing(self.shape, values.dtype)]
+        elif not self.shape:
+            found = [Part(values.reshape(-1)[0].reshape(()), (), ())]
+        else:
+            found = Part.of_flat(values.reshape(-1)[: self.count], self.start, self.shape)
+        return found if self.division is None or not self.shape else FlatParts(found, self.division)
+
+
+def _evenly(group: Any, size: int, begin: int = 0) -> Division:
+    """The rule by which the ranks of a group have equal ranges of a flat tensor, in which a parameter begins."""
+    ranks = torch.tensor(torch.distributed.get_process_group_ranks(group), device="cpu")
+    return Division(Mesh.of(ranks), ((0, 1),), 0, (size, begin))
 
 
 def share_of(parameter: Any) -> Share:
@@ -52,7 +63,8 @@ def share_of(parameter: Any) -> Share:
     size = parameter.partition_numel()
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     start = min(size * rank, parameter.ds_numel)
-    return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape))
+    division = _evenly(parameter.ds_process_group, size)
+    return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape), division)
 
 
 def gathered_layers(model: nn.Module) -> dict[str, Any]:
@@ -96,6 +108,7 @@ class DeepSpeedState:
         self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group}
         self._whole_flats = self._whole_flat_groups()
         self._masters = self._whole_masters()
+        self._flat_divisions = self._divisions()
 
     @property
     def is_divided(self) -> bool:
@@ -148,10 +161,29 @@ class DeepSpeedState:
         mapping = getattr(parameter, "_hp_mapping", None)
         if self.stage == 0:
             return Share(0, parameter.numel(), shape)
+        division = self._flat_divisions.get(id(parameter))
         if mapping is None:
-            return Share(0, 0, shape)
+            return Share(0, 0, shape, division)
         address = mapping.lp_fragment_address
-        return Share(address.start, address.numel, shape)
+        return Share(address.start, address.numel, shape, division)
+
+    def _divisions(self) -> dict[int, Division]:
+        """With ZeRO's stages 1 and 2: how each parameter is divided, by its place in the flat tensor of its group."""
+        found: dict[int, Division] = {}
+        if self.stage not in (1, 2):
+            return found
+        optimizer = self.optimizer
+        if hasattr(optimizer, "bf16_groups"):
+            groups = optimizer.bf16_groups
+            sizes = [flat.numel() for flat in optimizer.fp32_groups_flat_partition]
+        else:
+            groups, sizes = optimizer.round_robin_bit16_groups, optimizer.partition_size
+        for group, size, ranks in zip(groups, sizes, optimizer.real_dp_process_group, strict=True):
+            begin = 0
+            for parameter in group:
+                found[id(parameter)] = _evenly(ranks, size, begin)
+                begin += parameter.numel()
+        return found
 
     def _flat_of(self, parameter: Any) -> tuple[Tensor, int, int] | None:
         """The flat tensor that the base optimizer steps, and where the parameter is in it; None: elsewhere."""
