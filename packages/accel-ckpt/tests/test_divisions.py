@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.geometry import Box
 
 
@@ -26,7 +26,7 @@ def random_mesh(draw: random.Random) -> torch.Tensor:
 def test_ranks_and_positions_of_a_mesh(seed: int) -> None:
     torch.manual_seed(seed)
     ranks = random_mesh(random.Random(seed))
-    mesh = Mesh.of(ranks)
+    mesh = RankMesh.of(ranks)
     assert list(mesh.members) == ranks.reshape(-1).tolist()
     assert mesh.last == int(ranks.max())
     for position in itertools.product(*map(range, mesh.shape)):
@@ -47,7 +47,7 @@ def test_ranks_and_positions_of_a_mesh(seed: int) -> None:
     ids=["one", "two", "transposed", "part"],
 )
 def test_what_a_mesh_costs_does_not_grow_with_its_ranks(ranks: torch.Tensor) -> None:
-    mesh = Mesh.of(ranks)
+    mesh = RankMesh.of(ranks)
     assert not mesh.ranks
     assert list(mesh.members) == ranks.reshape(-1).tolist()
 
@@ -56,7 +56,7 @@ def test_what_a_mesh_costs_does_not_grow_with_its_ranks(ranks: torch.Tensor) -> 
 def test_each_element_has_one_holder_for_each_copy(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    mesh = Mesh.of(random_mesh(draw))
+    mesh = RankMesh.of(random_mesh(draw))
     shape = tuple(draw.choice((1, 2, 5, 6, 7, 12)) for _ in range(draw.choice((1, 2, 3))))
     splits = tuple(
         None if draw.random() < 0.3 else (draw.randrange(len(shape)), draw.choice((1, 1, 1, 2, 3)))
@@ -93,7 +93,7 @@ def test_each_element_of_a_flat_division_has_one_holder(seed: int) -> None:
     begin, size = draw.choice((0, 3, 7)), draw.randint(1, 12)
     while ranks * size < begin + torch.Size(shape).numel():
         size += 1
-    division = Division(Mesh.of(torch.arange(ranks)), ((0, 1),), 0, (size, begin))
+    division = Division(RankMesh.of(torch.arange(ranks)), ((0, 1),), 0, (size, begin))
     count = torch.zeros(shape, dtype=torch.int64)
     for rank in range(ranks):
         for box in division.boxes(shape, (rank,)):

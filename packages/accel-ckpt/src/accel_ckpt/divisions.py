@@ -14,7 +14,7 @@ import torch
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.geometry import Box, flat_boxes
 
-__all__ = ["Division", "Mesh", "Splits", "held_boxes", "reading_of", "readings", "splits_of"]
+__all__ = ["Division", "RankMesh", "Splits", "held_boxes", "reading_of", "readings", "splits_of"]
 
 Splits: TypeAlias = tuple[tuple[int, int] | None, ...]
 """For each dimension of a mesh: the dimension of the tensor that it divides, and the number of pieces of a strided
@@ -27,7 +27,7 @@ _Run: TypeAlias = tuple[int, int]
 """A range of indices: the first, and one past the last."""
 
 
-class Mesh(NamedTuple):
+class RankMesh(NamedTuple):
     """The ranks of a mesh by their position in it."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Mesh(NamedTuple):
     """The ranks in the order of their positions, where strides do not give them."""
 
     @classmethod
-    def of(cls, ranks: torch.Tensor) -> Mesh:
+    def of(cls, ranks: torch.Tensor) -> RankMesh:
         """The mesh of ranks that a ``DeviceMesh`` has."""
         shape = tuple(ranks.shape)
         flat: list[int] = ranks.reshape(-1).tolist()
@@ -115,7 +115,7 @@ class Mesh(NamedTuple):
 class Division(NamedTuple):
     """How the ranks of a mesh divide a tensor; equal on all of them."""
 
-    mesh: Mesh
+    mesh: RankMesh
     splits: Splits
     reading: int = 0
     """The order in which splits of one dimension were made; see `readings`."""

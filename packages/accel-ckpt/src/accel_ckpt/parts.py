@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ckpt.divisions import Division, Mesh, held_boxes, reading_of, splits_of
+from accel_ckpt.divisions import Division, RankMesh, held_boxes, reading_of, splits_of
 from accel_ckpt.geometry import Box, flat_boxes
 from accel_ckpt.tensor_storage import copy_values
 
@@ -266,7 +266,7 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
         yield Part(local[where], offsets, shape)
 
 
-def division_of(leaf: Leaf, mesh_of: Callable[[Any], Mesh], rank: int) -> Division | None:
+def division_of(leaf: Leaf, mesh_of: Callable[[Any], RankMesh], rank: int) -> Division | None:
     """The rule by which ranks divide a leaf; ``None`` if none is known, or this rank is not among them.
 
     Args:

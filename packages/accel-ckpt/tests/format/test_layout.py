@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.format.layout import LaidOut, Layout
 from accel_ckpt.geometry import Box
 
 
 def laid_out(shape: tuple[int, ...], mesh: torch.Tensor, splits: Any, copy: int = 0) -> LaidOut:
-    return LaidOut(shape, torch.float32, Division(Mesh.of(mesh), splits), copy)
+    return LaidOut(shape, torch.float32, Division(RankMesh.of(mesh), splits), copy)
 
 
 LAYOUT = Layout(

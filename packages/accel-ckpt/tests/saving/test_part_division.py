@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.parts import Part
 from accel_ckpt.saving.part_division import (
@@ -134,7 +134,7 @@ def test_a_file_has_one_place_for_a_name():
 
 def mesh(*shape, first=0):
     """Ranks from `first` on, in order."""
-    return Mesh.of(torch.arange(first, first + torch.Size(shape).numel()).view(shape))
+    return RankMesh.of(torch.arange(first, first + torch.Size(shape).numel()).view(shape))
 
 
 def ruled(names, division, shape=(12, 4)):
@@ -171,7 +171,7 @@ def test_copies_are_written_by_turns():
 
 def test_copies_on_other_meshes_are_written_by_turns():
     own = [
-        offers(ruled(NAMES, Division(Mesh((2,), first, (2,)), ((0, 1),))))[0] for first in (0, 1)
+        offers(ruled(NAMES, Division(RankMesh((2,), first, (2,)), ((0, 1),))))[0] for first in (0, 1)
     ]  # ranks 0 and 2, and ranks 1 and 3
     names, _ = written([own[0], own[1], own[0], own[1]], 4)
     assert names[0] == names[2]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_ckpt.divisions import Division, Mesh, readings
+from accel_ckpt.divisions import Division, RankMesh, readings
 from accel_ckpt.errors import CorruptCheckpointError
 from accel_ckpt.format.forms import OTHERS, check_form, natural, positive
 from accel_ckpt.geometry import Box
@@ -134,7 +134,7 @@ class Layout:
 
 def _division(entry: Mapping[str, Any], world_size: int, what: str) -> Division:
     shape, ranks = tuple(entry["shape"]), tuple(entry["ranks"])
-    mesh = Mesh(shape, entry["first"], tuple(entry["strides"]), ranks)
+    mesh = RankMesh(shape, entry["first"], tuple(entry["strides"]), ranks)
     splits = tuple(split if split is None else tuple(split) for split in entry["splits"])
     count = math.prod(shape)
     flat = entry["flat"]

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.folders.folder import Contribution
 from accel_ckpt.format import tagged_json
@@ -346,7 +346,7 @@ class _DividedTensors:
         self._rank = rank
         self.parts: dict[str, dict[str, Sequence[Part]]] = {}
         self.divisions: dict[str, dict[str, Division]] = {}
-        self._meshes: dict[Any, Mesh] = {}
+        self._meshes: dict[Any, RankMesh] = {}
 
     def take(self, stem: str, leaves: Mapping[str, Leaf]) -> dict[str, torch.Tensor]:
         """Take the parts of some leaves; returns the whole tensors."""
@@ -366,9 +366,9 @@ class _DividedTensors:
                 check_writable(name, part.tensor)
         return whole
 
-    def _mesh(self, mesh: Any) -> Mesh:
+    def _mesh(self, mesh: Any) -> RankMesh:
         if mesh not in self._meshes:
-            self._meshes[mesh] = Mesh.of(mesh.mesh)
+            self._meshes[mesh] = RankMesh.of(mesh.mesh)
         return self._meshes[mesh]
 
 

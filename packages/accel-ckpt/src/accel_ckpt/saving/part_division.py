@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.format.layout import LaidOut
 from accel_ckpt.format.state_files import part_file
@@ -202,7 +202,7 @@ def _agreed_ties(stem: str, by_name: Mapping[str, Sequence[tuple[_Group, Holding
 def _rules(
     name: str,
     holders: Sequence[tuple[_Group, Holding]],
-    missing_ranks: Callable[[Mesh, Sequence[_Group]], list[int]],
+    missing_ranks: Callable[[RankMesh, Sequence[_Group]], list[int]],
 ) -> list[Division]:
     """The rules by which meshes divide a tensor, alike and each completely; none if some part follows no rule.
 
@@ -245,7 +245,7 @@ class _Missing:
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], list[int]] = {}
 
-    def __call__(self, mesh: Mesh, groups: Sequence[_Group]) -> list[int]:
+    def __call__(self, mesh: RankMesh, groups: Sequence[_Group]) -> list[int]:
         """The missing ranks, in the order of the mesh."""
         key = (mesh, *(id(group.parts) for group in groups))
         if key not in self._found:
@@ -259,7 +259,7 @@ class _Copies:
 
     def __init__(self) -> None:
         self._loads: dict[tuple[Division, ...], list[tuple[int, int]]] = {}
-        self._places: dict[tuple[Mesh, int], tuple[int, ...] | None] = {}
+        self._places: dict[tuple[RankMesh, int], tuple[int, ...] | None] = {}
 
     def choose(self, divisions: Sequence[Division], nbytes: int) -> tuple[Division, int]:
         """The division and the copy of it that have least to write so far; the bytes are counted."""
@@ -280,7 +280,7 @@ class _Copies:
             chosen -= count
         raise AssertionError("one of the copies is chosen")
 
-    def place(self, mesh: Mesh, rank: int) -> tuple[int, ...] | None:
+    def place(self, mesh: RankMesh, rank: int) -> tuple[int, ...] | None:
         """The position of a rank in a mesh."""
         if (mesh, rank) not in self._places:
             self._places[mesh, rank] = mesh.coordinate(rank)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt import NamedModel, Part
-from accel_ckpt.divisions import Division, Mesh
+from accel_ckpt.divisions import Division, RankMesh
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.format.saved_tensors import SavedTensor, fill_all
 from accel_ckpt.modules.versions import versions_of, with_versions
@@ -55,7 +55,7 @@ class Share:
 def _evenly(group: Any, size: int, begin: int = 0) -> Division:
     """The rule by which the ranks of a group have equal ranges of a flat tensor, in which a parameter begins."""
     ranks = torch.tensor(torch.distributed.get_process_group_ranks(group), device="cpu")
-    return Division(Mesh.of(ranks), ((0, 1),), 0, (size, begin))
+    return Division(RankMesh.of(ranks), ((0, 1),), 0, (size, begin))
 
 
 def share_of(parameter: Any) -> Share:
