@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.launched import launched_config
 from accel_state.constants import PREEMPTED
-from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
+from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, LoggerType, RNGType
 from accel_state.errors import StateError
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
@@ -57,8 +57,10 @@ from accel_train.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ParallelismConfig,
@@ -67,6 +69,7 @@ from accel_train.plugins import (
     StrategyPlugin,
     TERecipeKwargs,
     TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
 from accel_train.rehearsal import TrainingRehearsal
@@ -99,6 +102,7 @@ T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 T6 = TypeVar("T6")
 _Many = tuple[Any, Any, Any, Any, Any, Any, Any, *tuple[Any, ...]]  # 7 or more
+_Tracker: TypeAlias = str | LoggerType | GeneralTracker
 _RowsT = TypeVar("_RowsT", Tensor, tuple[Tensor, Tensor])
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
@@ -161,12 +165,12 @@ class Accelerator:
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: StrategyPlugin | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
-        log_with: Any = None,
+        log_with: _Tracker | Collection[_Tracker] | None = None,
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -174,8 +178,8 @@ class Accelerator:
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         strategy: StrategyPlugin | str | None = None,
         scale_scheduler: bool = True,
