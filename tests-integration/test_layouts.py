@@ -15,14 +15,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_ckpt import (
+    BackgroundSaver,
+    CheckpointError,
     CheckpointSaveError,
     CheckpointVersionError,
     CorruptCheckpointError,
+    Part,
     UnsupportedValueError,
+    default_coordinator,
     open_training_state,
     save_training_state,
 )
+from accel_ckpt.coordination.ranks import broadcast, gather, gather_together
 from accel_ckpt.format.manifest import Manifest
+from accel_state.world.process import PartialState
 from testkit import worlds
 
 NAMES = [f"layers.{number}.weight" for number in range(6)]
@@ -204,3 +210,70 @@ def test_what_appears_or_vanishes_between_saves_is_saved_as_it_is(tmp_path: Path
         assert first == NAMES
         assert second == sorted([*NAMES, "late"])
         assert third == sorted([*NAMES[1:], "late"])
+
+
+def as_in_a_large_world() -> None:
+    """In four ranks, the messages of a world of hundreds."""
+    from accel_ckpt.coordination import ranks
+    from accel_state.communication import blocks
+
+    ranks._FEW, blocks._DIRECT, blocks._TOGETHER = 1, 1, 2
+
+
+def exchanged() -> list[Any]:
+    as_in_a_large_world()
+    state = PartialState()
+    rank = state.process_index
+    ranks = default_coordinator()
+    found: list[Any] = [ranks.exchange("same"), ranks.exchange(rank // 2), ranks.exchange(f"rank {rank}")]
+    assert found[1][0] is found[1][1]
+    found.extend((gather({"rank": rank}, ranks), broadcast(f"from {rank}", ranks)))
+    try:
+        gather_together(lambda: 1 // (rank - 2), ranks, doing="dividing")
+    except (ZeroDivisionError, CheckpointError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_values_of_ranks_in_a_large_world() -> None:
+    for rank, found in enumerate(worlds.run(exchanged, 4)):
+        same, pairs, own, gathered, said, failed = found
+        assert same == ["same"] * 4
+        assert pairs == [0, 0, 1, 1]
+        assert own == [f"rank {number}" for number in range(4)]
+        assert gathered == (None if rank else [{"rank": number} for number in range(4)])
+        assert said == "from 0"
+        assert ("ZeroDivisionError" in failed) and (rank == 2 or "dividing failed on another rank" in failed)
+
+
+def saved_and_loaded(folder: str, kind: str, asynchronous: bool) -> bool:
+    as_in_a_large_world()
+    rank = PartialState().process_index
+    shape, placements = MESHES[kind]
+    mesh = init_device_mesh("cpu", shape)
+    model: dict[str, Any] = dict(divided(mesh, placements))
+    stage = torch.full((5,), 7.0)  # whole, on one rank, as a stage of a pipeline has it
+    model["stage"] = Part.whole(stage) if rank == 3 else Part.nothing((5,))
+    content: dict[str, Any] = {
+        "models": [model],
+        "shared": {"moments": dict(model)},
+        "per_rank": {"rng": rank},
+    }
+    if asynchronous:
+        saver = BackgroundSaver()
+        saver.save(folder, **content).result(60)
+    else:
+        save_training_state(folder, **content)
+    state = open_training_state(folder)
+    target: dict[str, Any] = {**divided(mesh, placements, fill=False), "stage": torch.zeros(5)}
+    state.load_model(0, target)
+    own = state.per_rank(rank)
+    assert own is not None
+    whole = all(torch.equal(target[name].full_tensor(), values(name)) for name in NAMES)
+    return whole and torch.equal(target["stage"], stage) and own["rng"] == rank
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_state_is_saved_as_in_a_large_world(tmp_path: Path, kind: str, asynchronous: bool) -> None:
+    assert worlds.run(saved_and_loaded, 4, str(tmp_path / "c"), kind, asynchronous) == [True] * 4

@@ -33,7 +33,7 @@ _FIRST_LOOK = 0.1
 _WITHDRAWN = b"-"
 _logger = logging.getLogger(__name__)
 
-_ALWAYS_COMPARED = ("wait_for_everyone", "gather_object")
+_ALWAYS_COMPARED = ("wait_for_everyone", "gather_object", "all_agree", "gather_to_first")
 
 
 class Participation:
