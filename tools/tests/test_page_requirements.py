@@ -55,6 +55,7 @@ def missing(page: Path) -> set[str]:
             found |= imported(block.text)
     ours = installed_with_ours()
     own = {path.stem for path in (ROOT / "docs" / "examples").rglob("*.py")}
+    own |= set(re.findall(r'title="(\w+)(?:/\w+)*\.py"', page.read_text()))  # what the page itself writes
     named = " ".join(re.findall(r"pip install ([^`\n]+)", page.read_text())).split()
     return {
         distribution
