@@ -132,7 +132,7 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(tmp_path, monkeypatch)
     for step in (1, 2, 3):
         checkpointer.save(step, {"step": step})
     newer = tmp_path / "step_3" / "manifest.json"
-    newer.write_text(newer.read_text().replace('"version": 1', '"version": 2'))
+    newer.write_text(newer.read_text().replace('"version": 2', '"version": 3'))
     whole = LocalFolder.has_manifest
 
     def refused(self):
