@@ -145,4 +145,4 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(tmp_path, monkeypatch)
     assert first == "complete"
     assert second.startswith("cannot be read: [Errno 13] Permission denied")
     assert third.startswith("cannot be read: ")
-    assert "format version 2" in third
+    assert "format version 3" in third
