@@ -7,21 +7,15 @@ import pytest
 
 from accel_state.errors import ConfigError
 from accel_state.registry import Registry
+from testkit import plug_ins
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """An installed package with two entry points, whose module was not imported yet."""
-    (tmp_path / "registered_things.py").write_text("thing = 'theirs'\nother = 'another'\n")
-    metadata = tmp_path / "registered_things-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: registered-things\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[accel_test.things]\nzeta = registered_things:thing\nalpha = registered_things:other\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("registered_things", None)
+    text = "thing = 'theirs'\nother = 'another'\n"
+    points = {"accel_test.things": {"zeta": "thing", "alpha": "other"}}
+    plug_ins.install(monkeypatch, tmp_path, "registered_things", text, points)
 
 
 def things(base=object, base_class=None, **builtins):

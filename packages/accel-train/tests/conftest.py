@@ -3,6 +3,8 @@ import types
 
 import pytest
 
+from testkit import plug_ins
+
 
 @pytest.fixture(autouse=True)
 def fresh_process_state():
@@ -23,18 +25,12 @@ def register(tmp_path, monkeypatch):
 
     def install(*strategies):
         module = types.ModuleType("installed_strategies")
-        entries = []
         for strategy in strategies:
             setattr(module, strategy.__name__, strategy)
-            entries.append(f"{strategy.name} = installed_strategies:{strategy.__name__}\n")
-        monkeypatch.setitem(sys.modules, "installed_strategies", module)
         folder = tmp_path / "installed"
-        metadata = folder / "installed_strategies-1.0.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: installed-strategies\nVersion: 1.0\n"
-        )
-        (metadata / "entry_points.txt").write_text("[accel_train.strategies]\n" + "".join(entries))
-        monkeypatch.syspath_prepend(folder)
+        folder.mkdir()
+        points = {"accel_train.strategies": {each.name: each.__name__ for each in strategies}}
+        plug_ins.install(monkeypatch, folder, "installed_strategies", "", points)
+        monkeypatch.setitem(sys.modules, "installed_strategies", module)
 
     return install

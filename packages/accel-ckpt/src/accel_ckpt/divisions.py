@@ -72,11 +72,6 @@ class RankMesh(NamedTuple):
         return (self.rank(position) for position in itertools.product(*map(range, self.shape)))
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return math.prod(self.shape)
-
-    @property
     def last(self) -> int:
         """The highest rank."""
         if self.ranks:
@@ -302,15 +297,12 @@ def _holders(
 
 def _share(runs: Sequence[_Run], split: _Split, index: int) -> list[_Run]:
     """What a split leaves of some ranges for one index of its dimension of the mesh."""
-    return _joined(run for piece in _chunks(runs, split.factor) for run in _chunk(piece, split.count, index))
-
-
-def _chunks(runs: Sequence[_Run], count: int) -> list[list[_Run]]:
-    """Divide ranges into `count` parts as ``torch.chunk`` does: equal sizes, the last ones smaller or empty."""
-    return [_chunk(runs, count, index) for index in range(count)]
+    pieces = (_chunk(runs, split.factor, piece) for piece in range(split.factor))
+    return _joined(run for piece in pieces for run in _chunk(piece, split.count, index))
 
 
 def _chunk(runs: Sequence[_Run], count: int, index: int) -> list[_Run]:
+    """One of `count` parts of ranges, as ``torch.chunk`` divides: equal sizes, the last ones smaller or empty."""
     if count == 1:
         return list(runs)
     total = sum(stop - start for start, stop in runs)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ckpt.divisions import Division, RankMesh, held_boxes, reading_of, splits_of
+from accel_ckpt.divisions import Division, RankMesh, Splits, held_boxes, reading_of, splits_of
 from accel_ckpt.geometry import Box, flat_boxes
 from accel_ckpt.tensor_storage import copy_values
 
@@ -255,15 +255,26 @@ def reshard(model: nn.Module) -> None:
 
 def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     """The boxes of a ``DTensor`` on this rank: one, or with strided shards several."""
+    held = _held(tensor)
+    if held is not None:
+        local, mesh, place, splits, reading = held
+        shape = tuple(tensor.shape)
+        for where, offsets in held_boxes(shape, splits, mesh, place, reading):
+            yield Part(local[where], offsets, shape)
+
+
+def _held(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...], Splits, int] | None:
+    """What this rank holds of a ``DTensor``: its values, the mesh's shape, its place there, the splits, their reading.
+
+    None: this rank is not in the mesh.
+    """
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # this rank is not in the mesh
-        return
+    if coordinate is None:
+        return None
     local, shape = _values(tensor.to_local().detach()), tuple(tensor.shape)
-    mesh, here = tuple(tensor.device_mesh.shape), tuple(coordinate)
+    mesh, place = tuple(tensor.device_mesh.shape), tuple(coordinate)
     splits = splits_of(shape, tensor.placements)
-    reading = reading_of(shape, splits, mesh, here, tuple(local.shape))
-    for where, offsets in held_boxes(shape, splits, mesh, here, reading):
-        yield Part(local[where], offsets, shape)
+    return local, mesh, place, splits, reading_of(shape, splits, mesh, place, tuple(local.shape))
 
 
 def division_of(leaf: Leaf, mesh_of: Callable[[Any], RankMesh], rank: int) -> Division | None:
@@ -282,16 +293,12 @@ def division_of(leaf: Leaf, mesh_of: Callable[[Any], RankMesh], rank: int) -> Di
     if not is_sharded(leaf):
         return None
     tensor: Any = leaf
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or 0 in tensor.shape:
+    found = _held(tensor)
+    if found is None or 0 in tensor.shape:
         return None
-    shape, mesh = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
-    splits = splits_of(shape, tensor.placements)
-    local = tuple(_values(tensor.to_local().detach()).shape)
-    found = mesh_of(tensor.device_mesh)
-    if found.coordinate(rank) != tuple(coordinate):
-        return None
-    return Division(found, splits, reading_of(shape, splits, mesh, tuple(coordinate), local))
+    _, _, here, splits, reading = found
+    mesh = mesh_of(tensor.device_mesh)
+    return Division(mesh, splits, reading) if mesh.coordinate(rank) == here else None
 
 
 def _values(local: torch.Tensor) -> torch.Tensor:

@@ -128,3 +128,17 @@ def test_a_folder_that_is_a_link_to_outside_is_refused(tmp_path):
     (tmp_path / "state" / "files-0123456789ab").symlink_to("../outside")
     with pytest.raises(UnsafeCheckpointError, match="outside the checkpoint's folder"):
         Manifest(1, (0,), (), {}, "files-0123456789ab").home(tmp_path / "state")
+
+
+def test_the_format_in_which_it_was_read_is_known():
+    about = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    old = {
+        "format": "accel-checkpoint", "version": 1, "manifest_xxh3": "0" * 16, "world_size": 1, "ranks": [0],
+        "models": [["m.safetensors"]], "files": {"m.safetensors": {"size": 100, "xxh3": "1" * 16}},
+        "tensors": {"m.safetensors": about},
+    }  # fmt: skip
+    raw = json.dumps(old).encode()
+    manifest = Manifest.decode(raw.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(raw).encode(), 1), "old")
+    assert manifest.version == 1
+    assert manifest.files["m.safetensors"].header == 96
+    assert Manifest.decode(manifest.encode(), "new").version == 2

@@ -19,7 +19,7 @@ import accel_ckpt
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import Folder
 from accel_ckpt.folders.objects.store import in_parallel
-from accel_ckpt.format.manifest import FORMAT, VERSION
+from accel_ckpt.format.manifest import FORMAT
 from accel_state.errors import ConfigError
 
 __all__ = [
@@ -189,7 +189,7 @@ def facts(checkpoint: accel_ckpt.TrainingCheckpoint) -> dict[str, Any]:
     optimizers = [tree for name, tree in shared.items() if name.startswith("optimizer_")]
     sizes = {name: file.size for name, file in manifest.files.items()}
     return {
-        "format": f"{FORMAT} {VERSION}",
+        "format": f"{FORMAT} {manifest.version}",
         "step": _step(shared, checkpoint.directory.name),
         "world size": manifest.world_size,
         "ranks": list(manifest.ranks),

@@ -32,7 +32,7 @@ def entry_points(group: str) -> Mapping[str, str]:
     Returns:
         Name to ``module:attribute``.
     """
-    return _in_folders(group, tuple(sys.path))
+    return MappingProxyType(_groups(tuple(sys.path)).get(group, {}))
 
 
 def load(place: str) -> Any:
@@ -47,14 +47,19 @@ def load(place: str) -> Any:
 
 
 @functools.lru_cache(maxsize=32)  # the path changes in tests, and when a script adds a folder
-def _in_folders(group: str, folders: tuple[str, ...]) -> Mapping[str, str]:
-    header = f"[{group}]"
-    found: dict[str, str] = {}
+def _groups(folders: tuple[str, ...]) -> Mapping[str, Mapping[str, str]]:
+    """The entry points of all groups: the files are read once for all of them."""
+    found: dict[str, dict[str, str]] = {}
     for text in _texts(folders):
-        if header in text:
-            for name, place in _of_group(text, header):
-                found.setdefault(name, place)
-    return MappingProxyType(found)
+        group = ""
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("["):
+                group = line.removeprefix("[").removesuffix("]")
+            elif "=" in line and not line.startswith("#"):
+                name, _, place = line.partition("=")
+                known = found.setdefault(group, {})
+                known.setdefault(name.strip(), place.partition("[")[0].replace(" ", ""))
+    return found
 
 
 def _texts(folders: tuple[str, ...]) -> Iterator[str]:
@@ -65,14 +70,3 @@ def _texts(folders: tuple[str, ...]) -> Iterator[str]:
         for name in names:
             with suppress(OSError):  # of a distribution without entry points
                 yield Path(folder, name, "entry_points.txt").read_text(encoding="utf-8")
-
-
-def _of_group(text: str, header: str) -> Iterator[tuple[str, str]]:
-    inside = False
-    for line in text.splitlines():
-        line = line.strip()
-        if line.startswith("["):
-            inside = line == header
-        elif inside and "=" in line and not line.startswith("#"):
-            name, _, place = line.partition("=")
-            yield name.strip(), place.partition("[")[0].replace(" ", "")

@@ -15,6 +15,7 @@ from accel_train import Accelerator
 from accel_train.errors import OptionError
 from accel_train.plugins import StrategyPlugin
 from accel_train.strategies.base import Strategy
+from testkit import plug_ins
 
 
 class Outside(Strategy):
@@ -36,14 +37,9 @@ def installed(tmp_path, monkeypatch):
     """An installed package whose entry point is the strategy."""
     module = types.ModuleType("outside_package")
     module.Outside = Outside
+    points = {"accel_train.strategies": {"outside": "Outside"}}
+    plug_ins.install(monkeypatch, tmp_path, "outside_package", "", points)
     monkeypatch.setitem(sys.modules, "outside_package", module)
-    metadata = tmp_path / "outside_package-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[accel_train.strategies]\noutside = outside_package:Outside\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,6 +9,7 @@ from accel_state.enums import LoggerType
 from accel_train import LOGGER_TYPE_TO_CLASS, GeneralTracker, OptionError, register_tracker_class
 from accel_train.tracking.base import check_contract
 from accel_train.tracking.registry import TRACKERS, TrackerClasses
+from testkit import plug_ins
 
 from .trackers import Recorder
 
@@ -96,14 +97,9 @@ def test_what_is_no_class_of_trackers(kind, message):
 def test_an_installed_package_adds_its_own(tmp_path, monkeypatch):
     module = types.ModuleType("installed_trackers")
     module.Recorder = Recorder
+    points = {"accel_train.tracking": {"recorder": "Recorder"}}
+    plug_ins.install(monkeypatch, tmp_path, "installed_trackers", "", points)
     monkeypatch.setitem(sys.modules, "installed_trackers", module)
-    metadata = tmp_path / "installed_trackers-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-trackers\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(
-        "[accel_train.tracking]\nrecorder = installed_trackers:Recorder\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
     assert TrackerClasses(TRACKERS)["recorder"] is Recorder
 
 

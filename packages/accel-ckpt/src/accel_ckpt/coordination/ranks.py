@@ -115,10 +115,10 @@ class WorldCoordinator:
             values: list[Any] = collectives.gather_object([value])
             return values
         data = pickle.dumps(value)
-        mark = hashlib.blake2b(data, digest_size=16).digest()
-        if collectives.all_agree(mark):
+        if collectives.all_agree(data):
             return [value] * self.world_size
-        speakers, listed = self.broadcast(_speakers(self.gather(mark)))
+        marks = self.gather(hashlib.blake2b(data, digest_size=16).digest())
+        speakers, listed = self.broadcast(_speakers(marks))
         if 2 * len(speakers) > self.world_size:
             return list(collectives.gather_object([value]))
         by_speaker = {rank: pickle.loads(self._spoken_by(rank, data)) for rank in speakers}

@@ -38,6 +38,7 @@ def _folder(value: Any) -> bool:
 
 
 _FORM = {
+    "version": positive,
     "world_size": positive,
     "ranks": [natural],
     "models": [[str]],
@@ -66,6 +67,8 @@ class Manifest:
     """Where the files are, below the checkpoint's folder; in object storage each save has a folder of its own."""
     layout: Layout = field(default_factory=Layout)
     """How ranks have divided tensors, where rules say it."""
+    version: int = VERSION
+    """The format in which it was read; it is written in the newest."""
 
     def write(self, directory: Path, disk: Disk = LOCAL) -> FileRecord:
         """Write the manifest into a folder."""
@@ -135,7 +138,7 @@ class Manifest:
             CheckpointVersionError: it was written by a newer version.
             CorruptCheckpointError: the manifest is damaged.
         """
-        payload = {"blocks": {}, "folder": "", "layout": _NO_LAYOUT, **_parse(what, raw)}
+        payload = {"version": 1, "blocks": {}, "folder": "", "layout": _NO_LAYOUT, **_parse(what, raw)}
         check_form(payload, {"files": {OTHERS: dict}}, what)
         headers = _header_sizes(payload["files"], payload.get("tensors", {}), what)
         payload["files"] = {
@@ -159,6 +162,7 @@ class Manifest:
             },
             payload["folder"],
             Layout.from_plain(payload["layout"], world_size, f"{what}['layout']"),
+            payload["version"],
         )
 
     def home(self, directory: Path) -> Path:

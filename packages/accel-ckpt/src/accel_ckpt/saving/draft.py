@@ -172,7 +172,7 @@ class StateDraft:
                 plain = with_versions(plain, said)
                 planned.append(plan_model_files(plain, max_shard_size, safe_serialization, stem))
         tensors = divided.take("state", leaves)
-        if own_parts := sorted(name for name, leaf in own.items() if _may_be_divided(leaf)):
+        if own_parts := sorted(name for name, leaf in own.items() if is_divided(leaf)):
             raise UnsupportedValueError(
                 f"{listed(own_parts)}: trees of each rank hold whole tensors; pass tensors that are divided "
                 "among ranks in the shared trees"
@@ -209,7 +209,6 @@ class StateDraft:
         """
         loads = [offers[0]["load"], *(0 for _ in offers[1:])]
         shares = divide_parts(offers, position, loads)
-        keys = shares.keys[position] if shares.keys else frozenset()
         different = list({id(offer): offer for offer in offers}.values())
         alike = {
             name: nbytes
@@ -230,7 +229,9 @@ class StateDraft:
             if model.index is not None:
                 texts[model.index_name] = model.index.encode()
         for stem in self.parts:
-            files += self._part_files(stem, shares.names[stem], keys, shares.aliases[stem])
+            files += self._part_files(
+                stem, shares.names[stem], shares.keys_of(position), shares.aliases[stem]
+            )
         if names:
             stem = "state" if self.leads else f"state-{self.rank:05d}"
             files.append(_state_file(stem, {name: self.shared[name] for name in names}))
@@ -360,8 +361,7 @@ class _DividedTensors:
             division = division_of(leaf, self._mesh, self._rank)
             if division is not None:
                 divisions[name] = division
-            dtype = leaf.dtype if isinstance(leaf, torch.Tensor) else _dtype_of(leaf)
-            parts[name] = parts_of(leaf) or [Part.nothing(shape_of(leaf), dtype)]
+            parts[name] = parts_of(leaf) or [Part.nothing(shape_of(leaf), _dtype_of(leaf))]
             for part in parts[name]:
                 check_writable(name, part.tensor)
         return whole
@@ -372,13 +372,10 @@ class _DividedTensors:
         return self._meshes[mesh]
 
 
-def _dtype_of(parts: Part | Sequence[Part]) -> torch.dtype:
-    """The dtype of parts, also of empty ones."""
-    return parts.tensor.dtype if isinstance(parts, Part) else parts[0].tensor.dtype
-
-
-def _may_be_divided(leaf: Leaf) -> bool:
-    return not isinstance(leaf, torch.Tensor) or is_divided(leaf)
+def _dtype_of(leaf: Leaf) -> torch.dtype:
+    """The dtype of a tensor or of parts, also of empty ones."""
+    first = leaf if isinstance(leaf, torch.Tensor | Part) else leaf[0]
+    return first.tensor.dtype if isinstance(first, Part) else first.dtype
 
 
 def _state_file(stem: str, tensors: Mapping[str, torch.Tensor]) -> PlannedFile:

@@ -73,13 +73,17 @@ class Shares(NamedTuple):
     names: Mapping[str, frozenset[str]]
     """By file stem, tensors of which this rank writes all its boxes."""
     keys: list[frozenset[PartKey]]
-    """The further boxes that each rank writes, of tensors that no rule describes; of none if there are none."""
+    """The further boxes that each rank writes, of tensors that no rule describes; empty if there are none."""
     aliases: dict[str, dict[str, str]]
     """By file stem, names that are not written because they repeat others."""
     tensors: dict[str, dict[str, LaidOut]]
     """By file stem, the tensors that rules describe."""
     others: dict[str, list[str]]
     """By file stem, the files of all ranks that hold tensors that no rule describes."""
+
+    def keys_of(self, rank: int) -> frozenset[PartKey]:
+        """The further boxes that a rank writes."""
+        return self.keys[rank] if self.keys else frozenset()
 
 
 def describe_parts(
@@ -144,7 +148,7 @@ def divide_parts(offers: Sequence[Mapping[str, Any]], rank: int, loads: list[int
         UnsupportedValueError: a tensor is not covered, or covered twice, or ranks disagree about it.
     """
     groups = _groups(offers)
-    copies, missing = _Copies(), _Missing()
+    copies = _Copies()
     aliases: dict[str, dict[str, str]] = {}
     names: dict[str, frozenset[str]] = {}
     tensors: dict[str, dict[str, LaidOut]] = {}
@@ -158,7 +162,7 @@ def divide_parts(offers: Sequence[Mapping[str, Any]], rank: int, loads: list[int
         laid_out = tensors[stem] = {}
         mine = []
         for name in sorted(by_name.keys() - aliases[stem].keys()):
-            divisions = _rules(name, by_name[name], missing)
+            divisions = _rules(name, by_name[name], copies.missing)
             if not divisions:
                 _list_boxes(stem, name, by_name[name], sizes)
                 continue
@@ -233,31 +237,20 @@ def _rules(
         missing = missing_ranks(division.mesh, own)
         if missing:
             raise UnsupportedValueError(
-                f"rank {missing[0]} passes nothing of the tensor {name!r}, which a mesh of {division.mesh.size} ranks "
-                f"divides, rank {own[0].ranks[0]} among them; pass the same tensors on all of its ranks"
+                f"rank {missing[0]} passes nothing of the tensor {name!r}, which a mesh of "
+                f"{math.prod(division.mesh.shape)} ranks divides, rank {own[0].ranks[0]} among them; pass it on all"
             )
     return sorted(offered, key=lambda division: division.mesh)
 
 
-class _Missing:
-    """Finds the ranks of a mesh that are in none of some groups; each mesh is looked through once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], list[int]] = {}
-
-    def __call__(self, mesh: RankMesh, groups: Sequence[_Group]) -> list[int]:
-        """The missing ranks, in the order of the mesh."""
-        key = (mesh, *(id(group.parts) for group in groups))
-        if key not in self._found:
-            there = {rank for group in groups for rank in group.ranks}
-            self._found[key] = [member for member in mesh.members if member not in there]
-        return self._found[key]
-
-
 class _Copies:
-    """Chooses which copies of boxes are written, so that ranks write about as much as each other."""
+    """Chooses which copies of boxes are written, so that ranks write about as much as each other.
+
+    It looks through each mesh once, whatever the number of tensors is.
+    """
 
     def __init__(self) -> None:
+        self._missing: dict[tuple[Any, ...], list[int]] = {}
         self._loads: dict[tuple[Division, ...], list[tuple[int, int]]] = {}
         self._places: dict[tuple[RankMesh, int], tuple[int, ...] | None] = {}
 
@@ -279,6 +272,14 @@ class _Copies:
                 return division, chosen
             chosen -= count
         raise AssertionError("one of the copies is chosen")
+
+    def missing(self, mesh: RankMesh, groups: Sequence[_Group]) -> list[int]:
+        """The ranks of a mesh that are in none of some groups, in its order."""
+        key = (mesh, *(id(group.parts) for group in groups))
+        if key not in self._missing:
+            there = {rank for group in groups for rank in group.ranks}
+            self._missing[key] = [member for member in mesh.members if member not in there]
+        return self._missing[key]
 
     def place(self, mesh: RankMesh, rank: int) -> tuple[int, ...] | None:
         """The position of a rank in a mesh."""

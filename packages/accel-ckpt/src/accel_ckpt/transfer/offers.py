@@ -104,7 +104,7 @@ class OfferedWeights:
             ranks.rank,
             [0 for _ in answers],
         )
-        self._mine = shares.keys[ranks.rank] if shares.keys else frozenset()
+        self._mine = shares.keys_of(ranks.rank)
         self._dtypes: dict[str, torch.dtype] = {}
         self.aliases = dict(shares.aliases.get(_STEM, {}))
         self.about: dict[str, WeightInfo] = {}

@@ -82,7 +82,7 @@ class Blocks:
     Attributes:
         capacity: bytes of payload that fit into a block.
         row: this rank's block, uint8.
-        table: the blocks of all ranks, uint8, (ranks, bytes of a block).
+        table: the blocks of all ranks, uint8, (ranks, bytes of a block); in a large group their headers, on the first.
         payloads: their payloads.
     """
 
@@ -180,8 +180,7 @@ class Blocks:
         if self.capacity:
             all_gather(self.table, self.row)
         else:
-            self._bounds.copy_(largest(self._bounds_of_one()).view(2, -1))
-            self._bounds[0].bitwise_not_()
+            self._take_bounds(largest(self._bounds_of_one()))
 
     def agree(self) -> bool:
         """Whether the headers of all ranks are equal."""
@@ -223,6 +222,10 @@ class Blocks:
         header = self.row.view(torch.int64)
         return torch.cat([~header, header])
 
+    def _take_bounds(self, largest: Tensor) -> None:
+        self._bounds.copy_(largest.view(2, -1))
+        self._bounds[0].bitwise_not_()
+
     def _directly(self, wait: Wait) -> None:
         self._copies.copy_(self.row)
         wait(self._all_to_all(self.table, self._copies, [], [], _TO_ALL))
@@ -242,8 +245,7 @@ class Blocks:
         both = self._bounds_of_one()
         self._kept_alive = hold_outside_python(both)
         wait(self._group.allreduce([both], _LARGEST))
-        self._bounds.copy_(both.view(2, -1))
-        self._bounds[0].bitwise_not_()
+        self._take_bounds(both)
 
     def _by_all_gather(self, wait: Wait) -> None:
         wait(all_gather_single(self.table.view(-1), self.row, group=self._group, async_op=True))

@@ -347,7 +347,7 @@ class Channel:
         return [row[8 : 8 + int(row[:8].view(torch.int64))] for row in (row.cpu() for row in rows)]
 
     def _sizes(self, size: int) -> list[int]:
-        """Bytes of the payloads of all ranks, which the first of a large group has collected."""
+        """Bytes of the payloads of all ranks of a large group, in which blocks do not tell them."""
         table = torch.empty((self.size, 1), dtype=torch.int64, device="cpu")
         self._all_gather_on_device(table, torch.tensor([size], dtype=torch.int64, device="cpu"))
         found: list[int] = table.view(-1).tolist()

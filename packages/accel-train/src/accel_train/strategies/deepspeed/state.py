@@ -7,7 +7,7 @@ elements: several boxes. Weights are the float32 copies that the optimizer updat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,19 +52,12 @@ class Share:
         return found if self.division is None or not self.shape else FlatParts(found, self.division)
 
 
-def _evenly(group: Any, size: int, begin: int = 0) -> Division:
-    """The rule by which the ranks of a group have equal ranges of a flat tensor, in which a parameter begins."""
-    ranks = torch.tensor(torch.distributed.get_process_group_ranks(group), device="cpu")
-    return Division(RankMesh.of(ranks), ((0, 1),), 0, (size, begin))
-
-
 def share_of(parameter: Any) -> Share:
     """This rank's share of a parameter that stage 3 divides."""
     size = parameter.partition_numel()
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     start = min(size * rank, parameter.ds_numel)
-    division = _evenly(parameter.ds_process_group, size)
-    return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape), division)
+    return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape))
 
 
 def gathered_layers(model: nn.Module) -> dict[str, Any]:
@@ -108,6 +101,7 @@ class DeepSpeedState:
         self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group}
         self._whole_flats = self._whole_flat_groups()
         self._masters = self._whole_masters()
+        self._meshes: dict[Any, RankMesh] = {}
         self._flat_divisions = self._divisions()
 
     @property
@@ -156,7 +150,8 @@ class DeepSpeedState:
     def share(self, parameter: Any) -> Share:
         """What this rank holds of a parameter."""
         if self.stage == 3:
-            return share_of(parameter)
+            rule = self._evenly(parameter.ds_process_group, parameter.partition_numel())
+            return replace(share_of(parameter), division=rule)
         shape = tuple(parameter.shape)
         mapping = getattr(parameter, "_hp_mapping", None)
         if self.stage == 0:
@@ -181,9 +176,16 @@ class DeepSpeedState:
         for group, size, ranks in zip(groups, sizes, optimizer.real_dp_process_group, strict=True):
             begin = 0
             for parameter in group:
-                found[id(parameter)] = _evenly(ranks, size, begin)
+                found[id(parameter)] = self._evenly(ranks, size, begin)
                 begin += parameter.numel()
         return found
+
+    def _evenly(self, group: Any, size: int, begin: int = 0) -> Division:
+        """The rule by which the ranks of a group have equal ranges of a flat tensor, in which a parameter begins."""
+        if group not in self._meshes:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            self._meshes[group] = RankMesh.of(torch.tensor(ranks, device="cpu"))
+        return Division(self._meshes[group], ((0, 1),), 0, (size, begin))
 
     def _flat_of(self, parameter: Any) -> tuple[Tensor, int, int] | None:
         """The flat tensor that the base optimizer steps, and where the parameter is in it; None: elsewhere."""
