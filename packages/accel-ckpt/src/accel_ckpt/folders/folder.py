@@ -241,7 +241,7 @@ def check_regular(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenFolder:
-    """A complete checkpoint, opened for reading; the sizes of all its files are checked."""
+    """A complete checkpoint, opened for reading; the sizes of all its files are checked, perhaps by another rank."""
 
     directory: Path
     """The path or URI of the checkpoint."""
@@ -302,8 +302,12 @@ class Folder(ABC):
         """A transaction that has not begun."""
 
     @abstractmethod
-    def open(self, verify: bool) -> OpenFolder:
+    def open(self, verify: bool, manifest: bytes | None = None) -> OpenFolder:
         """Open the checkpoint that is here.
+
+        Args:
+            verify: compare checksums of what is read.
+            manifest: the text of its manifest, where another rank has read it and compared the sizes of all files.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or it is not complete.

@@ -58,28 +58,35 @@ class LocalFolder(Folder):
     def _transaction(self, coordinator: Coordinator, each_node: bool, disk: Disk) -> LocalTransaction:
         return LocalTransaction(self.absolute, coordinator, each_node, disk)
 
-    def open(self, verify: bool) -> OpenFolder:
+    def open(self, verify: bool, manifest: bytes | None = None) -> OpenFolder:
         """Open the checkpoint; its files are read in place."""
         folder = self.absolute
-        restore_interrupted_swaps(folder.parent)
-        try:
-            manifest = Manifest.read(folder)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"{error}{_nearby(folder)}") from None
-        manifest.check_sizes(folder)
+        known = (
+            self._manifest() if manifest is None else Manifest.decode(manifest, str(folder / MANIFEST_NAME))
+        )
 
         def checksum(name: str) -> str | None:
-            expected = manifest.checksum(folder, name)
+            expected = known.checksum(folder, name)
             return expected if verify else None
 
         return OpenFolder(
             directory=folder,
-            manifest=manifest,
-            files=manifest.home(folder),
+            manifest=known,
+            files=known.home(folder),
             checks=FileChecks(checksum),
             checksum=checksum,
-            check_content=partial(manifest.check_content, folder),
+            check_content=partial(known.check_content, folder),
         )
+
+    def _manifest(self) -> Manifest:
+        """Read the manifest, and compare the sizes of all files."""
+        restore_interrupted_swaps(self.absolute.parent)
+        try:
+            manifest = Manifest.read(self.absolute)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}{_nearby(self.absolute)}") from None
+        manifest.check_sizes(self.absolute)
+        return manifest
 
     def is_complete(self) -> bool:
         """Whether its manifest is readable, and every listed file exists with its size."""

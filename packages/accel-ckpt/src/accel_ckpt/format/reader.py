@@ -59,6 +59,7 @@ __all__ = [
     "read_json",
     "read_pickled",
     "read_pickled_weights",
+    "read_text",
     "refuse_expanded",
     "refuse_irregular",
     "refuse_pointer",
@@ -352,8 +353,13 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_json(path: Path, xxh3: str | None = None) -> Any:
-    """Read a JSON file, checking its checksum first if one is given."""
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return parse_json(read_text(path), str(path))
+
+
+def read_text(path: Path, xxh3: str | None = None) -> bytes:
+    """Read a small file, checking its checksum if one is given."""
     refuse_irregular(path)
     try:
         raw = path.read_bytes()
@@ -361,7 +367,7 @@ def read_json(path: Path, xxh3: str | None = None) -> Any:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     if xxh3 is not None:
         check_digest(path, xxhash.xxh3_64_hexdigest(raw), xxh3)
-    return parse_json(raw, str(path))
+    return raw
 
 
 def parse_json(raw: bytes, what: str) -> Any:

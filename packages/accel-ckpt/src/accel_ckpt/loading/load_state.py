@@ -3,30 +3,87 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
+from accel_ckpt.coordination.ranks import Coordinator, broadcast
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import OpenFolder
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.index import inside
+from accel_ckpt.format.manifest import VERSION
 from accel_ckpt.format.memory import Arena
-from accel_ckpt.format.reader import MappedShard, read_json
+from accel_ckpt.format.reader import MappedShard, parse_json, read_text
 from accel_ckpt.format.saved_tensors import SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.format.state_files import EXTRA, is_part_file, model_stem, rank_stem, tensor_files
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
+from accel_state.errors import AccelError
 
-__all__ = ["NamedTrees", "SavedWeights", "TrainingCheckpoint", "open_training_state"]
+__all__ = [
+    "NamedTrees",
+    "ReadForAll",
+    "SavedWeights",
+    "TrainingCheckpoint",
+    "open_training_state",
+    "read_for_all",
+]
+
+logger = logging.getLogger(__name__)
+
+_SHARED = "state"
 
 
-def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
+class ReadForAll(NamedTuple):
+    """What the first rank has read of a training state for all; the sizes of all its files are checked."""
+
+    directory: str
+    """Its absolute path, or URI."""
+    manifest: bytes
+    """The text of its manifest."""
+    shared: bytes
+    """The text of its shared trees."""
+
+
+def read_for_all(find: Callable[[], str | os.PathLike[str]], ranks: Coordinator) -> ReadForAll | None:
+    """Read on the first rank what concerns all of them, so that a load opens few files in a world of any size.
+
+    Collective. Returns ``None`` if the first rank finds nothing that holds for all: each rank then opens the state
+    itself, and fails with the error that belongs to it.
+
+    Args:
+        find: returns the folder or URI of the state; called on the first rank.
+        ranks: that load.
+    """
+    if ranks.world_size == 1:
+        return None
+    return broadcast(_read_for_all(find) if ranks.rank == 0 else None, ranks)  # type: ignore[no-any-return]
+
+
+def _read_for_all(find: Callable[[], str | os.PathLike[str]]) -> ReadForAll | None:
+    try:
+        checkpoint = open_training_state(find())
+        manifest = checkpoint.manifest
+        # Each node may have a folder of its own, and the main process alone writes few files.
+        if len(manifest.ranks) < manifest.world_size or manifest.version < VERSION:
+            return None
+        return ReadForAll(str(checkpoint.directory), manifest.encode(), checkpoint.text(_SHARED))
+    except (AccelError, OSError) as error:
+        logger.info("the first rank reads nothing for all: %s", error)  # each rank raises its own
+        return None
+
+
+def open_training_state(
+    directory: str | os.PathLike[str], *, verify: bool = True, known: ReadForAll | None = None
+) -> TrainingCheckpoint:
     """Open a training state. Sizes of all files are checked here, contents when they are read.
 
     From object storage only the files that are read are fetched, to a folder of ``tempfile`` that is removed when the
@@ -35,13 +92,17 @@ def open_training_state(directory: str | os.PathLike[str], *, verify: bool = Tru
     Args:
         directory: a folder that ``save_training_state`` wrote, or its URI.
         verify: check the checksum of every file that is read, before anything of it is returned.
+        known: what the first rank has read; of use if it is of the same folder.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is not a complete training state.
         CheckpointVersionError: it was written by a newer version.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
     """
-    return TrainingCheckpoint(find_folder(directory).open(verify))
+    folder = find_folder(directory)
+    if known is None or str(folder.absolute) != known.directory:
+        return TrainingCheckpoint(folder.open(verify))
+    return TrainingCheckpoint(folder.open(verify, known.manifest), {_SHARED: known.shared})
 
 
 class TrainingCheckpoint:
@@ -50,12 +111,13 @@ class TrainingCheckpoint:
     Every access reads; tensors are on the CPU, writable, and not tied to the files.
     """
 
-    def __init__(self, opened: OpenFolder) -> None:
+    def __init__(self, opened: OpenFolder, texts: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = opened.directory
         self.manifest = opened.manifest
         self._opened = opened
         self._folder = opened.files
         self._check = opened.checks
+        self._texts = texts
         self._parsed: dict[str, dict[str, Any]] = {}
 
     def local_folder(self) -> Path:
@@ -98,13 +160,13 @@ class TrainingCheckpoint:
             rank: the rank whose trees are read; None: the shared trees.
             names: the trees that are read; None: all.
         """
-        stem = "state" if rank is None else rank_stem(rank)
+        stem = _SHARED if rank is None else rank_stem(rank)
         every = self._described(stem)[1]
         return self._read_trees(stem, lambda name: names is None or name in names, lazy=every)
 
     def _shared(self, mapped: Collection[str], lazy: Collection[str]) -> Mapping[str, Tree]:
         extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
-        trees = self._read_trees("state", lambda name: name not in extra, mapped, lazy)
+        trees = self._read_trees(_SHARED, lambda name: name not in extra, mapped, lazy)
         return NamedTrees("the shared state", trees)
 
     def per_rank(self, rank: int, *, allow_missing: bool = False) -> Mapping[str, Tree] | None:
@@ -196,12 +258,24 @@ class TrainingCheckpoint:
         """The file that describes trees, and what it holds, which is parsed once for all that ask for some of it."""
         path = inside(self._folder, f"{stem}.json")
         if stem not in self._parsed:
-            self._check.fetch([path])
-            content = read_json(path, self._opened.checksum(path.name))
+            content = parse_json(self._texts[stem] if stem in self._texts else self.text(stem), str(path))
             if not isinstance(content, dict):
                 raise CorruptCheckpointError(f"{path} does not hold trees by name")
             self._parsed[stem] = content
         return path, self._parsed[stem]
+
+    def text(self, stem: str) -> bytes:
+        """Read the file that describes trees.
+
+        Args:
+            stem: of the file.
+
+        Raises:
+            CorruptCheckpointError: it was damaged or changed after the save.
+        """
+        path = inside(self._folder, f"{stem}.json")
+        self._check.fetch([path])
+        return read_text(path, self._opened.checksum(path.name))
 
     def _state_files(self, stem: str) -> list[str]:
         return tensor_files(self.manifest.files, stem)
@@ -250,7 +324,7 @@ class TrainingCheckpoint:
         """Fill tensors of the shared trees in place, by their names in the files, such as
         ``optimizer_0.state.model_0.weight.exp_avg``.
         """
-        saved = self._tensors(self._state_files("state"), "state")
+        saved = self._tensors(self._state_files(_SHARED), _SHARED)
         fill_all(saved.pairs(tensors))
 
     def mapped_model(self, index: int) -> dict[str, Any]:
@@ -273,12 +347,12 @@ class TrainingCheckpoint:
     def models_with_extra(self) -> frozenset[int]:
         """The models whose state dicts have entries that are not tensors (``get_extra_state``)."""
         names = {EXTRA.format(index): index for index in range(len(self.manifest.models))}
-        return frozenset(names[name] for name in self._read_trees("state", lambda name: name in names))
+        return frozenset(names[name] for name in self._read_trees(_SHARED, lambda name: name in names))
 
     def extra_state(self, index: int) -> Mapping[str, Any]:
         """The entries of a model's state dict that are not tensors, by name."""
         extra = EXTRA.format(index)
-        found: Mapping[str, Any] = self._read_trees("state", lambda name: name == extra).get(extra, {})
+        found: Mapping[str, Any] = self._read_trees(_SHARED, lambda name: name == extra).get(extra, {})
         return found
 
 

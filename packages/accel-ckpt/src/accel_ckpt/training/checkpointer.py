@@ -20,7 +20,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.folders.find import checkpoints_from, complete_checkpoints, find_folder, prune_checkpoints
 from accel_ckpt.loading.load_module import check_weights, load_weights_into
-from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
+from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state, read_for_all
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
@@ -210,9 +210,11 @@ class Checkpointer:
         ranks = self._ranks()
         found: list[tuple[int, list[_Restore]]] = []
 
+        known = read_for_all(lambda: self.directory / f"{_PREFIX}{self._choose(step)}", ranks)
+
         def read() -> int:
-            chosen = self._choose(step)
-            checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
+            chosen = self._choose(step) if known is None else int(known.directory.rpartition(_PREFIX)[2])
+            checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}", known=known)
             content = _State(state)
             lazy = [_ABOUT, *content.optimizers]
             changes = content.restore(dict(checkpoint.lazy_shared(lazy)), checkpoint, ranks)

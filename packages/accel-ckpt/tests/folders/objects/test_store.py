@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from accel_ckpt import ObjectStorageError, complete_checkpoints, open_training_state, save_training_state
+from accel_ckpt.folders.objects.store import requests_at_once
 from accel_ckpt.folders.objects.stores import open_store
 from accel_ckpt.locations import location
 from accel_state.errors import MissingDependencyError
@@ -99,3 +100,12 @@ def test_when_an_object_was_written(about, time, monkeypatch):
     store = open_store(location("memory://times"))
     monkeypatch.setattr(store.fs, "info", lambda path: about)
     assert store.modified("manifest.json") == time
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(1, 8), (4, 8), (8, 4), (32, 1), (64, 1)])
+def test_ranks_of_a_machine_share_the_memory_of_requests(monkeypatch, ranks, each):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 128, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert requests_at_once() == each

@@ -13,6 +13,7 @@ from torch import nn
 import accel_ckpt
 from accel_ckpt.coordination.ranks import MainProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
+from accel_ckpt.loading.load_state import read_for_all
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_sharded
 from accel_state.messages import warn
@@ -470,16 +471,18 @@ def load_state(
     )
     prepared.saver.make_room()
     found: list[Saved] = []
+    ranks = accel_ckpt.default_coordinator()
+    shared = read_for_all(lambda: _source(prepared, input_dir), ranks)
 
     def work() -> None:
-        directory = _source(prepared, input_dir)
+        directory = _source(prepared, input_dir or (shared and shared.directory))
         with collector_paused():
-            found.append(read(prepared, directory, allow_missing_rng, trust_custom_objects, parts))
+            found.append(read(prepared, directory, allow_missing_rng, trust_custom_objects, parts, shared))
         if prepared.hooks.load and "models" in found[0].parts:
             found[0].local_folder()  # from object storage it can fail
 
     # Ranks agree that everything could be read before anything is changed on any of them.
-    accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
+    accel_ckpt.run_together(work, ranks, doing="reading the training state")
     [saved] = found
     models = list(prepared.models)
     if prepared.hooks.load and "models" in saved.parts:
@@ -492,11 +495,7 @@ def load_state(
         with collector_paused():
             pairs.extend(fit(prepared, saved, models, strict))
 
-    accel_ckpt.run_together(
-        compare,
-        accel_ckpt.default_coordinator(),
-        doing="comparing the training state with this script",
-    )
+    accel_ckpt.run_together(compare, ranks, doing="comparing the training state with this script")
     with collector_paused():
         apply(prepared, saved, pairs, strict)
     if saved.left_out and prepared.process.is_main_process:
@@ -506,7 +505,6 @@ def load_state(
         )
     if prepared.project.automatic_checkpoint_naming and saved.parts == ALL:
         base = automatic_folder(prepared.project)
-        ranks = accel_ckpt.default_coordinator()
         taken = _in_agreement(lambda: accel_ckpt.checkpoints_from(base, 0), ranks, base)
         prepared.project.iteration = accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
     return saved.directory

@@ -18,6 +18,7 @@ from torch import nn
 
 import accel_ckpt
 from accel_ckpt.format.forms import OTHERS, check_form, natural
+from accel_ckpt.loading.load_state import ReadForAll
 from accel_train.checkpoints import accelerate_checkpoints, rank_differences, window_state
 from accel_train.checkpoints.chosen_parts import ALL, MODELS, Parts, left_out, part_of, trains
 from accel_train.checkpoints.frozen_weights import completed
@@ -68,10 +69,19 @@ def read(
     allow_missing_rng: bool,
     trust_custom_objects: bool,
     parts: Parts = ALL,
+    shared: ReadForAll | None = None,
 ) -> Saved:
     """Read everything, or some parts, and check that it fits.
 
     A script that has prepared only models and loaders, as for an evaluation, gets the weights of a training.
+
+    Args:
+        prepared: the prepared objects.
+        directory: the checkpoint.
+        allow_missing_rng: a rank that did not save keeps its random generators.
+        trust_custom_objects: pickles of registered objects may be loaded.
+        parts: the parts that are restored.
+        shared: what the first rank has read for all.
 
     Raises:
         CheckpointNotFoundError: there is no complete checkpoint, or it has no state for this rank.
@@ -81,10 +91,11 @@ def read(
     """
     with taken_up("it", directory):
         known = parts_of(prepared, named_models(prepared), trust_custom_objects)
-        if accel_ckpt.is_accelerate_checkpoint(directory):
+        if shared is None and accel_ckpt.is_accelerate_checkpoint(directory):
             saved = _read_foreign(prepared, directory, allow_missing_rng, trust_custom_objects, parts)
         else:
-            saved = _read_own(prepared, known, directory, allow_missing_rng, parts)
+            checkpoint = accel_ckpt.open_training_state(directory, known=shared)
+            saved = _read_own(prepared, known, checkpoint, allow_missing_rng, parts)
         wanted = [part for part in known if part.is_wanted(saved.parts, ALL)]
         saved.taken = [(part, part.read(saved.trees)) for part in wanted]
         return saved
@@ -98,10 +109,14 @@ _RANK = {"rng": {}, "windows": window_state.FORM, "replicas": [{}], "buffers": {
 
 
 def _read_own(
-    prepared: Prepared, known: Sequence[StatePart], directory: Path, allow_missing_rng: bool, parts: Parts
+    prepared: Prepared,
+    known: Sequence[StatePart],
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    allow_missing_rng: bool,
+    parts: Parts,
 ) -> Saved:
     """Read a checkpoint of `save_state`."""
-    checkpoint = accel_ckpt.open_training_state(directory)
+    directory = checkpoint.directory
     if parts == ALL and not trains(prepared) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
         parts = MODELS
     trees = _trees(prepared, checkpoint, allow_missing_rng, parts)

@@ -60,17 +60,17 @@ class ObjectFolder(Folder):
             )
         return ObjectTransaction(self._uri, coordinator)
 
-    def open(self, verify: bool) -> OpenFolder:
+    def open(self, verify: bool, manifest: bytes | None = None) -> OpenFolder:
         """Open it; only parts that are read are fetched, to a folder of `tempfile` that lives as long as the result."""
-        manifest, mirror, checks = open_remote(self._uri, verify)
+        known, mirror, checks = open_remote(self._uri, verify, manifest)
 
         def checksum(name: str) -> str | None:
-            expected = manifest.checksum(self._uri, name)
+            expected = known.checksum(self._uri, name)
             return expected if verify else None
 
         return OpenFolder(
             directory=self._uri,
-            manifest=manifest,
+            manifest=known,
             files=mirror.folder,
             checks=checks,
             checksum=checksum,

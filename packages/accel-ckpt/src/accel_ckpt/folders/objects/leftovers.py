@@ -115,10 +115,15 @@ def read_manifest(store: Store) -> Manifest:
     return open_manifest(store)[0]
 
 
-def open_manifest(store: Store) -> tuple[Manifest, bytes]:
-    """The manifest of a checkpoint, and the text that it was read from."""
+def open_manifest(store: Store, raw: bytes | None = None) -> tuple[Manifest, bytes]:
+    """The manifest of a checkpoint, and its text.
+
+    Args:
+        store: of the checkpoint.
+        raw: the text, where it is known.
+    """
     try:
-        raw = store.read(MANIFEST_NAME)
+        raw = store.read(MANIFEST_NAME) if raw is None else raw
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"{store.uri()} holds no {MANIFEST_NAME}: there is no checkpoint, or not a complete one. {error}"

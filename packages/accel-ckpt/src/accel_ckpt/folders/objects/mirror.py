@@ -1,4 +1,4 @@
-"""Local files that mirror objects: of the same size, and filled with the needed parts before they are read.
+"""Local files that mirror objects: of the same size, made and filled with the needed parts before they are read.
 
 All readers of checkpoints read these files: a header, the parts of tensors that a rank holds, or a whole tensor.
 Missing parts are fetched in parallel, in whole blocks, whose checksums are compared as they arrive.
@@ -71,18 +71,15 @@ class Mirror:
         """The folder of the local files."""
         self.remove = self._scratch.remove
         """Remove the local files; those that are mapped stay readable."""
-        self._objects = {name: _Object(inside(self.folder, name), record) for name, record in files.items()}
-        self._there: dict[str, set[int]] = {name: set() for name in files}
+        self._files = files
+        self._there: dict[str, set[int]] = {}
+        """The blocks that are here of each file that was made."""
         self._lock = threading.Lock()
-        for one in self._objects.values():
-            try:
-                one.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(one.path, "xb") as file:
-                    file.truncate(one.record.size)
-            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-                raise CorruptCheckpointError(
-                    f"{store.uri()} has names of files that are folders of others: {error}"
-                ) from error
+
+    def make(self, names: Iterable[str]) -> None:
+        """Make files without their content, for who asks which there are."""
+        for name in names:
+            self._made(name, self._object(name))
 
     def fetch(self, names: Iterable[str]) -> None:
         """Bring whole files here.
@@ -109,7 +106,8 @@ class Mirror:
 
     def check(self) -> None:
         """Read every object and compare its checksums, without keeping anything; errors as :meth:`fetch`."""
-        for name, one in self._objects.items():
+        for name in self._files:
+            one = self._object(name)
             if one.record.blocks:
                 for _ in in_parallel(self._read, list(_requests(name, one.blocks))):
                     pass
@@ -121,11 +119,25 @@ class Mirror:
         return path.relative_to(self.folder).as_posix()
 
     def _object(self, name: str) -> _Object:
-        if name not in self._objects:
+        if name not in self._files:
             raise CorruptCheckpointError(
                 f"{self._store.uri(self._prefix + name)} is not listed in the manifest of its checkpoint"
             )
-        return self._objects[name]
+        return _Object(inside(self.folder, name), self._files[name])
+
+    def _made(self, name: str, one: _Object) -> set[int]:
+        """The blocks of a file that are here; a file of which there are none yet is made."""
+        if name not in self._there:
+            try:
+                one.path.parent.mkdir(parents=True, exist_ok=True)
+                with open(one.path, "xb") as file:
+                    file.truncate(one.record.size)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                raise CorruptCheckpointError(
+                    f"{self._store.uri()} has names of files that are folders of others: {error}"
+                ) from error
+            self._there[name] = set()
+        return self._there[name]
 
     def _fetch(self, wanted: Mapping[str, Iterable[int]]) -> None:
         with self._lock:
@@ -133,7 +145,7 @@ class Mirror:
             whole: list[str] = []
             for name, blocks in wanted.items():
                 one = self._object(name)
-                missing = sorted(set(blocks) - self._there[name])
+                missing = sorted(set(blocks) - self._made(name, one))
                 requests += _requests(name, missing)
                 if missing and not one.record.blocks and self._verify:
                     whole.append(name)
@@ -147,7 +159,7 @@ class Mirror:
 
     def _bring(self, request: _BlockRequest) -> _BlockRequest:
         data = self._read(request)
-        descriptor = os.open(self._objects[request.name].path, os.O_WRONLY)
+        descriptor = os.open(self._object(request.name).path, os.O_WRONLY)
         try:
             view, at = memoryview(data), request.first * BLOCK_HASHED
             while view:
@@ -164,7 +176,7 @@ class Mirror:
 
     def _read(self, request: _BlockRequest) -> bytes:
         """The bytes of some blocks; where a checksum differs they are read once more, since requests can fail, too."""
-        one = self._objects[request.name]
+        one = self._object(request.name)
         begin, end = request.first * BLOCK_HASHED, min(request.last * BLOCK_HASHED, one.record.size)
         for last_time in (False, True):
             data = self._store.read(self._prefix + request.name, begin, end)
@@ -188,7 +200,7 @@ class Mirror:
         return None
 
     def _check_whole(self, name: str) -> None:
-        one = self._objects[name]
+        one = self._object(name)
         if one.record.xxh3:
             try:
                 check_digest(one.path, file_digest(one.path), one.record.xxh3)
@@ -248,8 +260,15 @@ class RemoteFiles(FileChecks):
         self._mirror.fetch_spans(wanted)
 
 
-def open_remote(directory: RemotePath, verify: bool) -> tuple[Manifest, Mirror, RemoteFiles]:
+def open_remote(
+    directory: RemotePath, verify: bool, text: bytes | None = None
+) -> tuple[Manifest, Mirror, RemoteFiles]:
     """The manifest of a training state, local files for its objects, and what fills them.
+
+    Args:
+        directory: of the training state.
+        verify: compare checksums.
+        text: of the manifest, where another rank has read it and compared the sizes of all objects.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint, or not a complete one.
@@ -257,9 +276,10 @@ def open_remote(directory: RemotePath, verify: bool) -> tuple[Manifest, Mirror, 
         CheckpointVersionError: it was written by a newer version.
     """
     store = open_store(directory)
-    manifest, raw = open_manifest(store)
+    manifest, raw = open_manifest(store, text)
     try:
-        check_sizes(store, manifest)
+        if text is None:
+            check_sizes(store, manifest)
     except CorruptCheckpointError:
         if not _still_there(store):
             raise CheckpointNotFoundError(

@@ -15,21 +15,24 @@ from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
 from accel_ckpt.locations import RemotePath
+from accel_state import environment
+from accel_state.clusters.topology import detect
 from accel_state.errors import MissingDependencyError
 from accel_state.host.versions import install_extra
 from accel_state.messages import first_line
 
-__all__ = ["PARALLEL", "PART", "Store", "Upload", "in_parallel"]
+__all__ = ["PART", "Store", "Upload", "in_parallel", "requests_at_once"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PARALLEL = 8
-"""Requests on their way at a time."""
-
 PART = 1 << 24
 """Bytes of a part of an upload, and of a request for a part of an object."""
+
+# Requests on their way at a time: of a rank, and of a machine, whose memory for them is 512 MB for any number of ranks.
+_OF_A_RANK = 8
+_OF_A_MACHINE = 32
 
 # Seconds before the second and third attempt; the file systems repeat requests themselves, too.
 _PAUSES = (0.5, 2.0)
@@ -259,12 +262,18 @@ class _StreamUpload:
         self._store.delete([self._name])
 
 
+def requests_at_once() -> int:
+    """The requests that this rank may have on their way at a time; each holds a part in memory."""
+    ranks = detect(environment.snapshot()).local_world_size
+    return max(1, min(_OF_A_RANK, _OF_A_MACHINE // ranks))
+
+
 def in_parallel(call: Callable[[Any], T], items: list[Any]) -> Iterator[T]:
     """Call a function for each item, in threads; returns the results in order."""
     if len(items) < 2:
         yield from map(call, items)
         return
-    with ThreadPoolExecutor(min(PARALLEL, len(items)), thread_name_prefix="accel-store") as pool:
+    with ThreadPoolExecutor(min(requests_at_once(), len(items)), thread_name_prefix="accel-store") as pool:
         yield from pool.map(call, items)
 
 

@@ -12,7 +12,7 @@ import xxhash
 
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import CheckpointError
-from accel_ckpt.folders.objects.store import PARALLEL, PART, Store, Upload
+from accel_ckpt.folders.objects.store import PART, Store, Upload, requests_at_once
 from accel_ckpt.format.writer import BLOCK_HASHED
 
 __all__ = ["UploadDisk"]
@@ -22,8 +22,8 @@ class UploadDisk(Disk):
     """Takes files that are written to one folder, in which nothing is made, and uploads them.
 
     A file is complete when its upload is, which :meth:`drain` waits for: ``fsync`` only says that no more will come, so
-    that the next file begins while the last parts of this one are on their way. At most ``PARALLEL`` parts of ``PART``
-    bytes are in memory, and one for each file that is being written.
+    that the next file begins while the last parts of this one are on their way. At most ``requests_at_once()`` parts of
+    ``PART`` bytes are in memory, and one for each file that is being written.
 
     Args:
         store: where to.
@@ -33,8 +33,9 @@ class UploadDisk(Disk):
 
     def __init__(self, store: Store, folder: Path, prefix: str = "") -> None:
         self._store, self._folder, self._prefix = store, folder, prefix
-        self._pool = ThreadPoolExecutor(PARALLEL, thread_name_prefix="accel-upload")
-        self._room = threading.BoundedSemaphore(PARALLEL)
+        at_once = requests_at_once()
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="accel-upload")
+        self._room = threading.BoundedSemaphore(at_once)
         self._numbers = itertools.count(1)
         self._open: dict[int, _Outgoing] = {}
         self._files: list[_Outgoing] = []

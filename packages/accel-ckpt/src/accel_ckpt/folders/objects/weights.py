@@ -137,6 +137,7 @@ def fetch_weights(place: RemotePath) -> tuple[Path, Mirror]:
         return mirror.folder, mirror
     if sizes and place.name not in sizes:
         mirror = Mirror(store, {name: FileRecord(size, "") for name, size in sizes.items()}, "", verify=False)
+        mirror.make(sizes)
         mirror.fetch(name for name in sizes if name.endswith(".index.json"))
         try:
             found = find_weights(mirror.folder)
