@@ -28,6 +28,7 @@ __all__ = [
     "fsdp_groups",
     "fsdp_modules",
     "gathered",
+    "has_divided_parameters",
     "is_divided",
     "is_leaf",
     "is_sharded",
@@ -245,6 +246,12 @@ def fsdp_groups(module: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def has_divided_parameters(model: nn.Module) -> bool:
+    """Whether a parameter of a model is a ``DTensor``, of which this rank holds a part."""
+    reshard(model)
+    return any(map(is_sharded, model.parameters()))
 
 
 def reshard(model: nn.Module) -> None:

@@ -310,16 +310,21 @@ def check_generator_states(tree: Any) -> None:
     Raises:
         ValueError: a state has numbers that no generator has.
     """
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            check_generator_states(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            check_generator_states(value)
-    elif isinstance(tree, torch.Tensor) and tree.dtype == torch.uint8 and tree.numel() == _GENERATOR.size:
-        left, seeded, following, has_normal = _GENERATOR.unpack(bytes(tree.tolist()))
-        if not (seeded == 1 and 1 <= left <= 624 and following <= 625 - left and has_normal <= 1):
-            raise ValueError(f"torch's generator has {left} words left after number {following} of 624")
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif (
+            isinstance(value, torch.Tensor)
+            and value.dtype == torch.uint8
+            and value.numel() == _GENERATOR.size
+        ):
+            left, seeded, following, has_normal = _GENERATOR.unpack(bytes(value.tolist()))
+            if not (seeded == 1 and 1 <= left <= 624 and following <= 625 - left and has_normal <= 1):
+                raise ValueError(f"torch's generator has {left} words left after number {following} of 624")
 
 
 def numpy_state_tree(node: Any) -> Any:

@@ -246,6 +246,8 @@ class OpenFolder:
     directory: Path
     """The path or URI of the checkpoint."""
     manifest: Manifest
+    text: bytes
+    """Of the manifest."""
     files: Path
     """The folder of its files on this machine; files exist there once `checks` was called for them."""
     checks: FileChecks

@@ -61,9 +61,10 @@ class LocalFolder(Folder):
     def open(self, verify: bool, manifest: bytes | None = None) -> OpenFolder:
         """Open the checkpoint; its files are read in place."""
         folder = self.absolute
-        known = (
-            self._manifest() if manifest is None else Manifest.decode(manifest, str(folder / MANIFEST_NAME))
-        )
+        text = self._text() if manifest is None else manifest
+        known = Manifest.decode(text, str(folder / MANIFEST_NAME))
+        if manifest is None:
+            known.check_sizes(folder)
 
         def checksum(name: str) -> str | None:
             expected = known.checksum(folder, name)
@@ -72,21 +73,19 @@ class LocalFolder(Folder):
         return OpenFolder(
             directory=folder,
             manifest=known,
+            text=text,
             files=known.home(folder),
             checks=FileChecks(checksum),
             checksum=checksum,
             check_content=partial(known.check_content, folder),
         )
 
-    def _manifest(self) -> Manifest:
-        """Read the manifest, and compare the sizes of all files."""
+    def _text(self) -> bytes:
         restore_interrupted_swaps(self.absolute.parent)
         try:
-            manifest = Manifest.read(self.absolute)
+            return Manifest.text(self.absolute)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"{error}{_nearby(self.absolute)}") from None
-        manifest.check_sizes(self.absolute)
-        return manifest
 
     def is_complete(self) -> bool:
         """Whether its manifest is readable, and every listed file exists with its size."""

@@ -8,7 +8,8 @@ boolean is no number.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from itertools import count, repeat
 from typing import Any, TypeAlias
 
 from accel_ckpt.errors import CorruptCheckpointError
@@ -24,18 +25,19 @@ _CHECKSUM = re.compile("[0-9a-f]{16}")
 _SHOWN = 80  # characters of a value in a message
 
 
-def check_form(value: Any, form: Form, where: str) -> None:
+def check_form(value: Any, form: Form, where: str, *, partial: bool = False) -> None:
     """Check a value that a file holds.
 
     Args:
         value: what was read.
         form: what it must be. Keys that the form of a dictionary does not name are ignored, unless it names ``OTHERS``.
         where: the file, and what in it, for the message.
+        partial: dictionaries may lack keys.
 
     Raises:
         CorruptCheckpointError: says where it is not what it must be.
     """
-    misfit = _misfit(value, form)
+    misfit = _misfit(value, form, partial)
     if misfit is not None:
         raise CorruptCheckpointError(
             f"{where}{misfit}. The file is damaged, or something else wrote it; load another checkpoint"
@@ -57,68 +59,70 @@ def checksum(value: Any) -> bool:
     return isinstance(value, str) and _CHECKSUM.fullmatch(value) is not None
 
 
-def _misfit(value: Any, form: Form) -> str | None:
-    """Where a value is not what its form says, and what it is there; None: it fits."""
-    if isinstance(form, type):
-        fits = _is_of(value, form)
-    elif isinstance(form, list):
-        return _list_misfit(value, form[0])
-    elif isinstance(form, Mapping):
-        return _mapping_misfit(value, form)
-    elif isinstance(form, tuple):
-        fits = any(_misfit(value, one) is None for one in form)
-    elif form is None:
-        fits = value is None
-    else:
-        test: Callable[[Any], bool] = form
-        fits = test(value)
-    return None if fits else f" is {_shown(value)}, where {_described(form)} was expected"
+def _misfit(value: Any, form: Form, partial: bool) -> str | None:
+    """Where a value is not what its form says, and what it is there; None: it fits.
 
-
-def _is_of(value: Any, form: type) -> bool:
-    if form is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if form is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, form)
-
-
-def _list_misfit(value: Any, form: Form) -> str | None:
-    if not isinstance(value, (list, tuple)):
-        return f" is {_shown(value)}, where a list was expected"
-    for index, item in enumerate(value):
-        misfit = _misfit(item, form)
-        if misfit is not None:
-            return f"[{index}]{misfit}"
+    A loop and not a recursion, because every load asks for thousands of values.
+    """
+    waiting: list[tuple[Any, Form, Any]] = [
+        (value, form, None)
+    ]  # the last: the place above it, and the key there
+    while waiting:
+        value, form, place = waiting.pop()
+        if (
+            type(value) is form
+            or form is object
+            or (form is natural and type(value) is int and 0 <= value < 1 << 63)
+        ):
+            continue
+        inner: list[tuple[Any, Form, Any]] = []
+        if isinstance(form, list) and isinstance(value, (list, tuple)):
+            inner += zip(value, repeat(form[0]), zip(repeat(place), count()))
+        elif isinstance(form, Mapping) and isinstance(value, Mapping):
+            if not (partial or form.keys() - {OTHERS} <= value.keys()):
+                lacking = [repr(key) for key in form if key not in value and key != OTHERS]
+                return f"{_shown_place(place)} lacks {', '.join(lacking)}"
+            for key, one in form.items():
+                if key != OTHERS and key in value:
+                    inner.append((value[key], one, (place, key)))
+            if form.get(OTHERS, object) is not object:  # of which every value is
+                for key, item in value.items():
+                    if key == OTHERS or key not in form:
+                        inner.append((item, form[OTHERS], (place, key)))
+        elif not _fits(value, form, partial):
+            return f"{_shown_place(place)} is {_shown(value)}, where {_described(form)} was expected"
+        waiting += reversed(inner)
     return None
 
 
-def _mapping_misfit(value: Any, form: Mapping[str, Form]) -> str | None:
-    if not isinstance(value, Mapping):
-        return f" is {_shown(value)}, where a dictionary was expected"
-    if not form.keys() - {OTHERS} <= value.keys():
-        lacking = [key for key in form if key not in value and key != OTHERS]
-        return f" lacks {', '.join(map(repr, lacking))}"
-    for key, inner in form.items():
-        if key != OTHERS and (misfit := _misfit(value[key], inner)) is not None:
-            return f"[{key!r}]{misfit}"
-    if form.get(OTHERS, object) is object:  # of which every value is
-        return None
-    for key, item in value.items():
-        if key == OTHERS or key not in form:
-            misfit = _misfit(item, form[OTHERS])
-            if misfit is not None:
-                return f"[{_shown(key)}]{misfit}"
-    return None
+def _fits(value: Any, form: Form, partial: bool) -> bool:
+    """Whether a value that holds no others fits; one that a list or a dictionary has in its place does not."""
+    if isinstance(form, tuple):
+        if (value is None and None in form) or type(value) in form:
+            return True
+        return any(_misfit(value, one, partial) is None for one in form if one is not None)
+    if form is None or isinstance(form, (list, Mapping)):
+        return form is None and value is None
+    if form in (int, float):
+        return isinstance(value, (int, form)) and not isinstance(value, bool)
+    return isinstance(value, form) if isinstance(form, type) else bool(form(value))
+
+
+def _shown_place(place: Any) -> str:
+    keys = []
+    while place is not None:
+        place, key = place
+        keys.append(f"[{_shown(key)}]")
+    return "".join(reversed(keys))
 
 
 def _described(form: Form) -> str:
     if isinstance(form, tuple):
-        return " or ".join(map(_described, form))
+        return " or ".join(_described(one) + " of its form" * isinstance(one, Mapping) for one in form)
     if form is None:
         return "null"
     if isinstance(form, (list, Mapping)):
-        return "a list" if isinstance(form, list) else "a dictionary of its form"
+        return "a list" if isinstance(form, list) else "a dictionary"
     if isinstance(form, type):
         return {"str": "a string", "bool": "true or false", "int": "an integer", "float": "a number"}.get(
             form.__name__, f"a {form.__name__}"

@@ -112,6 +112,11 @@ class Manifest:
             CorruptCheckpointError: the manifest is damaged.
             UnsafeCheckpointError: it is a link out of the folder.
         """
+        return cls.decode(cls.text(directory), str(directory / MANIFEST_NAME))
+
+    @staticmethod
+    def text(directory: Path) -> bytes:
+        """Read the text of the manifest of a checkpoint; errors as :meth:`read`, but for what is in it."""
         path = inside(directory, MANIFEST_NAME)
         if directory.is_file():
             raise CheckpointNotFoundError(f"{directory} is a file; pass the folder of the checkpoint")
@@ -119,12 +124,11 @@ class Manifest:
             raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
         refuse_irregular(path)
         try:
-            raw = path.read_bytes()
+            return path.read_bytes()
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{directory} holds no {MANIFEST_NAME}: it is no training state of this library, or not complete"
             ) from error
-        return cls.decode(raw, str(path))
 
     @classmethod
     def decode(cls, raw: bytes, what: str) -> Manifest:

@@ -216,13 +216,19 @@ class _PartFiles:
     def __init__(self, stem: str, paths: Mapping[str, Path], check: FileChecks) -> None:
         self._stem, self._paths, self._check = stem, paths, check
         self._opened: dict[str, tuple[Header, Mapping[str, EntryPlace]]] = {}
+        self._boxes: dict[tuple[str, Box], list[_Saved]] = {}
 
-    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[_Saved]:
-        """The saved boxes of a tensor that have elements in common with a box.
+    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Sequence[_Saved]:
+        """The saved boxes of a tensor that have elements in common with a box; asked to check, and again to read.
 
         Raises:
             CorruptCheckpointError: a file does not hold what the layout says.
         """
+        if (name, wanted) not in self._boxes:
+            self._boxes[name, wanted] = list(self._find(name, laid_out, wanted))
+        return self._boxes[name, wanted]
+
+    def _find(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[_Saved]:
         for rank, number, box in laid_out.boxes_in(wanted):
             file = part_file(self._stem, rank, number)
             header, places = self._open(file)

@@ -18,7 +18,6 @@ from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import OpenFolder
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.index import inside
-from accel_ckpt.format.manifest import VERSION
 from accel_ckpt.format.memory import Arena
 from accel_ckpt.format.reader import MappedShard, parse_json, read_text
 from accel_ckpt.format.saved_tensors import SavedTensor, SavedTensors, fill_all, verify_all
@@ -71,11 +70,10 @@ def read_for_all(find: Callable[[], str | os.PathLike[str]], ranks: Coordinator)
 def _read_for_all(find: Callable[[], str | os.PathLike[str]]) -> ReadForAll | None:
     try:
         checkpoint = open_training_state(find())
-        manifest = checkpoint.manifest
         # Each node may have a folder of its own, and the main process alone writes few files.
-        if len(manifest.ranks) < manifest.world_size or manifest.version < VERSION:
+        if len(checkpoint.manifest.ranks) < checkpoint.manifest.world_size:
             return None
-        return ReadForAll(str(checkpoint.directory), manifest.encode(), checkpoint.text(_SHARED))
+        return ReadForAll(str(checkpoint.directory), checkpoint.opened.text, checkpoint.text(_SHARED))
     except (AccelError, OSError) as error:
         logger.info("the first rank reads nothing for all: %s", error)  # each rank raises its own
         return None
@@ -114,7 +112,7 @@ class TrainingCheckpoint:
     def __init__(self, opened: OpenFolder, texts: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.directory = opened.directory
         self.manifest = opened.manifest
-        self._opened = opened
+        self.opened = opened
         self._folder = opened.files
         self._check = opened.checks
         self._texts = texts
@@ -195,7 +193,7 @@ class TrainingCheckpoint:
         Raises:
             CorruptCheckpointError: names the file that has changed.
         """
-        self._opened.check_content()
+        self.opened.check_content()
 
     def _read_trees(
         self,
@@ -275,7 +273,7 @@ class TrainingCheckpoint:
         """
         path = inside(self._folder, f"{stem}.json")
         self._check.fetch([path])
-        return read_text(path, self._opened.checksum(path.name))
+        return read_text(path, self.opened.checksum(path.name))
 
     def _state_files(self, stem: str) -> list[str]:
         return tensor_files(self.manifest.files, stem)
@@ -327,22 +325,22 @@ class TrainingCheckpoint:
         saved = self._tensors(self._state_files(_SHARED), _SHARED)
         fill_all(saved.pairs(tensors))
 
-    def mapped_model(self, index: int) -> dict[str, Any]:
+    def mapped_model(self, index: int, weights: SavedWeights | None = None) -> dict[str, Any]:
         """The state dict of a model for immediate copying: where possible, tensors are views of the files.
 
         The files are checked first, and must not change while the views are in use.
+
+        Args:
+            index: index of the model.
+            weights: those of the model, where they were asked for.
         """
         files = self._files(self.manifest.models[index])
         views = self._mapped(path for path in files if path.suffix == ".safetensors")
-        return self._read_model(index, views)
+        return (weights or self.weights(index)).state_dict(views)
 
     def read_model(self, index: int) -> dict[str, Any]:
         """The state dict of a model; see ``models``."""
-        return self._read_model(index, {})
-
-    def _read_model(self, index: int, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        weights = self.weights(index)
-        return with_versions({**weights.read(known), **weights.extra}, weights.versions)
+        return self.weights(index).state_dict()
 
     def models_with_extra(self) -> frozenset[int]:
         """The models whose state dicts have entries that are not tensors (``get_extra_state``)."""
@@ -424,6 +422,10 @@ class SavedWeights:
             CorruptCheckpointError: a file is not what was written. Nothing was changed.
         """
         fill_all(self._pairs(targets))
+
+    def state_dict(self, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+        """The state dict of the model, with tensors as :meth:`read` returns them."""
+        return with_versions({**self.read(known), **self.extra}, self.versions)
 
     def read(self, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Read all tensors whole, on the CPU, each in its own memory; tied names share it.

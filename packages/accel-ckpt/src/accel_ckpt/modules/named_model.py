@@ -26,6 +26,7 @@ class NamedModel:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._names: dict[str, str] = {}  # own name → canonical, once they are asked for
 
     @cached_property
     def _modules(self) -> list[tuple[str, str, nn.Module]]:
@@ -50,9 +51,10 @@ class NamedModel:
         Raises:
             NameCollisionError: two names become the same.
         """
-        renamed = [(name, by_prefix(name, self._prefixes)) for name in named]
-        refuse_collisions(renamed)
-        return {new: named[old] for old, new in renamed}
+        if unknown := named.keys() - self._names.keys():
+            self._names |= {name: by_prefix(name, self._prefixes) for name in unknown}
+            refuse_collisions(list(self._names.items()))
+        return {self._names[name]: value for name, value in named.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict, whose tensors are the module's own."""

@@ -142,11 +142,17 @@ def check_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
-    _checked(optimizer, tree, models)
+    names = _parameter_names(_groups(optimizer), models)
+    _check(optimizer, tree, names)
+    _state_fill(optimizer, tree, names, _state_dict(optimizer)).check()
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    models: Sequence[nn.Module | NamedModel],
+    *,
+    checked: bool = False,
 ) -> None:
     """Load a state that ``optimizer_state_by_name`` returned into an optimizer.
 
@@ -159,12 +165,17 @@ def load_optimizer_state(
         tree: the state, with tensors, which are copied; or with ``SavedTensor`` from
             ``TrainingCheckpoint.lazy_shared``, of which this rank reads only its part.
         models: the models as they were at the save.
+        checked: ``check_optimizer_state`` found no fault in this state for this optimizer.
 
     Raises:
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
         CorruptCheckpointError: a file was damaged or changed after the save; nothing was changed.
     """
-    compared, current, fill = _checked(optimizer, tree, models)
+    names = _parameter_names(_groups(optimizer), models)
+    if not checked:
+        _check(optimizer, tree, names)
+    current = _state_dict(optimizer)
+    fill = _state_fill(optimizer, tree, names, current)
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
@@ -173,7 +184,7 @@ def load_optimizer_state(
         (saved[frozenset(group_names)].pop(0) if group_names or not group["params"] else group)
         | {key: group[key] for key in KERNEL_OPTIONS if key in group}
         | {"params": list(group["params"])}
-        for group_names, group in zip(compared, current["param_groups"], strict=True)
+        for group_names, group in zip(_to_find(optimizer, names, tree), current["param_groups"], strict=True)
     ]
     rest = {key: value for key, value in tree.items() if key not in OWN_KEYS}
     with torch.no_grad():
@@ -183,19 +194,22 @@ def load_optimizer_state(
     optimizer.load_state_dict(parts)
 
 
-def _checked(
-    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
-) -> tuple[list[list[str]], dict[str, Any], TreeFill]:
-    """Names of the parameters of each group that the state must list, the present state dict, and what goes where.
+def _to_find(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], tree: Mapping[str, Any]
+) -> list[list[str]]:
+    """Names of the parameters of each group that a state must list."""
+    trained = [[parameter.requires_grad for parameter in group] for group in _groups(optimizer)]
+    return names_to_find(names, trained, tree["param_groups"])
+
+
+def _check(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+    """Compare a state with an optimizer, but for the content of files.
 
     Raises:
-        Exception: as `check_optimizer_state`.
+        StateMismatchError: as `check_optimizer_state`.
     """
     check_form(tree, FORM, "the saved optimizer")
-    names = _parameter_names(_groups(optimizer), models)
-    trained = [[parameter.requires_grad for parameter in group] for group in _groups(optimizer)]
-    compared = names_to_find(names, trained, tree["param_groups"])
-    _check_parameters(compared, names, tree["param_groups"])
+    _check_parameters(_to_find(optimizer, names, tree), names, tree["param_groups"])
     # Versions of torch add switches, but not numbers, to the options of an optimizer.
     defaults = getattr(optimizer, "defaults", {})
     numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
@@ -222,10 +236,6 @@ def _checked(
         }
         _check_options({**options, **defaults}, tree["param_groups"])
         _check_shapes(optimizer, here, names, tree["state"])
-    current = _state_dict(optimizer)
-    fill = _state_fill(optimizer, tree, names, current)
-    fill.check()
-    return compared, current, fill
 
 
 def names_to_find(
@@ -279,10 +289,10 @@ def _state_fill(
 
 
 def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
+    fits = here.is_contiguous() if type(here) is torch.Tensor else is_sharded(here)
     return (
-        (type(here) is torch.Tensor or is_sharded(here))
+        fits
         and (here.shape, here.dtype) == (saved.shape, saved.dtype)
-        and (is_sharded(here) or here.is_contiguous())
         and not here.is_inference()
         and not here.requires_grad
     )

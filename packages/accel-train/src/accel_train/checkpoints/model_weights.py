@@ -34,7 +34,7 @@ class CheckpointModel:
     def whole(self) -> dict[str, Any]:
         """The state dict; if possible, tensors are views of the files, which are checked once."""
         if self._whole is None:
-            self._whole = self._checkpoint.mapped_model(self._index)
+            self._whole = self._checkpoint.mapped_model(self._index, self._weights)
         return self._whole
 
     def check(self, targets: Mapping[str, Any]) -> None:

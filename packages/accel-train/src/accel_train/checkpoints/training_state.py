@@ -119,25 +119,30 @@ def _read_own(
     directory = checkpoint.directory
     if parts == ALL and not trains(prepared) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
         parts = MODELS
-    trees = _trees(prepared, checkpoint, allow_missing_rng, parts)
+    divided = any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)
+    trees = _trees(prepared, checkpoint, allow_missing_rng, parts, divided)
     _check_parts(known, trees, checkpoint)
     models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
     if "models" in parts:
         if not prepared.hooks.load:  # which may load models themselves
             _check_models(len(prepared.models), len(models), directory)
-        if not _is_divided(prepared):
+        if not divided:
             for model in models:
                 model.whole()  # checks the files
     return Saved(trees, models, checkpoint.local_folder, left_out=left_out(parts, trees.shared))
 
 
 def _trees(
-    prepared: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, allow_missing_rng: bool, parts: Parts
+    prepared: Prepared,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    allow_missing_rng: bool,
+    parts: Parts,
+    divided: bool,
 ) -> SavedTrees:
     """The trees of the parts that are restored."""
     directory = checkpoint.directory
     # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
-    lazy = _is_divided(prepared) or "optimizers" not in parts
+    lazy = divided or "optimizers" not in parts
     shared = dict(checkpoint.lazy_shared(_OPTIMIZERS) if lazy else checkpoint.mapped_shared(_OPTIMIZERS))
     check_form(shared, _SHARED, f"{directory}: the shared state")
     world_size = checkpoint.manifest.world_size
@@ -173,10 +178,6 @@ def _trees(
     )
     _take_differing(prepared, trees)
     return trees
-
-
-def _is_divided(prepared: Prepared) -> bool:
-    return any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)
 
 
 def _take_differing(prepared: Prepared, trees: SavedTrees) -> None:

@@ -24,7 +24,7 @@ def _seed(value: Any) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
-_FORMS: dict[str, Form] = {
+_FORM: Form = {
     "version": natural,
     "epoch": natural,
     "finished": bool,
@@ -32,19 +32,6 @@ _FORMS: dict[str, Form] = {
     "index": (None, natural),
     "batches_yielded": natural,
     "batches_of_finished": natural,
-    "position": {},
-    "draw": {},
-    "options": (None, {}),
-    "ahead": (None, {}),
-    "source": object,
-    "rng_at_start": (None, {}),
-    "reading": (None, {}),
-    "workers": (None, {"count": positive, "turn": natural, "states": {OTHERS: {}}}),
-    "sampler_seed": _seed,
-    "generators": [object],
-    "samplers": [object],
-}
-_PARTS: dict[str, dict[str, Form]] = {
     "position": {
         "samples": natural,
         "base_batches": natural,
@@ -55,11 +42,16 @@ _PARTS: dict[str, dict[str, Form]] = {
         "ahead": [object],
     },
     "draw": {"seed": _seed, "generator": torch.Tensor, "drawn": natural, "exhausted": bool},
-    "options": {"lengths": [(None, natural)]},
-    "ahead": {"batches": natural, "rng": {}, "first_rng": (None, {})},
-    "rng_at_start": {"samplers": [object]},
+    "options": (None, {"lengths": [(None, natural)]}),
+    "ahead": (None, {"batches": natural, "rng": {}, "first_rng": (None, {})}),
+    "rng_at_start": (None, {"samplers": [object]}),
+    "reading": (None, {}),
+    "sampler_seed": _seed,
+    "generators": [object],
+    "samplers": [object],
 }
 """What is in a state, where it is there."""
+_WORKERS: Form = (None, {"count": positive, "turn": natural, "states": {OTHERS: {}}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +259,8 @@ def read(state: dict[str, Any]) -> Restored | None:
             f"The loader state has version {state['version']}, this release reads up to {_VERSION}. Upgrade "
             "accel-train, or start the epoch from its beginning."
         )
-    for key, form in _FORMS.items():
-        if key in state:
-            check_form(state[key], form, f"the state of a data loader: {key}")
-    for group, forms in _PARTS.items():
-        for key, value in (state.get(group) or {}).items():
-            check_form(value, forms.get(key, object), f"the state of a data loader: {group}[{key!r}]")
+    check_form(state, _FORM, "the state of a data loader", partial=True)
+    check_form(state.get("workers"), _WORKERS, "the state of a data loader['workers']")
     finished = state["finished"]
     batches = int((finished and state.get("batches_of_finished")) or state["batches_yielded"])
     if finished and not batches:

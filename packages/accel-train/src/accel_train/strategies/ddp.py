@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import accel_ckpt
+from accel_ckpt.parts import has_divided_parameters
 from accel_state.world.process import PartialState
 from accel_train.errors import PrepareError
 from accel_train.offload.tensors import Kinded, of_kind
@@ -43,6 +44,10 @@ class DDPStates(StateAdapter):
     def keeps_replicas(self, model: nn.Module) -> bool:
         """True for a model whose gradients are averaged."""
         return ddp_of(model) is not None
+
+    def is_divided(self, model: nn.Module) -> bool:
+        """True where the script has divided a parameter itself."""
+        return has_divided_parameters(model)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Extends the base class: copies that an exception in LocalSGD left different are equal again."""

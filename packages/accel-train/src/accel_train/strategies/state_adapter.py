@@ -161,18 +161,17 @@ class StateAdapter:
         Raises:
             CorruptCheckpointError: a file is not what was written.
         """
-        own = self.model_state(model)
-        if not any(is_divided(leaf) for leaf in own.values()):
+        if not self.is_divided(model):
             return misfits(self.strategy.plain(model), weights.whole(), strict)
-        return leaf_misfits(own, weights, strict)
+        return leaf_misfits(self.model_state(model), weights, strict)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights for which `misfits` found nothing; each rank reads its part."""
-        plain, own = self.strategy.plain(model), self.model_state(model)
-        if not any(is_divided(leaf) for leaf in own.values()):
+        plain = self.strategy.plain(model)
+        if not self.is_divided(model):
             _load_whole(plain, weights.whole(), strict)
             return
-        about = weights.about
+        own, about = self.model_state(model), weights.about
         if any(loads_by_itself(child) for child in plain.modules()):
             _load_translated(plain, own, weights, strict)
             return
@@ -233,8 +232,11 @@ class StateAdapter:
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
-        """Load what `optimizer_state` returned; whole tensors are divided like the current ones."""
-        accel_ckpt.load_optimizer_state(optimizer, tree, models)
+        """Load what `optimizer_state` returned, and `check_optimizer_state` has checked.
+
+        Whole tensors are divided like the current ones.
+        """
+        accel_ckpt.load_optimizer_state(optimizer, tree, models, checked=True)
 
     # What a rank has of its own
 

@@ -71,6 +71,7 @@ class ObjectFolder(Folder):
         return OpenFolder(
             directory=self._uri,
             manifest=known,
+            text=(mirror.folder / MANIFEST_NAME).read_bytes(),
             files=mirror.folder,
             checks=checks,
             checksum=checksum,

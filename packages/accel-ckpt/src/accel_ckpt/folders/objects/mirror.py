@@ -276,7 +276,7 @@ def open_remote(
         CheckpointVersionError: it was written by a newer version.
     """
     store = open_store(directory)
-    manifest, raw = open_manifest(store, text)
+    manifest, found = open_manifest(store, text)
     try:
         if text is None:
             check_sizes(store, manifest)
@@ -287,7 +287,7 @@ def open_remote(
             ) from None
         raise
     mirror = Mirror(store, manifest.files, f"{manifest.folder}/" if manifest.folder else "", verify)
-    (mirror.folder / MANIFEST_NAME).write_bytes(raw)
+    (mirror.folder / MANIFEST_NAME).write_bytes(found)
     headers = {name: record.header for name, record in manifest.files.items() if record.header}
     return manifest, mirror, RemoteFiles(mirror, headers)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from accel_ckpt.modules.experts import Experts, find_experts
-from accel_ckpt.parts import is_sharded
+from accel_ckpt.parts import has_divided_parameters, is_sharded
 from accel_state.enums import DistributedType
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError, PrepareError
@@ -52,6 +52,10 @@ class FSDP2States(StateAdapter):
 
     strategy: FSDP2Strategy
     window_gradients: ClassVar[type[WindowGradients]] = FSDPGradients
+
+    def is_divided(self, model: nn.Module) -> bool:
+        """True for a model of which FSDP has divided a parameter."""
+        return has_divided_parameters(model)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights for which `misfits` found nothing; drop values that the precision derived from old ones."""
