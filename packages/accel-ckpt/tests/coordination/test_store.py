@@ -174,6 +174,35 @@ def test_a_rank_whose_process_has_ended_is_named():
     reaper.join()
 
 
+def test_a_rank_that_waits_looks_at_the_ranks_of_its_machine_only():
+    store, _ = coordinators(1)
+    for rank in range(64):
+        machine = machine_id() if 8 <= rank < 16 else f"other {rank // 8}"
+        store.set(f"who/{rank}", f'{{"machine": "{machine}", "pid": 1, "born": "never"}}')
+    mine = StoreCoordinator(store, Rank(9, 64))
+    mine.local_rank = 1
+    looked_at = []
+
+    class Counted:
+        def __getattr__(self, name):
+            def call(*arguments):
+                looked_at.append(arguments[0])
+                return getattr(store, name)(*arguments)
+
+            return call
+
+    mine._store = Counted()
+    mine._round = 1
+    for rank in range(8, 16):
+        store.set(f"1/{rank}", "answered")
+    mine._look_around(0.0)  # their processes have ended, after their answers
+    assert len(looked_at) < 40
+    store.delete_key("1/12")
+    with pytest.raises(CheckpointSaveError, match=r"rank 12 \(process 1\) has ended"):
+        mine._look_around(0.0)
+    assert store.get("given up").decode().startswith("rank 9: rank 12")
+
+
 def test_a_rank_that_never_answers(monkeypatch):
     monkeypatch.setattr(store_module, "_PATIENCE", 0.1)
     _, (first, _) = coordinators(2)

@@ -64,7 +64,9 @@ class StoreCoordinator:
         self._stopped = stopped
         self._round = 0
         store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
-        store.set(f"who/{self.rank}", json.dumps(process_identity()))
+        who = process_identity()
+        self._machine = who["machine"]
+        store.set(f"who/{self.rank}", json.dumps(who))
 
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order. Equal values are not read.
@@ -159,15 +161,27 @@ class StoreCoordinator:
             pause = min(2 * pause, 0.1)
 
     def _look_around(self, waited: float) -> None:
-        """Raise if a rank that is waited for has ended."""
+        """Raise if a rank of this machine that is waited for has ended; other machines look at theirs, and tell."""
         if self._store.check(["given up"]):
             raise CheckpointSaveError(f"given up by {self._store.get('given up').decode()}")
-        absent = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
-        for rank in absent:
-            if self._store.check([f"who/{rank}"]):
-                who = parse_json(self._store.get(f"who/{rank}"), "a process in the store")
-                check_form(who, _WHO, "a process in the store")
-                if has_ended(who):
-                    raise CheckpointSaveError(f"rank {rank} (process {who['pid']}) has ended")
+        for rank in range(self.rank - self.local_rank, self.world_size):  # ranks of a machine follow each other
+            who = self._who(rank)
+            if who is None and rank < self.rank:
+                continue  # it has not begun
+            if who is None or who["machine"] != self._machine:
+                break
+            if has_ended(who) and not self._store.check([f"{self._round}/{rank}"]):
+                reason = f"rank {rank} (process {who['pid']}) has ended"
+                self._store.set("given up", f"rank {self.rank}: {reason}")
+                raise CheckpointSaveError(reason)
         if waited > _PATIENCE:
+            absent = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
             raise CheckpointSaveError(f"ranks {absent} did not answer within {_PATIENCE:g} s")
+
+    def _who(self, rank: int) -> dict[str, Any] | None:
+        """The process of a rank; None if it has not begun."""
+        if not self._store.check([f"who/{rank}"]):
+            return None
+        who = parse_json(self._store.get(f"who/{rank}"), "a process in the store")
+        check_form(who, _WHO, "a process in the store")
+        return who  # type: ignore[no-any-return]
