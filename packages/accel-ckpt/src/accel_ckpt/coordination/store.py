@@ -16,7 +16,7 @@ from accel_ckpt.format import tagged_json
 from accel_ckpt.format.forms import check_form
 from accel_ckpt.format.reader import parse_json
 from accel_state.errors import UntrustedMessageError
-from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.host.process_identity import has_ended, process_identity, ranks_here
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ class StoreCoordinator:
         self._stopped = stopped
         self._round = 0
         store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
-        who = process_identity()
-        self._machine = who["machine"]
-        store.set(f"who/{self.rank}", json.dumps(who))
+        store.set(f"who/{self.rank}", json.dumps(process_identity()))
 
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order. Equal values are not read.
@@ -164,12 +162,7 @@ class StoreCoordinator:
         """Raise if a rank of this machine that is waited for has ended; other machines look at theirs, and tell."""
         if self._store.check(["given up"]):
             raise CheckpointSaveError(f"given up by {self._store.get('given up').decode()}")
-        for rank in range(self.rank - self.local_rank, self.world_size):  # ranks of a machine follow each other
-            who = self._who(rank)
-            if who is None and rank < self.rank:
-                continue  # it has not begun
-            if who is None or who["machine"] != self._machine:
-                break
+        for rank, who in ranks_here(self.rank, self.world_size, self._who):
             if has_ended(who) and not self._store.check([f"{self._round}/{rank}"]):
                 reason = f"rank {rank} (process {who['pid']}) has ended"
                 self._store.set("given up", f"rank {self.rank}: {reason}")

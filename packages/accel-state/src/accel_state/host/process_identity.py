@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["has_ended", "machine_id", "process_identity", "start_time_of"]
+__all__ = ["has_ended", "machine_id", "process_identity", "ranks_here", "start_time_of"]
 
 
 def process_identity() -> dict[str, Any]:
@@ -23,6 +23,26 @@ def has_ended(process: Mapping[str, Any]) -> bool:
     """
     here = process["machine"] is not None and process["machine"] == machine_id()
     return here and start_time_of(process["pid"]) != process["born"]
+
+
+def ranks_here(
+    rank: int, size: int, process_of: Callable[[int], Mapping[str, Any] | None]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The other ranks of this machine and their processes; ranks of a machine follow each other.
+
+    A rank can see the end of processes of its own machine only. So where all wait for one, each looks at these few.
+
+    Args:
+        rank: this rank.
+        size: ranks in the world.
+        process_of: rank → its ``process_identity()``; None if it has not begun.
+    """
+    here = machine_id()
+    for step in (1, -1):
+        other = rank + step
+        while 0 <= other < size and (process := process_of(other)) is not None and process["machine"] == here:
+            yield other, process
+            other += step
 
 
 def machine_id() -> str | None:

@@ -29,16 +29,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from accel_state.communication.signed_store import prefixed
-from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.host.process_identity import has_ended, process_identity, ranks_here
 
 __all__ = ["Boundaries", "StopConsensus", "StopDecision"]
 
 _LOOK = 0.5
-"""Seconds between two checks whether another rank received a stop request."""
+"""Seconds between two checks whether another rank received a stop request; more in large worlds, see `_FEW`."""
+_FEW = 512
+"""Ranks that ask the store, which is one process, every `_LOOK` seconds; twice as many ask half as often."""
 _POLL = 0.01
 _PATIENCE = 60.0
 """Seconds that ranks have to publish their count."""
@@ -96,7 +99,8 @@ class StopConsensus:
         self._known = threading.Event()
         self._wake = threading.Event()
         self._closing = False
-        self._posted = self._heard = False
+        self._posted = self._heard = self._posted_last = False
+        self._look = _LOOK * max(1.0, size / _FEW)
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -171,7 +175,7 @@ class StopConsensus:
     def _run(self, store: Store) -> None:
         decision = StopDecision(None, "the thread that communicates with the other ranks failed")
         try:
-            while not self._wake.wait(_LOOK) and not store.check(["asked"]):
+            while not self._wake.wait(self._look) and not store.check(["asked"]):
                 pass
             if self._closing:
                 decision = StopDecision(None, "training has ended")
@@ -206,19 +210,23 @@ class StopConsensus:
         if not self._posted:
             self._posted = True
             store.set(f"passed/{self._rank}", str(self._boundaries.passed))
+            self._posted_last = store.add("posted", 1) == self._size
 
     def _agree(self, store: Store) -> StopDecision:
         if self._reason is not None:
             store.compare_set("asked", "", self._reason)
         self._post(store)
         started = looked = time.monotonic()
+        pause = _POLL
         while not store.check(["decision"]):
-            found = self._count(store)
-            if found is None and time.monotonic() - looked > _LOOK:
+            found = self._count(store) if self._posted_last else None
+            if found is None and time.monotonic() - looked > self._look:
                 looked = time.monotonic()
-                found = self._give_up(store, late=looked - started > _PATIENCE)
+                # The last one may have ended before it decided.
+                found = self._count(store) or self._give_up(store, late=looked - started > _PATIENCE)
             if found is None:
-                time.sleep(_POLL)
+                time.sleep(pause)
+                pause = min(2 * pause, self._look)
             else:
                 # The first decision written is final, so ranks also agree when they give up.
                 store.compare_set("decision", "", json.dumps(asdict(found)))
@@ -228,19 +236,23 @@ class StopConsensus:
         return decision
 
     def _count(self, store: Store) -> StopDecision | None:
-        keys = [f"passed/{rank}" for rank in range(self._size)]
-        if not store.check(keys):
+        if store.add("posted", 0) < self._size:
             return None
+        keys = [f"passed/{rank}" for rank in range(self._size)]
         return StopDecision(max(map(int, store.multi_get(keys))) + 1, store.get("asked").decode())
 
     def _give_up(self, store: Store, late: bool) -> StopDecision | None:
         """A decision without consensus, if a rank that has not published its count never will."""
-        missing = [rank for rank in range(self._size) if not store.check([f"passed/{rank}"])]
-        for rank in missing:
-            ended = store.check([f"member/{rank}"]) and has_ended(json.loads(store.get(f"member/{rank}")))
-            if ended and not store.check([f"passed/{rank}"]):
+
+        def process_of(rank: int) -> dict[str, Any] | None:
+            key = f"member/{rank}"
+            return json.loads(store.get(key)) if store.check([key]) else None
+
+        for rank, process in ranks_here(self._rank, self._size, process_of):
+            if has_ended(process) and not store.check([f"passed/{rank}"]):
                 return StopDecision(None, f"rank {rank} is gone")
-        if missing and late:
+        if late:
+            missing = [rank for rank in range(self._size) if not store.check([f"passed/{rank}"])]
             return StopDecision(
                 None,
                 f"ranks {missing} have not answered for {_PATIENCE:g} s; they may be stuck, or do not listen for "
