@@ -42,6 +42,9 @@ COMMANDS: dict[str, Entry] = {
     "rehearse": Entry(
         "plan", "Simulate one rank of a larger run on this machine, and report what would fail."
     ),
+    "prove": Entry(
+        "plan", "Compare a script's first steps on two processes with those on one, and name what differs."
+    ),
     "plan": Entry("plan", "Show which strategies fit a model into the memory of devices."),
     "estimate-memory": Entry("plan", "Estimate the memory to load, train and run a model."),
     "doctor": Entry("look", "Find what would stop or slow a training run: machine, network, ranks."),

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeAlias, TypeVar, cast, overload
 
@@ -72,6 +73,7 @@ from accel_train.plugins import (
     TorchTensorParallelPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
+from accel_train.proof import step_recorder
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
@@ -218,9 +220,11 @@ class Accelerator:
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
+        # In a proof ranks divide the batches of the script, so that they read the same samples as one process.
+        loaders = arguments.loader_config(dataloader_config, split_batches)
         self._options = PrepareOptions(
             device_placement=device_placement,
-            loaders=arguments.loader_config(dataloader_config, split_batches),
+            loaders=loaders if launched.runtime.proof is None else replace(loaders, split_batches=True),
             rng_types=arguments.rng_type_names(rng_types),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scale_scheduler=scale_scheduler,
@@ -257,7 +261,10 @@ class Accelerator:
         optimizers: list[AcceleratedOptimizer] = []
         observed = self._process.rehearsal
         rehearsal = None if observed is None else TrainingRehearsal(observed)
-        ledger = ActiveLoaders() if rehearsal is None else rehearsal.ledger
+        follower = rehearsal or (
+            None if launched.runtime.proof is None else step_recorder(Path(launched.runtime.proof))
+        )
+        ledger = ActiveLoaders() if follower is None else follower.ledger
         self._accumulator = Accumulator(
             self._plan.strategy,
             ledger,
@@ -286,9 +293,9 @@ class Accelerator:
         )
         installed: Any = [STATE_PARTS.get(name) for name in STATE_PARTS.names()]
         self._prepared.parts += [part(self._prepared) for part in installed]
-        if rehearsal is not None:
-            self._accumulator.observers.append(rehearsal)
-            rehearsal.follow(self._prepared)
+        if follower is not None:
+            self._accumulator.observers.append(follower)
+            follower.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None
@@ -1542,6 +1549,8 @@ class Accelerator:
             step: the step; None: the tracker counts.
             log_kwargs: name of a tracker to a dictionary of keyword arguments for its `log`.
         """
+        for observer in self._accumulator.observers:
+            observer.logged(values)
         self._trackers.log(values, step, log_kwargs)
 
     def log_images(

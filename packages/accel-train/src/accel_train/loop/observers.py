@@ -37,6 +37,9 @@ class StepObserver:
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """Complete gradients were clipped; `norm` is theirs before."""
 
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """`Accelerator.log` is given values."""
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step, with complete gradients; may end the script instead."""
 

@@ -53,6 +53,11 @@ class RuntimeSection(Section):
         in_flags=False,
     )
     in_tpu_pod: bool = option(False, help="Set on the machines of a TPU pod.", in_file=False, in_flags=False)
+    proof: str | None = option(
+        help="Path of the job of a proof (accel prove): this process records its first steps beside it, and ends.",
+        in_file=False,
+        in_flags=False,
+    )
     rehearsal: int | None = option(
         help="Optimizer steps of a rehearsal (accel rehearse): this process simulates one rank of a larger world.",
         low=1,

@@ -1,0 +1,210 @@
+"""Comparing two recorded runs, step by step: samples, losses, gradients, norms, rates, weights, logged values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.proof.runs import RankRecord, Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ORDER", "Difference", "Recorded", "Step", "differences", "distance"]
+
+ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics")
+"""What is compared, in the order in which a fault shows."""
+
+_BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, "torch.bfloat16": 5e-2}
+"""Relative; sums of ranks are rounded in another order."""
+_TINY = 1e-7
+"""Of the largest value of its kind: what is smaller is compared with that."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a run, of all ranks together.
+
+    Attributes:
+        optimizer: its number.
+        losses: the loss of each backward pass over the samples of all ranks.
+        rows: the samples that models were given, as hashes, and how often.
+        own_rows: the same, of each rank that reads different samples.
+        norms, rates, metrics: as recorded by the first rank.
+        gradients, weights: by the name of the parameter.
+        own: gradients of the samples of each rank alone, where they are known.
+        places: the line of the script for ``losses``, ``norms`` and ``metrics``.
+    """
+
+    optimizer: int
+    losses: Sequence[float]
+    rows: Counter[str]
+    own_rows: Sequence[Counter[str]]
+    norms: Sequence[float]
+    rates: Sequence[float]
+    metrics: Sequence[Mapping[str, float]]
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    own: Sequence[Mapping[str, Tensor]]
+    places: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run that has records.
+
+    Attributes:
+        name: of the run.
+        about: facts of the first rank.
+        size: how many ranks read different samples.
+        seeds: of torch's generators, on ranks that read different samples.
+        steps: its steps.
+    """
+
+    name: str
+    about: Mapping[str, Any]
+    size: int
+    seeds: Sequence[int]
+    steps: Sequence[Step]
+
+    @classmethod
+    def of(cls, run: Run) -> Recorded:
+        """Merge the records of all ranks."""
+        first = run.ranks[0].about
+        indexes: dict[int, RankRecord] = {}
+        for rank in run.ranks:
+            indexes.setdefault(rank.about["index"], rank)
+        readers = [indexes[index] for index in sorted(indexes)]
+        count = min(len(rank.about["steps"]) for rank in run.ranks)
+        steps = [_step(number, run.ranks, readers) for number in range(count)]
+        seeds = [rank.about["noise"]["seed"] for rank in readers]
+        return cls(run.name, first, first["size"], seeds, steps)
+
+    @property
+    def bound(self) -> float:
+        """The relative difference that rounding makes in the least exact dtype of the models."""
+        return max((_BOUNDS.get(name, 5e-2) for name in self.about["dtypes"]), default=1e-9)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is not that of the reference.
+
+    Attributes:
+        kind: one of ``ORDER``.
+        step: number of the step, from 0.
+        name: the parameter or the logged value; empty for others.
+        found, expected: the values: numbers, tensors or counts of samples.
+        relative: the relative difference.
+    """
+
+    kind: str
+    step: int
+    name: str
+    found: Any
+    expected: Any
+    relative: float
+
+
+def differences(reference: Recorded, other: Recorded, bound: float) -> list[Difference]:
+    """All differences, in the order of steps and then of ``ORDER``.
+
+    Args:
+        reference: the run that is right.
+        other: another one, with the same samples in each step.
+        bound: relative differences up to this are none.
+    """
+    found: list[Difference] = []
+    for number, (right, step) in enumerate(zip(reference.steps, other.steps, strict=False)):
+        of_step = [
+            *_of_samples(number, right, step),
+            *_of_numbers("losses", number, right.losses, step.losses),
+            *_of_tensors("gradients", number, right.gradients, step.gradients),
+            *_of_numbers("norms", number, right.norms, step.norms),
+            *_of_numbers("rates", number, right.rates, step.rates),
+            *_of_tensors("weights", number, right.weights, step.weights),
+            *_of_metrics(number, right.metrics, step.metrics),
+        ]
+        found += [difference for difference in of_step if not difference.relative <= bound]
+    return found
+
+
+def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
+    """The norm of a difference in ratio to that of the right value, or to a scale if that is larger."""
+    if value.shape != right.shape:
+        return float("inf")
+    error = float((value.double() - right.double()).norm())
+    whole = max(float(right.double().norm()), scale)
+    return error / whole if whole else (0.0 if not error else float("inf"))
+
+
+def _step(number: int, ranks: Sequence[RankRecord], readers: Sequence[RankRecord]) -> Step:
+    told = [rank.about["steps"][number] for rank in readers]
+    first = ranks[0].about["steps"][number]
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for rank in ranks:  # of a pipeline each has its own stages
+        gradients = {**_named(rank, f"{number}/gradient/"), **gradients}
+        weights = {**_named(rank, f"{number}/weight/"), **weights}
+    losses = [_mean(backward) for backward in zip(*(one.get("losses", []) for one in told), strict=False)]
+    own_rows = [Counter(one.get("rows", [])) for one in told]
+    return Step(
+        first["optimizer"], [loss for loss in losses if loss is not None], sum(own_rows, Counter()), own_rows,
+        first.get("norms", []), first["rates"], first.get("metrics", []), gradients, weights,
+        [_named(rank, f"{number}/own/") for rank in readers], first.get("places", {}),
+    )  # fmt: skip
+
+
+def _named(rank: RankRecord, prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): value for name, value in rank.tensors.items() if name.startswith(prefix)
+    }
+
+
+def _mean(backward: Sequence[Sequence[float | None]]) -> float | None:
+    """The loss of one backward pass over all ranks; None if it was no number."""
+    values = [value for value, _ in backward]
+    items = [items for _, items in backward]
+    if None in values:
+        return None
+    total: float = sum(value for value in values if value is not None)
+    if None in items:
+        return total / len(values)
+    return total / max(1.0, sum(count for count in items if count is not None))
+
+
+def _of_samples(number: int, right: Step, step: Step) -> Iterator[Difference]:
+    if right.rows and step.rows and right.rows != step.rows:
+        missing = (right.rows - step.rows).total()
+        yield Difference("samples", number, "", step, right, missing / max(1, right.rows.total()) or 1.0)
+
+
+def _of_numbers(
+    kind: str, number: int, right: Sequence[float], found: Sequence[float]
+) -> Iterator[Difference]:
+    for place, (one, other) in enumerate(zip(right, found, strict=False)):
+        relative = abs(other - one) / max(abs(one), 1e-12)
+        yield Difference(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
+    if len(right) != len(found):
+        yield Difference(kind, number, "", len(found), len(right), float("inf"))
+
+
+def _of_tensors(
+    kind: str, number: int, right: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> Iterator[Difference]:
+    scale = _TINY * max((float(value.double().norm()) for value in right.values()), default=0.0)
+    for name, value in right.items():
+        other = found.get(name)
+        relative = float("inf") if other is None else distance(other, value, scale)
+        yield Difference(kind, number, name, other, value, relative)
+
+
+def _of_metrics(
+    number: int, right: Sequence[Mapping[str, float]], found: Sequence[Mapping[str, float]]
+) -> Iterator[Difference]:
+    for one, other in zip(right, found, strict=False):
+        for name in one.keys() & other.keys():
+            relative = abs(other[name] - one[name]) / max(abs(one[name]), 1e-12)
+            yield Difference("metrics", number, name, other[name], one[name], relative)

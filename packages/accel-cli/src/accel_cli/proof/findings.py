@@ -1,0 +1,317 @@
+"""The name of what is wrong in a run on ranks: which value, by which factor, at which line, and what to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_cli.proof.compare import Difference, Recorded, Step, differences, distance
+from accel_cli.proof.runs import SEED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Finding", "Verdict", "examine"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong.
+
+    Attributes:
+        kind: a short name, such as ``summed`` or ``batch norm``.
+        text: one sentence with the values.
+        advice: what to change.
+        is_fault: whether the loop trains another model than one process; else it is by its design, or a hint.
+    """
+
+    kind: str
+    text: str
+    advice: str
+    is_fault: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of one strategy.
+
+    Attributes:
+        name: the strategy.
+        differ: what differs first, and what only follows from it: kinds of ``compare.ORDER``.
+        findings: the first is the cause.
+        reason: why it has no result; empty: it has.
+    """
+
+    name: str
+    differ: Sequence[str] = ()
+    findings: Sequence[Finding] = ()
+    reason: str = ""
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether a finding is a fault."""
+        return any(finding.is_fault for finding in self.findings)
+
+
+def examine(reference: Recorded, other: Recorded, apart: Recorded | None) -> Verdict:
+    """Compare a run on ranks with that of one process.
+
+    Args:
+        reference: the run of one process.
+        other: the run on ranks.
+        apart: a run on ranks that recorded what each rank's own samples contribute.
+    """
+    bound = max(reference.bound, other.bound, _reorder(reference, apart))
+    found = differences(reference, other, bound)
+    kinds = list(dict.fromkeys(difference.kind for difference in found))
+    findings: list[Finding] = []
+    if found:
+        first = [one for one in found if (one.step, one.kind) == (found[0].step, found[0].kind)]
+        findings.append(_explain(first, found, reference, other, apart, bound))
+    if (hint := _shared_noise(other)) is not None:
+        findings.append(hint)
+    return Verdict(other.name, kinds, findings)
+
+
+def _reorder(reference: Recorded, apart: Recorded | None) -> float:
+    """Ten times what one process differs from itself when its batch is cut, if that is only rounding."""
+    if apart is None or not reference.steps or not apart.steps:
+        return 0.0
+    halves = _mean_of(apart.steps[0].own)
+    right = reference.steps[0].gradients
+    parts = [distance(halves[name], right[name]) for name in right if name in halves]
+    most = max(parts, default=0.0)
+    return 10 * most if most < 1e-4 else 0.0
+
+
+def _explain(
+    first: Sequence[Difference],
+    found: Sequence[Difference],
+    reference: Recorded,
+    other: Recorded,
+    apart: Recorded | None,
+    bound: float,
+) -> Finding:
+    kind = first[0].kind
+    if kind == "samples":
+        return _of_samples(first[0])
+    if kind in ("losses", "gradients"):
+        return _of_gradients(first[0], found, reference, other, apart, bound)
+    if kind == "norms":
+        return _of_norm(first[0], reference, other)
+    if kind == "rates":
+        return Finding(
+            "schedule",
+            f"the learning rate of step {first[0].step + 1} is {first[0].found:.6g}, and {first[0].expected:.6g} on one "
+            "process",
+            "pass the scheduler to accelerator.prepare() and call step() once for each optimizer step",
+        )
+    if kind == "weights":
+        return _of_weights(first, other)
+    return Finding(
+        "metric",
+        f"the logged {first[0].name} is {first[0].found:.6g}, and {first[0].expected:.6g} on one process"
+        f"{_at(reference.steps[first[0].step], 'metrics')}",
+        "it is of the samples of the main process, or counts rows that pad a batch; gather it: "
+        "accelerator.gather_for_metrics(value), or accelerator.reduce(value, 'mean')",
+    )
+
+
+def _of_samples(difference: Difference) -> Finding:
+    found: Step = difference.found
+    if len(found.own_rows) > 1 and all(rows == found.own_rows[0] for rows in found.own_rows):
+        return Finding(
+            "same samples",
+            f"all ranks read the same {found.own_rows[0].total()} samples in step {difference.step + 1}",
+            "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the rank",
+        )
+    right: Step = difference.expected
+    twice = (found.rows - right.rows).total()
+    return Finding(
+        "other samples",
+        f"step {difference.step + 1} reads {(right.rows - found.rows).total()} of its samples not, and {twice} others "
+        "or twice",
+        "let the prepared loader shuffle; a sampler of the script needs set_epoch(), and the same seed on all ranks",
+    )
+
+
+def _of_gradients(
+    first: Difference,
+    found: Sequence[Difference],
+    reference: Recorded,
+    other: Recorded,
+    apart: Recorded | None,
+    bound: float,
+) -> Finding:
+    """Whether the loss is no mean over rows, or what ranks did with their parts."""
+    step = first.step
+    right, here = reference.steps[step], other.steps[step]
+    wrong = [one for one in found if one.step == step and one.kind == "gradients"]
+    own = apart.steps[0].own if apart is not None and step == 0 and apart.steps else ()
+    halves = _mean_of(own)
+    if halves and _far(halves, right.gradients, bound) and not _far(here.gradients, halves, max(bound, 1e-6)):
+        return _no_mean_over_rows(reference, right, own, bound, first)
+    if not wrong:
+        return Finding(
+            "loss",
+            f"the loss of step {step + 1} is {first.found:.6g}, and {first.expected:.6g} on one process"
+            f"{_at(right, 'losses')}, with the same gradients",
+            "what backward() is given is not what the model computed from this rank's samples",
+        )
+    kinds: dict[str, list[Difference]] = {}
+    for one in wrong:
+        kinds.setdefault(_what_happened(one, own, other.size, bound), []).append(one)
+    texts = []
+    for what, those in kinds.items():
+        names = [one.name for one in those]
+        share = "all parameters" if len(names) == len(right.gradients) else _some(names)
+        texts.append(f"{share}: {what}")
+    advice = _ADVICE.get(
+        next(iter(kinds)).split(" (")[0], "look at what the script does with this parameter by rank"
+    )
+    return Finding(next(iter(kinds)), f"gradients of step {step + 1} are wrong; {'; '.join(texts)}", advice)
+
+
+_ADVICE = {
+    "missing": "the parameter takes part on one process only; look for a branch by rank, or for a part that is frozen",
+    "summed over ranks, not averaged": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, and "
+    "pass the plain loss of this rank's samples to accelerator.backward()",
+    "divided once too often": "the script divides by the number of ranks or of micro-batches, which backward() does",
+}
+
+
+def _what_happened(one: Difference, own: Sequence[Mapping[str, Tensor]], size: int, bound: float) -> str:
+    """The factor, or the part, that explains a wrong gradient."""
+    if one.found is None:
+        return "missing"
+    right, found = one.expected.double().flatten(), one.found.double().flatten()
+    if right.shape != found.shape:
+        return f"of shape {list(one.found.shape)} instead of {list(one.expected.shape)}"
+    whole = float(right @ right)
+    if not float(found @ found):
+        return "zero"
+    if whole:
+        factor = float(found @ right) / whole
+        if distance(found, factor * right) <= max(bound, 1e-6):
+            for times in (size, 2):
+                if math.isclose(factor, times, rel_tol=1e-5) and times > 1:
+                    return f"summed over ranks, not averaged (x{times})"
+                if math.isclose(factor, 1 / times, rel_tol=1e-5) and times > 1:
+                    return f"divided once too often (x1/{times})"
+            return f"scaled by {factor:.6g}"
+    for rank, part in enumerate(own):
+        if one.name in part and distance(found, part[one.name].double().flatten()) <= max(bound, 1e-6):
+            return f"only of the samples of rank {rank}"
+    return f"another value (relative difference {one.relative:.2g})"
+
+
+def _no_mean_over_rows(
+    reference: Recorded, right: Step, own: Sequence[Mapping[str, Tensor]], bound: float, first: Difference
+) -> Finding:
+    """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
+    shares = _shares(right.gradients, own)
+    place = _at(right, "losses")
+    if shares is not None and all(0 < share < 1 for share in shares):
+        mixed = {
+            name: sum(share * part[name].double() for share, part in zip(shares, own, strict=True))
+            for name in right.gradients
+            if all(name in part for part in own)
+        }
+        if not _far(mixed, right.gradients, max(bound, 1e-6)):  # type: ignore[arg-type]
+            parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
+            return Finding(
+                "unequal counts",
+                f"the loss{place} is a mean over items of which ranks have different numbers ({parts}), and each rank "
+                "counts as much",
+                "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
+            )
+    if reference.about["normalises_batches"]:
+        return Finding(
+            "batch norm",
+            "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch",
+            "convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+        )
+    return Finding(
+        "contrasts rows",
+        f"the loss{place} depends on which rows are in a batch together, so ranks compute another one than one process",
+        "nothing, if it compares the rows of a batch by design; gather the features to compare all of them",
+        is_fault=False,
+    )
+
+
+def _shares(right: Mapping[str, Tensor], own: Sequence[Mapping[str, Tensor]]) -> list[float] | None:
+    """The shares of ranks with which their own gradients make up the right one best."""
+    import torch
+
+    names = [name for name in right if all(name in part for part in own)]
+    if not names or len(own) < 2:
+        return None
+    columns = [torch.cat([part[name].double().flatten() for name in names]) for part in own]
+    wanted = torch.cat([right[name].double().flatten() for name in names])
+    base = columns[-1]
+    matrix = torch.stack([column - base for column in columns[:-1]], dim=1)
+    solved = (
+        torch.linalg.lstsq(matrix, (wanted - base).unsqueeze(1), driver="gelsd").solution.flatten().tolist()
+    )
+    return [*solved, 1 - sum(solved)]
+
+
+def _of_norm(difference: Difference, reference: Recorded, other: Recorded) -> Finding:
+    found, right = difference.found, difference.expected
+    factor = found / right if right else math.inf
+    counted = math.isclose(factor, math.sqrt(max(2, other.size)), rel_tol=1e-4)
+    return Finding(
+        "norm",
+        f"the norm of equal gradients in step {difference.step + 1} is {found:.6g}, and {right:.6g} on one process"
+        + (": it counts what every rank holds once for each" if counted else "")
+        + _at(reference.steps[difference.step], "norms"),
+        "clip with accelerator.clip_grad_norm_(), which knows what ranks hold alike",
+    )
+
+
+def _of_weights(first: Sequence[Difference], other: Recorded) -> Finding:
+    names = [one.name for one in first]
+    everything = len(names) == len(other.steps[first[0].step].weights)
+    return Finding(
+        "weights",
+        f"after step {first[0].step + 1} the weights of {'all parameters' if everything else _some(names)} differ, with "
+        "equal gradients and rates",
+        "gradients change after backward(), or the script writes to weights by rank; step with the prepared optimizer",
+    )
+
+
+def _shared_noise(other: Recorded) -> Finding | None:
+    alike = len(set(other.seeds)) == 1 and other.seeds[0] != SEED
+    if other.size > 1 and other.about["noise"]["drawn"] and alike:
+        return Finding(
+            "shared noise",
+            "all ranks have the same seed and draw noise for their samples, so in a real run samples of different ranks "
+            "get the same noise",
+            "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves need equal "
+            "seeds before",
+            is_fault=False,
+        )
+    return None
+
+
+def _mean_of(own: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    if len(own) < 2:
+        return {}
+    names = [name for name in own[0] if all(name in part for part in own)]
+    return {name: sum(part[name].double() for part in own) / len(own) for name in names}  # type: ignore[misc]
+
+
+def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> bool:
+    scale = 1e-7 * max((float(value.double().norm()) for value in right.values()), default=0.0)
+    return any(distance(found[name], right[name], scale) > bound for name in right if name in found)
+
+
+def _at(step: Step, kind: str) -> str:
+    place = step.places.get(kind)
+    return f" ({place})" if place else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,65 @@
+"""The report of a proof: a table of strategies and what was compared, then the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_cli.proof.compare import ORDER
+from accel_cli.proof.findings import Verdict
+from accel_cli.render import show_text
+
+__all__ = ["as_json", "show"]
+
+
+def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
+    """Print the report.
+
+    Args:
+        verdicts: of each strategy.
+        facts: what was run, by name.
+    """
+    for name, value in facts.items():
+        show_text(f"{name}: {value}")
+    print()
+    width = max(len(verdict.name) for verdict in verdicts)
+    print(f"{'':{width}}  " + "  ".join(ORDER))
+    for verdict in verdicts:
+        cells = [_cell(verdict, kind).center(len(kind)) for kind in ORDER]
+        print(f"{verdict.name:{width}}  " + "  ".join(cells))
+    for verdict in verdicts:
+        if verdict.reason:
+            print()
+            show_text(f"{verdict.name}: not run. {verdict.reason}")
+        for finding in verdict.findings:
+            print()
+            mark = "wrong" if finding.is_fault else "note"
+            show_text(f"{verdict.name}: {mark}, {finding.kind}: {finding.text}")
+            show_text(f"  {finding.advice}")
+
+
+def _cell(verdict: Verdict, kind: str) -> str:
+    if verdict.reason:
+        return "–"
+    if kind not in verdict.differ:
+        return "✔"
+    return "✘" if verdict.has_fault else "~"
+
+
+def as_json(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> dict[str, Any]:
+    """The report as plain data."""
+    return {
+        "facts": dict(facts),
+        "strategies": [
+            {
+                "name": verdict.name,
+                "differ": list(verdict.differ),
+                "reason": verdict.reason,
+                "findings": [
+                    {"kind": one.kind, "text": one.text, "advice": one.advice, "fault": one.is_fault}
+                    for one in verdict.findings
+                ],
+            }
+            for verdict in verdicts
+        ],
+    }

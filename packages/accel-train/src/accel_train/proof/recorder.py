@@ -1,0 +1,253 @@
+"""Recording the first steps of a training on each rank, for a comparison with those of one process.
+
+``accel prove`` starts the script with ``ACCELERATE_PROOF``, the path of a job. Each rank writes ``rank-<n>.json`` and
+``rank-<n>.safetensors`` beside it, and ends after the steps of the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.parts import gathered, is_sharded
+from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.loop.observers import StepObserver
+from accel_train.proof.noise import RowNoise
+
+if TYPE_CHECKING:
+    from accel_train.setup.prepared import Prepared
+
+__all__ = ["ProofEnd", "StepRecorder"]
+
+_MOST = 16
+"""Steps beyond the wanted ones that an optimizer may take while another one has not taken its own."""
+_HASH = 8
+"""Bytes of the hash of a row."""
+
+
+class ProofEnd(SystemExit):
+    """The steps of the job are recorded; ends the script like `sys.exit()`."""
+
+
+class StepRecorder(StepObserver):
+    """Records the steps of one `Accelerator`.
+
+    Args:
+        job: path of the job, a JSON object with the number of ``steps``.
+
+    Attributes:
+        ledger: for its loaders; says how many rows a batch of this rank has.
+    """
+
+    def __init__(self, job: Path) -> None:
+        self._folder = job.parent
+        self._wanted = int(json.loads(job.read_text())["steps"])
+        self._prepared: Prepared | None = None
+        self._taken: dict[int, int] = {}
+        self._steps: list[dict[str, Any]] = []
+        self._tensors: dict[str, Tensor] = {}
+        self._now: dict[str, list[Any]] = defaultdict(list)
+        self._places: dict[str, str] = {}
+        self._local: dict[int, Tensor] = {}
+        self._depth = 0
+        self.rows = 0
+        self.ledger = _RowCount(self)
+        self.noise = RowNoise(lambda: (self.rows, *self.place))
+
+    def follow(self, prepared: Prepared) -> None:
+        """Record what is prepared from now on."""
+        self._prepared = prepared
+        register_module_forward_pre_hook(self._forward_begins)
+        register_module_forward_hook(self._forward_ends, always_call=True)
+        self.noise.__enter__()  # until the process ends, with the last step of the job
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The index of this rank's samples, and how many ranks have others."""
+        if self._prepared is None:
+            return 0, 1
+        batch = self._prepared.plan.strategy.batch
+        return batch.index, batch.size
+
+    # Forward
+
+    def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and module.training and torch.is_grad_enabled():
+            self._now["rows"] += _hashes(inputs)
+            self._watch_own_gradients()
+
+    def _forward_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def _watch_own_gradients(self) -> None:
+        """Sum the gradients of this rank's own samples, before ranks average them."""
+        here = self._prepared
+        assert here is not None, "a model is called after the accelerator was made"
+        if self._steps or here.plan.strategy.name not in ("single", "ddp"):
+            return
+        for model in here.prepared_models:
+            for parameter in here.plan.strategy.plain(model).parameters():
+                if parameter.requires_grad and id(parameter) not in self._local:
+                    self._local[id(parameter)] = torch.zeros_like(parameter)
+                    parameter.register_hook(self._adding(id(parameter)))
+
+    def _adding(self, number: int) -> Callable[[Tensor], None]:
+        def add(gradient: Tensor) -> None:
+            if number in self._local:
+                self._local[number] += gradient.detach()
+
+        return add
+
+    # Steps
+
+    def before_backward(self, loss: Any, num_items: int | Tensor | None, kwargs: Mapping[str, Any]) -> None:
+        """A loss, and how many items it is the sum over."""
+        value = float(loss.detach().double()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        self._now["losses"].append([value, None if num_items is None else float(num_items)])
+        self._note_place("losses")
+
+    def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        """A norm."""
+        self._now["norms"].append(float(gathered(norm) if is_sharded(norm) else norm))
+        self._note_place("norms")
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Values that the script logs."""
+        numbers = {
+            name: float(value) for name, value in values.items() if isinstance(value, int | float | Tensor)
+        }
+        self._now["metrics"].append(numbers)
+        self._note_place("metrics")
+
+    def _note_place(self, kind: str) -> None:
+        """The line of the script that calls the `Accelerator`."""
+        frame = inspect.currentframe()
+        while frame is not None and "/accel_train/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is not None:
+            self._places[kind] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients that the optimizer steps with."""
+        assert self._prepared is not None, "an optimizer steps after its accelerator was made"
+        if self._taken.get(id(optimizer), 0) >= self._wanted and self._is_done():
+            self._end()
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        step = f"{len(self._steps)}"
+        for name, parameter in self._named():
+            if id(parameter) in own and parameter.grad is not None:
+                self._tensors[f"{step}/gradient/{name}"] = _whole(parameter.grad)
+                if id(parameter) in self._local:
+                    self._tensors[f"{step}/own/{name}"] = self._local[id(parameter)].cpu()
+        self._local.clear()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The weights that the step has left; the end, if it was the last."""
+        here = self._prepared
+        assert here is not None, "an optimizer steps after its accelerator was made"
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        number = next(i for i, each in enumerate(here.optimizers) if each is optimizer)
+        for name, parameter in self._named():
+            if id(parameter) in own:
+                self._tensors[f"{len(self._steps)}/weight/{name}"] = _whole(parameter)
+        rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+        self._steps.append({"optimizer": number, "rates": rates, "places": self._places, **self._now})
+        self._now, self._places = defaultdict(list), {}
+        self._taken[id(optimizer)] = self._taken.get(id(optimizer), 0) + 1
+        if self._is_done():
+            self._end()
+
+    def _is_done(self) -> bool:
+        assert self._prepared is not None, "asked after it was made"
+        taken = [self._taken.get(id(optimizer), 0) for optimizer in self._prepared.optimizers]
+        return bool(taken) and (min(taken) >= self._wanted or max(taken) >= self._wanted + _MOST)
+
+    def _end(self) -> None:
+        self.write()
+        raise ProofEnd(0)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of all models by name, in an order that is the same on all ranks."""
+        here = self._prepared
+        assert here is not None, "asked after it was made"
+        return [
+            (f"model {number}.{name}" if len(here.prepared_models) > 1 else name, parameter)
+            for number, model in enumerate(here.prepared_models)
+            for name, parameter in NamedModel(here.plan.strategy.plain(model)).parameters().items()
+        ]
+
+    def write(self) -> None:
+        """Write what was recorded."""
+        here = self._prepared
+        assert here is not None, "written after it was made"
+        rank, (index, size) = here.process.process_index, self.place
+        modules = [
+            module for model in here.prepared_models for module in here.plan.strategy.plain(model).modules()
+        ]
+        about = {
+            "strategy": here.plan.strategy.name,
+            "index": index,
+            "size": size,
+            "steps": self._steps,
+            "after": dict(self._now),
+            "models": len(here.prepared_models),
+            "windows": here.accumulator.num_steps,
+            "noise": {
+                "drawn": self.noise.drawn,
+                "attention": self.noise.attention,
+                "seed": torch.initial_seed(),
+            },
+            "normalises_batches": any(isinstance(module, _BatchNorm) for module in modules),
+            "dtypes": sorted({str(parameter.dtype) for _, parameter in self._named()}),
+        }
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self._tensors.items()},
+            self._folder / f"rank-{rank}.safetensors",
+        )
+        (self._folder / f"rank-{rank}.json").write_text(json.dumps(about))
+
+
+class _RowCount(ActiveLoaders):
+    """The live loaders; notes how many rows a batch has."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def yielded(self, loader: object) -> None:
+        """See the base class."""
+        super().yielded(loader)
+        self._recorder.rows = int(getattr(loader, "full_rows", None) or 0)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole values, on the CPU; a collective, if ranks hold parts."""
+    return (gathered(tensor) if is_sharded(tensor) else tensor).detach().cpu().clone()
+
+
+def _hashes(inputs: Any) -> list[str]:
+    """A hash of each row of the first tensor that a model is given."""
+    waiting = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting = [*value.values(), *waiting]
+        elif isinstance(value, list | tuple):
+            waiting = [*value, *waiting]
+        elif isinstance(value, Tensor) and value.dim() and not is_sharded(value):
+            rows = value.detach().cpu().contiguous().view(torch.uint8).reshape(value.shape[0], -1)
+            return [hashlib.blake2b(row.numpy().tobytes(), digest_size=_HASH).hexdigest() for row in rows]
+    return []
