@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.proof.runs import RankRecord, Run
@@ -34,7 +35,7 @@ class Step:
         own_rows: the same, of each rank that reads different samples.
         norms, rates, metrics: as recorded by the first rank.
         gradients, weights: by the name of the parameter.
-        own: gradients of the samples of each rank alone, where they are known.
+        own: gradients of the samples of each rank alone, of each backward pass of the step, where they are known.
         places: the line of the script for ``losses``, ``norms`` and ``metrics``.
     """
 
@@ -47,7 +48,7 @@ class Step:
     metrics: Sequence[Mapping[str, float]]
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
-    own: Sequence[Mapping[str, Tensor]]
+    own: Sequence[Sequence[Mapping[str, Tensor]]]
     places: Mapping[str, str]
 
 
@@ -77,8 +78,8 @@ class Recorded:
         for rank in run.ranks:
             indexes.setdefault(rank.about["index"], rank)
         readers = [indexes[index] for index in sorted(indexes)]
-        count = min(len(rank.about["steps"]) for rank in run.ranks)
-        steps = [_step(number, run.ranks, readers) for number in range(count)]
+        fewest = min(len(rank.about["steps"]) for rank in run.ranks)
+        steps = [_step(number, run.ranks, readers) for number in range(fewest)]
         seeds = [rank.about["noise"]["seed"] for rank in readers]
         return cls(run.name, first, first["size"], seeds, steps)
 
@@ -153,8 +154,13 @@ def _step(number: int, ranks: Sequence[RankRecord], readers: Sequence[RankRecord
     return Step(
         first["optimizer"], [loss for loss in losses if loss is not None], sum(own_rows, Counter()), own_rows,
         first.get("norms", []), first["rates"], first.get("metrics", []), gradients, weights,
-        [_named(rank, f"{number}/own/") for rank in readers], first.get("places", {}),
+        [_own(rank, number) for rank in readers], first.get("places", {}),
     )  # fmt: skip
+
+
+def _own(rank: RankRecord, number: int) -> list[dict[str, Tensor]]:
+    passes = (_named(rank, f"{number}/own {backward}/") for backward in count())
+    return list(takewhile(bool, passes))
 
 
 def _named(rank: RankRecord, prefix: str) -> dict[str, Tensor]:

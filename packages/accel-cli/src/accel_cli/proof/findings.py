@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_cli.proof.compare import Difference, Recorded, Step, differences, distance
-from accel_cli.proof.runs import SEED
+from accel_cli.proof.compare import ORDER, Difference, Recorded, Step, differences, distance
+from accel_cli.proof.runs import SEED, STRATEGIES, Run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Finding", "Verdict", "examine"]
+__all__ = ["Finding", "Verdict", "examine", "failed"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,21 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None) -> Ver
     return Verdict(other.name, kinds, findings)
 
 
+def failed(run: Run) -> Verdict:
+    """The verdict on a run that failed, although one process did not.
+
+    Plain data parallelism takes every loop; another strategy may say that it does not take this model.
+    """
+    said = run.failure
+    if run.name != "ddp" and any(f"{name}:" in said for name in _REFUSALS):
+        return Verdict(run.name, reason=said)
+    advice = f"run it alone: accel launch --cpu --num_processes 2 {' '.join(STRATEGIES[run.name])}"
+    return Verdict(run.name, ORDER, [Finding("fails", f"fails on two ranks: {said}", advice.rstrip())])
+
+
+_REFUSALS = ("IncompatibleOptionsError", "OptionError", "PrepareError", "ConfigError", "LaunchError")
+
+
 def _reorder(reference: Recorded, apart: Recorded | None) -> float:
     """Ten times what one process differs from itself when its batch is cut, if that is only rounding."""
     if apart is None or not reference.steps or not apart.steps:
@@ -104,8 +119,8 @@ def _explain(
     if kind == "rates":
         return Finding(
             "schedule",
-            f"the learning rate of step {first[0].step + 1} is {first[0].found:.6g}, and {first[0].expected:.6g} on one "
-            "process",
+            f"the learning rate of step {first[0].step + 1} is {first[0].found:.6g}, and {first[0].expected:.6g} on "
+            "one process",
             "pass the scheduler to accelerator.prepare() and call step() once for each optimizer step",
         )
     if kind == "weights":
@@ -151,8 +166,20 @@ def _of_gradients(
     wrong = [one for one in found if one.step == step and one.kind == "gradients"]
     own = apart.steps[0].own if apart is not None and step == 0 and apart.steps else ()
     halves = _mean_of(own)
-    if halves and _far(halves, right.gradients, bound) and not _far(here.gradients, halves, max(bound, 1e-6)):
-        return _no_mean_over_rows(reference, right, own, bound, first)
+    if halves and not _far(
+        here.gradients, halves, max(bound, 1e-6)
+    ):  # ranks have averaged what each has computed
+        factor = _factor(halves, right.gradients, bound)
+        if factor is None:
+            return _no_mean_over_rows(reference, right, own, bound)
+        if not math.isclose(factor, 1, rel_tol=1e-6):
+            times = f"x{other.size}" if math.isclose(factor, other.size, rel_tol=1e-6) else f"x{factor:.6g}"
+            return Finding(
+                "scaled loss",
+                f"the loss on each rank{_at(right, 'losses')} is {times} of that of one process, for all parameters",
+                "ranks average losses: pass the plain mean over this rank's samples to accelerator.backward(), without "
+                "the number of processes",
+            )
     if not wrong:
         return Finding(
             "loss",
@@ -162,12 +189,19 @@ def _of_gradients(
         )
     kinds: dict[str, list[Difference]] = {}
     for one in wrong:
-        kinds.setdefault(_what_happened(one, own, other.size, bound), []).append(one)
+        kinds.setdefault(_what_happened(one, [_sum_of(rank) for rank in own], other.size, bound), []).append(
+            one
+        )
     texts = []
     for what, those in kinds.items():
         names = [one.name for one in those]
         share = "all parameters" if len(names) == len(right.gradients) else _some(names)
-        texts.append(f"{share}: {what}")
+        most = (
+            f" (relative difference {max(one.relative for one in those):.2g})"
+            if what == "another value"
+            else ""
+        )
+        texts.append(f"{share}: {what}{most}")
     advice = _ADVICE.get(
         next(iter(kinds)).split(" (")[0], "look at what the script does with this parameter by rank"
     )
@@ -176,8 +210,8 @@ def _of_gradients(
 
 _ADVICE = {
     "missing": "the parameter takes part on one process only; look for a branch by rank, or for a part that is frozen",
-    "summed over ranks, not averaged": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, and "
-    "pass the plain loss of this rank's samples to accelerator.backward()",
+    "summed over ranks, not averaged": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, "
+    "and pass the plain loss of this rank's samples to accelerator.backward()",
     "divided once too often": "the script divides by the number of ranks or of micro-batches, which backward() does",
 }
 
@@ -204,29 +238,34 @@ def _what_happened(one: Difference, own: Sequence[Mapping[str, Tensor]], size: i
     for rank, part in enumerate(own):
         if one.name in part and distance(found, part[one.name].double().flatten()) <= max(bound, 1e-6):
             return f"only of the samples of rank {rank}"
-    return f"another value (relative difference {one.relative:.2g})"
+    return "another value"
+
+
+def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> float | None:
+    """The number by which all gradients differ; None: there is none."""
+    names = [name for name in right if name in found]
+    whole = sum(float((right[name].double() ** 2).sum()) for name in names)
+    if not whole:
+        return None
+    factor = sum(float((found[name].double() * right[name].double()).sum()) for name in names) / whole
+    scaled = {name: factor * right[name].double() for name in names}
+    return None if _far(found, scaled, max(bound, 1e-6)) else factor
 
 
 def _no_mean_over_rows(
-    reference: Recorded, right: Step, own: Sequence[Mapping[str, Tensor]], bound: float, first: Difference
+    reference: Recorded, right: Step, own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
 ) -> Finding:
     """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
-    shares = _shares(right.gradients, own)
     place = _at(right, "losses")
-    if shares is not None and all(0 < share < 1 for share in shares):
-        mixed = {
-            name: sum(share * part[name].double() for share, part in zip(shares, own, strict=True))
-            for name in right.gradients
-            if all(name in part for part in own)
-        }
-        if not _far(mixed, right.gradients, max(bound, 1e-6)):  # type: ignore[arg-type]
-            parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
-            return Finding(
-                "unequal counts",
-                f"the loss{place} is a mean over items of which ranks have different numbers ({parts}), and each rank "
-                "counts as much",
-                "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
-            )
+    shares = _shares(right.gradients, own, max(bound, 1e-6))
+    if shares is not None:
+        parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
+        return Finding(
+            "unequal counts",
+            f"the loss{place} is a mean over items of which ranks have different numbers ({parts} in the first batch), "
+            "and each rank counts as much",
+            "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
+        )
     if reference.about["normalises_batches"]:
         return Finding(
             "batch norm",
@@ -241,21 +280,31 @@ def _no_mean_over_rows(
     )
 
 
-def _shares(right: Mapping[str, Tensor], own: Sequence[Mapping[str, Tensor]]) -> list[float] | None:
-    """The shares of ranks with which their own gradients make up the right one best."""
+def _shares(
+    right: Mapping[str, Tensor], own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
+) -> list[float] | None:
+    """The shares of ranks in the first backward pass with which their gradients make up the right ones, if any do."""
     import torch
 
-    names = [name for name in right if all(name in part for part in own)]
-    if not names or len(own) < 2:
+    passes = min(map(len, own), default=0)
+    names = [name for name in right if all(name in part for rank in own for part in rank)]
+    if not names or len(own) < 2 or not passes:
         return None
-    columns = [torch.cat([part[name].double().flatten() for name in names]) for part in own]
+    columns = [
+        torch.cat([part[name].double().flatten() for name in names]) for rank in own for part in rank[:passes]
+    ]
     wanted = torch.cat([right[name].double().flatten() for name in names])
-    base = columns[-1]
-    matrix = torch.stack([column - base for column in columns[:-1]], dim=1)
-    solved = (
-        torch.linalg.lstsq(matrix, (wanted - base).unsqueeze(1), driver="gelsd").solution.flatten().tolist()
+    matrix = torch.stack(columns, dim=1)
+    if matrix.shape[0] <= 2 * matrix.shape[1]:
+        return None  # any gradient would be explained
+    solved = torch.linalg.lstsq(matrix, wanted.unsqueeze(1), driver="gelsd").solution
+    shares = [float(solved[rank * passes]) for rank in range(len(own))]
+    explained = distance((matrix @ solved).flatten(), wanted) <= bound
+    return (
+        shares
+        if explained and all(share > 0 for share in shares) and math.isclose(sum(shares), 1, rel_tol=1e-3)
+        else None
     )
-    return [*solved, 1 - sum(solved)]
 
 
 def _of_norm(difference: Difference, reference: Recorded, other: Recorded) -> Finding:
@@ -276,8 +325,8 @@ def _of_weights(first: Sequence[Difference], other: Recorded) -> Finding:
     everything = len(names) == len(other.steps[first[0].step].weights)
     return Finding(
         "weights",
-        f"after step {first[0].step + 1} the weights of {'all parameters' if everything else _some(names)} differ, with "
-        "equal gradients and rates",
+        f"after step {first[0].step + 1} the weights of {'all parameters' if everything else _some(names)} differ, "
+        "with equal gradients and rates",
         "gradients change after backward(), or the script writes to weights by rank; step with the prepared optimizer",
     )
 
@@ -287,20 +336,30 @@ def _shared_noise(other: Recorded) -> Finding | None:
     if other.size > 1 and other.about["noise"]["drawn"] and alike:
         return Finding(
             "shared noise",
-            "all ranks have the same seed and draw noise for their samples, so in a real run samples of different ranks "
-            "get the same noise",
-            "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves need equal "
-            "seeds before",
+            "all ranks have the same seed and draw noise for their samples, so in a real run samples of different "
+            "ranks get the same noise",
+            "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves need "
+            "equal seeds before",
             is_fault=False,
         )
     return None
 
 
-def _mean_of(own: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    if len(own) < 2:
+def _mean_of(own: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    """The mean over ranks of their own gradients, over all backward passes of the step."""
+    if len(own) < 2 or not all(own):
         return {}
-    names = [name for name in own[0] if all(name in part for part in own)]
-    return {name: sum(part[name].double() for part in own) / len(own) for name in names}  # type: ignore[misc]
+    sums = [_sum_of(rank) for rank in own]
+    return {
+        name: sum(one[name] for one in sums) / len(own)
+        for name in sums[0]
+        if all(name in one for one in sums)
+    }  # type: ignore[misc]
+
+
+def _sum_of(passes: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for one in passes for name in one)
+    return {name: sum(one[name].double() for one in passes if name in one) for name in names}  # type: ignore[misc]
 
 
 def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> bool:

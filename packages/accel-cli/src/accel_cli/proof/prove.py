@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from accel_cli.proof.compare import Recorded
-from accel_cli.proof.findings import Verdict, examine
+from accel_cli.proof.findings import Verdict, examine, failed
 from accel_cli.proof.runs import STRATEGIES, Run, run
 from accel_state.errors import LaunchError
 from accel_state.launching.target import Target
@@ -64,9 +64,7 @@ def prove(
     }
     recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
     verdicts = [
-        examine(reference, recorded[name], recorded.get("ddp"))
-        if name in recorded
-        else Verdict(name, reason=runs[name].failure)
+        examine(reference, recorded[name], recorded.get("ddp")) if name in recorded else failed(runs[name])
         for name in strategies
     ]
     facts = {

@@ -40,7 +40,7 @@ def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
 
 def _cell(verdict: Verdict, kind: str) -> str:
     if verdict.reason:
-        return "–"
+        return "-"
     if kind not in verdict.differ:
         return "✔"
     return "✘" if verdict.has_fault else "~"

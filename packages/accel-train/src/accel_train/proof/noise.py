@@ -29,15 +29,15 @@ _DROPOUT = (functional.dropout, torch.dropout)
 class RowNoise(TorchFunctionMode):
     """Draws for all rows of the global batch wherever a tensor has one row for each sample of this rank.
 
-    All ranks draw the same numbers from a generator of this object, and each takes its own rows. Other tensors are drawn
-    as they are.
+    All ranks draw the same numbers from a generator of this object, and each takes its own rows. Other tensors are
+    drawn as they are.
 
     Args:
         place: returns the rows of this rank's batch (0: not known yet), the index of its samples, and how many ranks
             have others.
 
     Attributes:
-        drawn: how many tensors with a row for each sample were drawn.
+        drawn: how many tensors with a row for each sample were drawn, but for dropout.
         attention: calls of attention whose dropout was left out, because it draws inside of its kernel.
     """
 
@@ -97,6 +97,7 @@ class RowNoise(TorchFunctionMode):
             _, p, training, inplace = _dropout_arguments(*args, **kwargs)
             if training and p:
                 kept = (own(self._uniform(whole(x.shape))) >= p).to(x.device, x.dtype) / (1 - p)
+                self.drawn -= 1
                 return x.mul_(kept) if inplace else x * kept
         return func(*args, **kwargs)
 

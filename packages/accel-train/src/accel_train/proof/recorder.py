@@ -60,7 +60,7 @@ class StepRecorder(StepObserver):
         self._tensors: dict[str, Tensor] = {}
         self._now: dict[str, list[Any]] = defaultdict(list)
         self._places: dict[str, str] = {}
-        self._local: dict[int, Tensor] = {}
+        self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass of the first step
         self._depth = 0
         self.rows = 0
         self.ledger = _RowCount(self)
@@ -93,23 +93,23 @@ class StepRecorder(StepObserver):
         self._depth = max(0, self._depth - 1)
 
     def _watch_own_gradients(self) -> None:
-        """Sum the gradients of this rank's own samples, before ranks average them."""
+        """Keep the gradients of this rank's own samples, before ranks average them."""
         here = self._prepared
         assert here is not None, "a model is called after the accelerator was made"
         if self._steps or here.plan.strategy.name not in ("single", "ddp"):
             return
         for model in here.prepared_models:
             for parameter in here.plan.strategy.plain(model).parameters():
-                if parameter.requires_grad and id(parameter) not in self._local:
-                    self._local[id(parameter)] = torch.zeros_like(parameter)
-                    parameter.register_hook(self._adding(id(parameter)))
+                if parameter.requires_grad and id(parameter) not in self._own:
+                    self._own[id(parameter)] = []
+                    parameter.register_hook(self._noting(id(parameter)))
 
-    def _adding(self, number: int) -> Callable[[Tensor], None]:
-        def add(gradient: Tensor) -> None:
-            if number in self._local:
-                self._local[number] += gradient.detach()
+    def _noting(self, number: int) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            if number in self._own:
+                self._own[number].append(gradient.detach().cpu().clone())
 
-        return add
+        return note
 
     # Steps
 
@@ -150,9 +150,9 @@ class StepRecorder(StepObserver):
         for name, parameter in self._named():
             if id(parameter) in own and parameter.grad is not None:
                 self._tensors[f"{step}/gradient/{name}"] = _whole(parameter.grad)
-                if id(parameter) in self._local:
-                    self._tensors[f"{step}/own/{name}"] = self._local[id(parameter)].cpu()
-        self._local.clear()
+                for number, own in enumerate(self._own.get(id(parameter), ())):
+                    self._tensors[f"{step}/own {number}/{name}"] = own
+        self._own.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that the step has left; the end, if it was the last."""

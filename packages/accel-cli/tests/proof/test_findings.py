@@ -1,0 +1,167 @@
+"""The names of faults, from records that a test writes: what ranks did, and what one process does."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from accel_cli.proof.compare import ORDER, Recorded, Step, differences
+from accel_cli.proof.findings import examine, failed
+from accel_cli.proof.runs import SEED, Run
+
+torch.manual_seed(0)
+PARTS = [
+    {name: torch.randn(6, 5, dtype=torch.float64) for name in ("a.weight", "b.weight")} for _ in range(2)
+]
+"""The gradients of the samples of each rank."""
+MEAN = {name: (PARTS[0][name] + PARTS[1][name]) / 2 for name in PARTS[0]}
+
+
+def step(gradients=MEAN, **other):
+    weights = {name: 1 - 0.1 * value for name, value in gradients.items()}
+    facts = {
+        "optimizer": 0, "losses": [1.0], "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
+        "norms": [3.0], "rates": [0.1], "metrics": [{"loss": 1.0}], "gradients": gradients, "weights": weights,
+        "own": [], "places": {"losses": "train.py:7", "metrics": "train.py:9"},
+    }  # fmt: skip
+    return Step(**facts | other)
+
+
+def recorded(size, *steps, name="ddp", **about):
+    facts = {
+        "dtypes": ["torch.float64"],
+        "normalises_batches": False,
+        "noise": {"drawn": 0, "attention": 0, "seed": SEED},
+    }
+    return Recorded(name, facts | about, size, [SEED] * size, list(steps))
+
+
+ONE = recorded(1, step(), name="one process")
+
+
+def ranks(gradients=MEAN, parts=PARTS, **other):
+    """Two ranks, and what the samples of each contribute."""
+    return recorded(2, step(gradients, own=[[parts[0]], [parts[1]]], **other))
+
+
+def kinds(verdict):
+    return [finding.kind for finding in verdict.findings]
+
+
+def test_equal_runs_have_no_findings():
+    verdict = examine(ONE, ranks(), ranks())
+    assert (verdict.differ, verdict.findings, verdict.has_fault) == ([], [], False)
+
+
+def scaled(factor, parts=MEAN):
+    return {name: factor * value for name, value in parts.items()}
+
+
+def test_a_loss_that_the_script_scales():
+    here = ranks(scaled(2), [scaled(2, part) for part in PARTS], losses=[2.0])
+    [finding] = examine(ONE, here, here).findings
+    assert finding.kind == "scaled loss"
+    assert "(train.py:7) is x2" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("gradients", "kind"),
+    [
+        (scaled(2), "summed over ranks, not averaged (x2)"),
+        (scaled(0.5), "divided once too often (x1/2)"),
+        (scaled(3), "scaled by 3"),
+        (scaled(0), "zero"),
+        (PARTS[1], "only of the samples of rank 1"),
+        ({name: value + 1 for name, value in MEAN.items()}, "another value"),
+        ({name: value[:3] for name, value in MEAN.items()}, "of shape [3, 5] instead of [6, 5]"),
+    ],
+)
+def test_what_ranks_did_with_gradients(gradients, kind):
+    weights = {name: 1 - 0.1 * value for name, value in MEAN.items()}
+    verdict = examine(ONE, recorded(2, step(gradients, weights=weights), name="tp"), ranks())
+    [finding] = verdict.findings
+    assert finding.kind.startswith(kind)
+    assert "all parameters" in finding.text
+    assert finding.is_fault
+    assert verdict.differ == ["gradients"]
+
+
+def test_parameters_are_grouped_by_what_happened():
+    gradients = {"a.weight": 2 * MEAN["a.weight"]}
+    [finding] = examine(ONE, recorded(2, step(gradients), name="tp"), ranks()).findings
+    assert "a.weight: summed over ranks" in finding.text
+    assert "b.weight: missing" in finding.text
+
+
+def test_counts_that_differ_between_ranks_are_told_from_batch_norm_and_contrast():
+    whole = {name: 0.7 * PARTS[0][name] + 0.3 * PARTS[1][name] for name in MEAN}
+    one = recorded(1, step(whole), name="one process")
+    [finding] = examine(one, ranks(losses=[1.1]), ranks()).findings
+    assert finding.kind == "unequal counts"
+    assert "rank 0 70.0%, rank 1 30.0%" in finding.text
+    other = recorded(1, step({name: value**3 for name, value in MEAN.items()}), name="one process")
+    assert kinds(examine(other, ranks(losses=[1.1]), ranks())) == ["contrasts rows"]
+    assert not examine(other, ranks(losses=[1.1]), ranks()).has_fault
+    other.about["normalises_batches"] = True
+    assert kinds(examine(other, ranks(losses=[1.1]), ranks())) == ["batch norm"]
+
+
+def test_few_numbers_do_not_explain_counts():
+    """As many unknown shares as numbers explain any gradient."""
+    parts = [{"a": torch.tensor([1.0, 0.0]).double()}, {"a": torch.tensor([0.0, 1.0]).double()}]
+    one = recorded(1, step({"a": torch.tensor([0.9, 0.1]).double()}), name="one process")
+    mean = {"a": torch.tensor([0.5, 0.5]).double()}
+    assert kinds(examine(one, ranks(mean, parts), ranks(mean, parts))) == ["contrasts rows"]
+
+
+def test_samples():
+    same = recorded(2, step(rows=Counter("aabb"), own_rows=[Counter("ab"), Counter("ab")]))
+    assert kinds(examine(ONE, same, None)) == ["same samples"]
+    other = recorded(2, step(rows=Counter("abce"), own_rows=[Counter("ab"), Counter("ce")]))
+    [finding] = examine(ONE, other, None).findings
+    assert finding.kind == "other samples"
+    assert "1 of its samples not" in finding.text
+
+
+def test_norms_rates_weights_and_metrics():
+    [finding] = examine(ONE, ranks(norms=[3 * math.sqrt(2)]), ranks()).findings
+    assert finding.kind == "norm"
+    assert "once for each" in finding.text
+    assert kinds(examine(ONE, ranks(rates=[0.05]), ranks())) == ["schedule"]
+    [finding] = examine(ONE, ranks(metrics=[{"loss": 2.0}]), ranks()).findings
+    assert finding.kind == "metric"
+    assert "logged loss is 2, and 1 on one process (train.py:9)" in finding.text
+    assert kinds(examine(ONE, ranks(weights=scaled(3)), ranks())) == ["weights"]
+    [finding] = examine(ONE, ranks(losses=[5.0]), ranks()).findings
+    assert finding.kind == "loss"
+
+
+def test_noise_that_ranks_share_is_a_note():
+    here = replace(ranks(), seeds=[1, 1])
+    here.about["noise"] = {"drawn": 3, "attention": 0, "seed": 1}
+    verdict = examine(ONE, here, ranks())
+    assert kinds(verdict) == ["shared noise"]
+    assert not verdict.has_fault
+    assert kinds(examine(ONE, replace(here, seeds=[1, 2]), ranks())) == []
+
+
+def test_rounding_is_no_difference():
+    single = {"dtypes": ["torch.float32"]}
+    near = recorded(
+        2, step({name: value * (1 + 1e-5) for name, value in MEAN.items()}, losses=[1.0 + 1e-6]), **single
+    )
+    assert examine(recorded(1, step(), **single), near, None).findings == []
+    assert differences(ONE, near, 1e-9)[0].kind == "losses"
+
+
+def test_a_run_that_fails():
+    said = "accel_train.errors.PrepareError: no plan for Net"
+    assert failed(Run("tp", [], said, 1)).reason == said
+    [finding] = failed(Run("ddp", [], f"Traceback\n{said}\n", 1)).findings
+    assert finding.kind == "fails"
+    assert said in finding.text
+    [finding] = failed(Run("fsdp2", [], "ZeroDivisionError: division by zero", 1)).findings
+    assert "--use_fsdp" in finding.advice
+    assert failed(Run("ddp", [], "", 7)).differ == ORDER
