@@ -232,7 +232,9 @@ class Accelerator:
             dynamo=dynamo,
         )
         given = Given(
-            mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
+            mixed_precision="no"  # proofs are exact
+            if launched.runtime.proof is not None
+            else mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
             parallelism=parallelism,
             handlers=handlers,

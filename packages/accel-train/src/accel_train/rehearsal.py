@@ -131,9 +131,9 @@ class _RehearsedLoaders(ActiveLoaders):
         super().__init__()
         self._training = training
 
-    def yielded(self, loader: object) -> None:
+    def yielded(self, loader: object, batch: Any) -> None:
         """See the base class."""
-        super().yielded(loader)
+        super().yielded(loader, batch)
         self._training.end_if_done()
         self._training.batch_begins()
 

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
+import random
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from accel_cli.proof.runs import SEED
 from accel_state.config.launched import launched_config
@@ -33,13 +37,41 @@ def main(words: Sequence[str]) -> None:
         torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    set_seed(SEED % 2**32)  # where the script sets none
+    set_seed(SEED)  # where the script sets none
+    _draw_by_sample()
     sys.argv = [name, *arguments]
     if kind == "module":
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(name).resolve().parent)
         runpy.run_path(name, run_name="__main__")
+
+
+def _draw_by_sample() -> None:
+    """Let a dataset that draws, such as one that augments images, draw the same for a sample on any rank."""
+    fetch = _MapDatasetFetcher.fetch
+
+    def seeded(self: Any, indices: Any) -> Any:
+        numbers = indices if isinstance(indices, list) else [indices]
+        if not all(isinstance(number, int) for number in numbers):
+            return fetch(self, indices)
+        collate, auto = self.collate_fn, self.auto_collation
+        self.collate_fn = lambda samples: samples
+        samples = []
+        try:
+            for number in numbers:
+                before = random.getstate(), np.random.get_state()
+                with torch.random.fork_rng(devices=()):
+                    set_seed(SEED + number)
+                    found = fetch(self, [number] if auto else number)
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+                samples += found if auto else [found]
+        finally:
+            self.collate_fn = collate
+        return collate(samples if auto else samples[0])
+
+    _MapDatasetFetcher.fetch = seeded  # type: ignore[method-assign] # this process runs nothing but the script
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class ActiveLoaders:
             entry.iterators += known.iterators
             entry.last_yield = known.last_yield
 
-    def yielded(self, loader: object) -> None:
+    def yielded(self, loader: object, batch: Any) -> None:
         """Record that `loader` returns a batch now."""
         self._clock = clock = self._clock + 1
         entry = self._entries.get(id(loader))

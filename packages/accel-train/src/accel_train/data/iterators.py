@@ -89,16 +89,16 @@ class LoaderIterator:
             iteration.real, item = item
         if self._finish is not None:
             item = self._finish(item)
-        self._yielded(iteration)
+        self._yielded(iteration, item)
         return item
 
-    def _yielded(self, iteration: Iteration) -> None:
+    def _yielded(self, iteration: Iteration, batch: Any) -> None:
         loader = self._loader
         iteration.yielded += 1
         if loader.epoch_state.running is not iteration:  # another iterator has begun, or yielded, in between
             loader.epoch_state.go_on(iteration)
         loader.current = iteration
-        self._ledger.yielded(loader)
+        self._ledger.yielded(loader, batch)
 
     def _close(self, exhausted: bool) -> None:
         if not self._live:

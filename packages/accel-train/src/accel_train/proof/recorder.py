@@ -48,7 +48,8 @@ class StepRecorder(StepObserver):
         job: path of the job, a JSON object with the number of ``steps``.
 
     Attributes:
-        ledger: for its loaders; says how many rows a batch of this rank has.
+        ledger: for its loaders.
+        rows: of the batch that a loader of this rank has returned last; 0: none has.
     """
 
     def __init__(self, job: Path) -> None:
@@ -63,7 +64,7 @@ class StepRecorder(StepObserver):
         self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass of the first step
         self._depth = 0
         self.rows = 0
-        self.ledger = _RowCount(self)
+        self.ledger = _Batches(self)
         self.noise = RowNoise(lambda: (self.rows, *self.place))
 
     def follow(self, prepared: Prepared) -> None:
@@ -81,12 +82,19 @@ class StepRecorder(StepObserver):
         batch = self._prepared.plan.strategy.batch
         return batch.index, batch.size
 
+    def read(self, batch: Any) -> None:
+        """A loader returns a batch."""
+        hashes = _hashes(batch)
+        self.rows = len(hashes)
+        self._now["rows"] += hashes
+
     # Forward
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth == 1 and module.training and torch.is_grad_enabled():
-            self._now["rows"] += _hashes(inputs)
+            if not self.rows:  # the script has loaders that are not prepared
+                self._now["rows"] += _hashes(inputs)
             self._watch_own_gradients()
 
     def _forward_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -220,17 +228,17 @@ class StepRecorder(StepObserver):
         (self._folder / f"rank-{rank}.json").write_text(json.dumps(about))
 
 
-class _RowCount(ActiveLoaders):
-    """The live loaders; notes how many rows a batch has."""
+class _Batches(ActiveLoaders):
+    """The live loaders, which show the batches that they return."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def yielded(self, loader: object) -> None:
+    def yielded(self, loader: object, batch: Any) -> None:
         """See the base class."""
-        super().yielded(loader)
-        self._recorder.rows = int(getattr(loader, "full_rows", None) or 0)
+        super().yielded(loader, batch)
+        self._recorder.read(batch)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -238,9 +246,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return (gathered(tensor) if is_sharded(tensor) else tensor).detach().cpu().clone()
 
 
-def _hashes(inputs: Any) -> list[str]:
-    """A hash of each row of the first tensor that a model is given."""
-    waiting = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
+def _hashes(batch: Any) -> list[str]:
+    """A hash of each row of the first tensor in a batch."""
+    waiting = [batch]
     while waiting:
         value = waiting.pop(0)
         if isinstance(value, Mapping):

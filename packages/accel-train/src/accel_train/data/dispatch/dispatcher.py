@@ -542,7 +542,7 @@ class DispatchIterator(LoaderIterator):
         if self._finish is not None:
             batch = self._finish(batch)
         iteration.part = envelope
-        self._yielded(iteration)
+        self._yielded(iteration, batch)
         return batch
 
 

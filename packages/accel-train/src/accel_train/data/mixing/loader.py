@@ -583,7 +583,7 @@ class _MixedIterator:
         except BaseException:
             self.close()
             raise
-        self._ledger.yielded(mixture)
+        self._ledger.yielded(mixture, batch)
         return batch
 
     def close(self) -> None:
