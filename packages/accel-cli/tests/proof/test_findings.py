@@ -22,7 +22,7 @@ MEAN = {name: (PARTS[0][name] + PARTS[1][name]) / 2 for name in PARTS[0]}
 def step(gradients=MEAN, **other):
     weights = {name: 1 - 0.1 * value for name, value in gradients.items()}
     facts = {
-        "optimizer": 0, "losses": [1.0], "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
+        "optimizer": 0, "losses": [1.0], "items": [0], "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
         "norms": [3.0], "rates": [0.1], "metrics": [{"loss": 1.0}], "gradients": gradients, "weights": weights,
         "own": [], "places": {"losses": "train.py:7", "metrics": "train.py:9"},
     }  # fmt: skip
@@ -114,6 +114,17 @@ def test_few_numbers_do_not_explain_counts():
     one = recorded(1, step({"a": torch.tensor([0.9, 0.1]).double()}), name="one process")
     mean = {"a": torch.tensor([0.5, 0.5]).double()}
     assert kinds(examine(one, ranks(mean, parts), ranks(mean, parts))) == ["contrasts rows"]
+
+
+def test_items():
+    one = recorded(1, step(items=[504.0]), name="one process")
+    [finding] = examine(one, ranks(losses=[1.1], items=[496.0]), ranks()).findings
+    assert finding.kind == "other items"
+    assert "(train.py:7) are sums over 496 items, and over 504 on one process" in finding.text
+    assert "this rank's samples" in finding.advice
+    cp = recorded(2, step(losses=[1.1], items=[496.0]), name="cp", divides_sequences=True)
+    [finding] = examine(one, cp, ranks()).findings
+    assert "shift labels over the whole sequence" in finding.advice
 
 
 def test_samples():

@@ -31,6 +31,7 @@ class Step:
     Attributes:
         optimizer: its number.
         losses: the loss of each backward pass over the samples of all ranks.
+        items: how many items each was the sum over, on all ranks; 0: the script has not said.
         rows: the samples that models were given, as hashes, and how often.
         own_rows: the same, of each rank that reads different samples.
         norms, rates, metrics: as recorded by the first rank.
@@ -41,6 +42,7 @@ class Step:
 
     optimizer: int
     losses: Sequence[float]
+    items: Sequence[float]
     rows: Counter[str]
     own_rows: Sequence[Counter[str]]
     norms: Sequence[float]
@@ -79,7 +81,10 @@ class Recorded:
             indexes.setdefault(rank.about["index"], rank)
         readers = [indexes[index] for index in sorted(indexes)]
         fewest = min(len(rank.about["steps"]) for rank in run.ranks)
-        steps = [_step(number, run.ranks, readers) for number in range(fewest)]
+        computing: dict[int, RankRecord] = {}
+        for rank in run.ranks:
+            computing.setdefault(rank.about["loss_index"], rank)
+        steps = [_step(number, run.ranks, readers, list(computing.values())) for number in range(fewest)]
         seeds = [rank.about["noise"]["seed"] for rank in readers]
         return cls(run.name, first, first["size"], seeds, steps)
 
@@ -141,21 +146,37 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     return error / whole if whole else (0.0 if not error else float("inf"))
 
 
-def _step(number: int, ranks: Sequence[RankRecord], readers: Sequence[RankRecord]) -> Step:
+def _step(
+    number: int, ranks: Sequence[RankRecord], readers: Sequence[RankRecord], computing: Sequence[RankRecord]
+) -> Step:
     told = [rank.about["steps"][number] for rank in readers]
-    first = ranks[0].about["steps"][number]
+    first, first_about = ranks[0].about["steps"][number], ranks[0].about
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     for rank in ranks:  # of a pipeline each has its own stages
         gradients = {**_named(rank, f"{number}/gradient/"), **gradients}
         weights = {**_named(rank, f"{number}/weight/"), **weights}
-    losses = [_mean(backward) for backward in zip(*(one.get("losses", []) for one in told), strict=False)]
-    own_rows = [Counter(one.get("rows", [])) for one in told]
+    backwards = [*zip(*(rank.about["steps"][number].get("losses", []) for rank in computing), strict=False)]
+    losses = [_mean(backward) for backward in backwards]
+    items = [sum(count or 0 for _, count in backward) for backward in backwards]
+    # Of a sequence that is divided each rank has a part.
+    own_rows = [
+        Counter() if first_about["divides_sequences"] else Counter(one.get("rows", [])) for one in told
+    ]
     return Step(
-        first["optimizer"], [loss for loss in losses if loss is not None], sum(own_rows, Counter()), own_rows,
-        first.get("norms", []), first["rates"], first.get("metrics", []), gradients, weights,
-        [_own(rank, number) for rank in readers], first.get("places", {}),
-    )  # fmt: skip
+        optimizer=first["optimizer"],
+        losses=[loss for loss in losses if loss is not None],
+        items=items,
+        rows=sum(own_rows, Counter()),
+        own_rows=own_rows,
+        norms=first.get("norms", []),
+        rates=first["rates"],
+        metrics=first.get("metrics", []),
+        gradients=gradients,
+        weights=weights,
+        own=[_own(rank, number) for rank in readers],
+        places=first.get("places", {}),
+    )
 
 
 def _own(rank: RankRecord, number: int) -> list[dict[str, Tensor]]:

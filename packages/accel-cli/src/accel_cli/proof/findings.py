@@ -164,6 +164,17 @@ def _of_gradients(
     step = first.step
     right, here = reference.steps[step], other.steps[step]
     wrong = [one for one in found if one.step == step and one.kind == "gradients"]
+    if any(
+        one and abs(one - other) > 1e-9 * one for one, other in zip(right.items, here.items, strict=False)
+    ):
+        return Finding(
+            "other items",
+            f"the losses of step {step + 1}{_at(right, 'losses')} are sums over {sum(here.items):g} items, and over "
+            f"{sum(right.items):g} on one process",
+            "shift labels over the whole sequence, before ranks divide it"
+            if other.about.get("divides_sequences")
+            else "count the items of this rank's samples alone; backward() sums them over ranks",
+        )
     own = apart.steps[0].own if apart is not None and step == 0 and apart.steps else ()
     halves = _mean_of(own)
     if halves and not _far(

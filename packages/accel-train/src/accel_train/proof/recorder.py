@@ -209,6 +209,8 @@ class StepRecorder(StepObserver):
             "strategy": here.plan.strategy.name,
             "index": index,
             "size": size,
+            "loss_index": here.plan.strategy.loss.index,
+            "divides_sequences": any(here.plan.mesh.degrees[name] > 1 for name in ("cp", "sp")),
             "steps": self._steps,
             "after": dict(self._now),
             "models": len(here.prepared_models),
