@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "BAR_INTERVAL",
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
     "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
     "BETA_TP_AVAILABLE_PYTORCH_VERSION",
@@ -50,7 +51,10 @@ NAMES_TOLD = "ACCEL_NAMES_TOLD"
 """Environment variable of ranks whose launcher has told of misspelt variables."""
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
-"""Environment variable of ranks whose launcher prefixes each line of output with the rank."""
+"""Environment variable of ranks whose launcher reads their output; not empty: it prefixes each line with the rank."""
+
+BAR_INTERVAL = 60.0
+"""Seconds after which a progress bar leaves another line in a file or a pipe; the last one when it ends."""
 
 RUN_FOLDER = "ACCEL_RUN_FOLDER"
 """Environment variable of ranks: the folder in which they and the launcher of their machine exchange progress."""

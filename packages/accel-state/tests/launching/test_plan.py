@@ -143,7 +143,8 @@ def test_resume_reaches_ranks_of_every_style_by_one_variable():
         plain, resuming = planned("--cpu", *flags), planned("--cpu", *flags, "--resume")
         for before, after in zip(plain.processes, resuming.processes, strict=True):
             assert {name for name in after.env if name not in before.env} - {
-                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # of one process, which is watched now
+                # Of one process, which is watched now.
+                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "ACCEL_RANK_PREFIXED"
             } == {"ACCELERATE_RESUME"}  # fmt: skip
             assert after.env["ACCELERATE_RESUME"] == "true"
     assert "-x" in after.argv

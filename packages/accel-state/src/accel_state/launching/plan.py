@@ -308,7 +308,7 @@ def plan(
         if _needs_no_supervisor(config):
             alone = ProcessSpec(0, python_target, changes, drop, cpus=_cpus(host, 0))
             return LaunchPlan((alone,), "direct", world)
-        changes |= _attempt(config, attempt)
+        changes |= _attempt(config, attempt) | {RANK_PREFIXED: ""}
         return LaunchPlan(
             (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0), _cpus(host, 0)),),
             "ranks",

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -75,27 +76,53 @@ def test_progress_bars_redraw_in_place():
     assert written(bar, tty=True) == b"[a]  0%\r[a] 50%\r[a] 100%\n"
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        [b"\r", b" 0%\r", b"50%\r", b"100%", b"\n"],
-        [b" 0%\r", b"50%\r", b"100%\r", b"\n"],
-        [b"\r", b"0%", b"\r", b"100%\n"],
-        [b"\r", b"50%\r", b"1", b"00%", b"\r"],  # its writer has died
-    ],
-)
-def test_a_bar_leaves_one_line_in_a_log(pieces):
+@pytest.mark.parametrize("tty", [True, False])
+def test_a_bar_is_drawn_on_a_terminal_and_leaves_a_line_elsewhere(tmp_path, monkeypatch, tty):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(sink := Terminal(tty), sink)
+    reading, writing = os.pipe()
+    with open(tmp_path / "rank_0.log", "wb", 0) as log:
+        output = RankOutput("[a] ", console, log)
+        output.forward("stderr", os.fdopen(reading, "rb", 0))
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(b"\r 0%\r50%\r100%\n")
+        output.finish(20)
+    drawn = b"[a]  0%\r[a] 50%\r[a] 100%\n"
+    assert sink.getvalue() == (drawn if tty else b"[a] 100%\n")
+    assert (tmp_path / "rank_0.log").read_bytes() == b"100%\n"
+
+
+def test_a_bar_that_has_ended_is_shown_although_nothing_follows():
     console = Console(sink := Terminal(False), sink)
-    for piece in pieces:
-        console.write("stderr", "[a] ", piece)
-    console.end_bar("stderr", "[a] ")
+    reading, writing = os.pipe()
+    output = RankOutput("[a] ", console)
+    output.forward("stderr", os.fdopen(reading, "rb", 0))
+    with os.fdopen(writing, "wb", 0) as pipe:
+        pipe.write(b"\r50%\r100%")
+        pipe.write(b"\n")
+        until = time.monotonic() + 20
+        while not sink.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sink.getvalue() == b"[a] 100%\n"
+    output.finish(20)
     assert sink.getvalue() == b"[a] 100%\n"
+
+
+def test_a_traceback_that_is_dropped_takes_no_bar_with_it():
+    console = Console(sink := Terminal(False), sink)
+    reading, writing = os.pipe()
+    output = RankOutput("", console, hold=True)
+    output.forward("stderr", os.fdopen(reading, "rb", 0))
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(b"\r50%Traceback (most recent call last):\n  File\nValueError: no\n")
+    output.finish(20)
+    output.drop_held()
+    assert sink.getvalue() == b"50%\n"
 
 
 def test_another_ranks_line_takes_the_place_of_a_bar_on_a_terminal():
     bar = [("[a] ", b"50%\r"), ("[b] ", b"hello\n"), ("[a] ", b"60%\r")]
     assert written(bar, tty=True) == b"[a] 50%\r\r\x1b[2K[b] hello\n[a] 60%\r"
-    assert written(bar) == b"[b] hello\n"
 
 
 def test_bars_of_several_ranks_leave_nothing_behind_on_a_terminal():
