@@ -34,8 +34,9 @@ _CAN_POLL = sys.platform != "win32"
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = HEADER.encode()
-_BEGINNINGS = (_HEADER, b'  File "')
-"""First lines of what the report shows: of a traceback, and of a syntax error in the script, which has no header."""
+_BEGINNINGS = (_HEADER, b'  File "', b"Fatal Python error: init_")
+"""First lines of what the report shows: of a traceback, of a syntax error in the script, which has no header, and of an
+interpreter that was interrupted or failed while it started."""
 _HELD = 5.0
 """Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once.
 
