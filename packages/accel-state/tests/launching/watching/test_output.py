@@ -155,6 +155,14 @@ def test_messages_of_the_launcher_stand_on_their_own_line():
     assert sink.getvalue() == b"[a] unfinished\naccel: note\n"
 
 
+def test_what_a_rank_says_is_folded_on_a_terminal_behind_its_prefix(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    said = [("[a] ", b"accel: rank 0 waits for rank 1 at train.py:12\n"), ("[a] ", b"x" * 40 + b"\n")]
+    folded = b"[a] accel: rank 0 waits for\n[a] rank 1 at train.py:12\n"
+    assert written(said, tty=True) == folded + b"[a] " + b"x" * 40 + b"\n"
+    assert written(said) == b"".join(prefix.encode() + piece for prefix, piece in said)
+
+
 def test_text_streams_can_be_written_to():
     text = io.StringIO()
     sink = TextSink(text)

@@ -19,7 +19,7 @@ from typing import IO, Literal, Protocol, TextIO
 from accel_state.host.colors import Colors, wants_colors
 from accel_state.launching.watching.redrawn_lines import LastStates
 from accel_state.launching.watching.tracebacks import HEADER
-from accel_state.messages import folded
+from accel_state.messages import message
 
 __all__ = ["Console", "RankOutput", "StreamName", "TextSink", "open_log"]
 
@@ -105,6 +105,8 @@ class Console:
             if line is not None and line.owner != owner:
                 data = line.ending(on_terminal=self._terminal[stream])
                 line = None
+            if line is None and piece.startswith(b"accel"):
+                piece = message(piece.decode(errors="replace"), sink, prefix).removeprefix(prefix).encode()
             line = line or _Line(owner, redrawn=owner in self._bars)
             data += line.extend(prefix.encode(), piece)
             if piece.endswith(b"\n"):
@@ -120,9 +122,7 @@ class Console:
     def say(self, text: str) -> None:
         """Print a message of the launcher on a separate line of standard error."""
         sink = self._sinks["stderr"]
-        if self._terminal["stderr"]:  # tracebacks in it keep their lines
-            lines = text.split("\n")
-            text = "\n".join(folded(line, sink) if line.startswith("accel: ") else line for line in lines)
+        text = message(text, sink)
         cursor = self._cursor["stderr"]
         with self._locks[cursor]:
             line = self._lines.pop(cursor, None)
