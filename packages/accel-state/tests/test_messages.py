@@ -238,11 +238,17 @@ def test_what_a_rank_says_is_folded_on_a_terminal_only():
 
 
 def test_only_messages_of_these_packages_are_folded(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("COLUMNS", "40")
     terminal = io.StringIO()
     terminal.isatty = lambda: True
-    error = "accel_state.errors.ConfigError: " + "a mistake of the user " * 3
     others = f"Traceback (most recent call last):\nValueError: {'x ' * 40}"
-    assert max(map(len, message(error, terminal).splitlines()[1:])) < 30
     assert message(others, terminal) == others
-    assert message(f"{error}\n{others}", io.StringIO()) == f"{error}\n{others}"
+    told = "a mistake of the user " * 3
+    for own in (f"accel_state.errors.ConfigError: {told}\nNext: {told}", f"train.py:12: UserWarning: {told}"):
+        text = f"{others}\n{own}\n  {told}"  # a listing, or the line of the script, stays
+        shown = message(text, terminal)
+        assert shown.startswith(f"{others}\n")
+        assert max(map(len, shown.removeprefix(others).splitlines()[:-1])) < 40
+        assert shown.split() == text.split()
+        assert shown.endswith(f"\n  {told}")
+        assert message(text, io.StringIO()) == text

@@ -52,8 +52,8 @@ _SETTING = re.compile(
 )
 
 
-_OWN = re.compile(r"accel: |accel_\w+\.")
-"""How a message of these packages begins, and the line of a traceback that has an error of theirs."""
+_OWN = re.compile(r"accel: |accel_\w+\.|\S+:\d+: \w*Warning: ")
+"""How a message of these packages begins, the line of a traceback that has an error of theirs, and a warning."""
 
 
 def first_line(error: BaseException) -> str:
@@ -135,14 +135,17 @@ def folded(text: str, stream: Any, indent: str = "") -> str:
 
 
 def message(text: str, stream: Any, indent: str = "") -> str:
-    """Several lines for a stream: on a terminal those that tell of these packages are folded, others stay as they are.
+    """Several lines for a stream: on a terminal the sentences of a message of these packages are folded.
 
     Args:
-        text: lines; the others may be a table, a traceback, or text of a script.
+        text: lines. Those before the message may be a traceback; those that begin with a blank are not folded.
         stream: its destination, which has ``isatty``.
         indent: in front of each line that is folded.
     """
-    return "\n".join(folded(line, stream, indent) if _OWN.match(line) else line for line in text.split("\n"))
+    lines = text.split("\n")
+    begin = next((number for number, line in enumerate(lines) if _OWN.match(line)), len(lines))
+    sentences = [folded(line, stream, indent) if line[:1].strip() else line for line in lines[begin:]]
+    return "\n".join(lines[:begin] + sentences)
 
 
 def say(text: str) -> None:

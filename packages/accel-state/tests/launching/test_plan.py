@@ -190,6 +190,15 @@ def test_cards_without_direct_traffic_get_it_switched_off():
     assert "NCCL_P2P_DISABLE" not in planned(host=gpus(2)).processes[0].env
 
 
+def test_gloo_is_told_an_interface_where_the_host_name_leads_nowhere():
+    host = dataclasses.replace(CPU, named=False)
+    two = ("--cpu", "--num_processes", "2")
+    assert first(*two, host=host).env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in first(*two, host=host, environ={"GLOO_SOCKET_IFNAME": "eth0"}).env
+    assert "GLOO_SOCKET_IFNAME" not in first(*two).env
+    assert "GLOO_SOCKET_IFNAME" not in first("--cpu", host=host).env
+
+
 def test_numbers_that_do_not_fit_together():
     with pytest.raises(ConfigError, match="--num_processes 3 is not divisible by --num_machines 2"):
         planned("--cpu", "--num_processes", "3", "--num_machines", "2")

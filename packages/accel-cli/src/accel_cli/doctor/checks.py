@@ -128,9 +128,9 @@ def _network(machine: Machine) -> Iterator[Finding]:
     outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
     if not addresses:
         yield Finding(
-            "host name", "problem", f"{name} has no address",
-            "processes of several machines find each other by this name, and each start waits for the name server: add "
-            "it to /etc/hosts",
+            "host name", "warning", f"{name} has no address",
+            "a run over several machines finds them by their names, and each start waits for the name server: add it "
+            "to /etc/hosts",
         )  # fmt: skip
     elif not outside:
         yield Finding(

@@ -38,7 +38,7 @@ from accel_state.launching.plan import (
     plan_world,
     watches,
 )
-from accel_state.launching.ports import reserve_port
+from accel_state.launching.ports import host_name_is_local, reserve_port
 from accel_state.launching.ranks.command import run_command
 from accel_state.launching.ranks.processes import CommandProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
@@ -362,7 +362,10 @@ def _prepare(
         )
     _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
-    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
+    apart = world.local_size == 1 or world.machines > 1 or sys.platform != "linux"
+    named = apart or host_name_is_local()
+    host = Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, named=named, cpus=cpus)
+    return host, world
 
 
 def _check_supervision(config: LaunchConfig, target: Target, world: World, *, joins: bool) -> None:

@@ -105,8 +105,9 @@ class Console:
             if line is not None and line.owner != owner:
                 data = line.ending(on_terminal=self._terminal[stream])
                 line = None
-            if line is None and piece.startswith(b"accel"):
-                piece = message(piece.decode(errors="replace"), sink, prefix).removeprefix(prefix).encode()
+            if line is None and self._terminal[stream]:
+                text = piece.decode(errors="surrogateescape")
+                piece = message(text, sink, prefix).removeprefix(prefix).encode(errors="surrogateescape")
             line = line or _Line(owner, redrawn=owner in self._bars)
             data += line.extend(prefix.encode(), piece)
             if piece.endswith(b"\n"):
