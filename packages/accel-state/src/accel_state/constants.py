@@ -20,6 +20,7 @@ __all__ = [
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "MODEL_NAME",
     "NAMES_TOLD",
+    "OLDEST_TORCH",
     "OPTIMIZER_NAME",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
@@ -55,6 +56,9 @@ RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
 
 BAR_INTERVAL = 60.0
 """Seconds after which a progress bar leaves another line in a file or a pipe; the last one when it ends."""
+
+OLDEST_TORCH = (2, 9)
+"""The oldest release of PyTorch that the packages work with, as their metadata says."""
 
 RUN_FOLDER = "ACCEL_RUN_FOLDER"
 """Environment variable of ranks: the folder in which they and the launcher of their machine exchange progress."""

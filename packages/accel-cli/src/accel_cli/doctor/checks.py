@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.machine import GATHERED, PACKAGES, Machine
+from accel_state.constants import OLDEST_TORCH
 from accel_state.installing import INSTALL
 
 __all__ = ["CHECKS", "Finding", "examine_here"]
@@ -46,8 +47,9 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("packages", "ok", text)
     torch = machine.versions.get("torch", "")
-    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < (2, 9):
-        yield Finding("torch", "problem", torch, "2.9 or newer is needed: pip install --upgrade torch")
+    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        yield Finding("torch", "problem", torch, f"{needed} or newer is needed: pip install --upgrade torch")
     else:
         yield Finding(
             "torch",
