@@ -16,8 +16,8 @@ _TOKENS = re.compile(rb"(\r|\n|\x1b\[A)|\x1b\[\d*[JK]")
 class LastStates:
     """Reduces the lines that a stream redraws to their last states, and passes everything else on.
 
-    A nested bar is drawn below another one: newlines, a carriage return, its text, and as many moves up. So after a
-    newline a bar has ended only if the cursor stays below. A bar that takes long also leaves a line each minute.
+    A nested bar is drawn below another one: newlines, a carriage return, its text, and the same number of moves up. So
+    after a newline a bar has ended only if the cursor stays below. A long bar also leaves a line each minute.
     """
 
     def __init__(self) -> None:
