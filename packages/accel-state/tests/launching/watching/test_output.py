@@ -76,20 +76,43 @@ def test_progress_bars_redraw_in_place():
     assert written(bar, tty=True) == b"[a]  0%\r[a] 50%\r[a] 100%\n"
 
 
-@pytest.mark.parametrize("tty", [True, False])
-def test_a_bar_is_drawn_on_a_terminal_and_leaves_a_line_elsewhere(tmp_path, monkeypatch, tty):
-    monkeypatch.setenv("NO_COLOR", "1")
+def shown_of(data, tmp_path, *, tty, prefix="[a] "):
+    """What a console shows of a rank's standard error, and its log file."""
     console = Console(sink := Terminal(tty), sink)
     reading, writing = os.pipe()
     with open(tmp_path / "rank_0.log", "wb", 0) as log:
-        output = RankOutput("[a] ", console, log)
+        output = RankOutput(prefix, console, log)
         output.forward("stderr", os.fdopen(reading, "rb", 0))
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(b"\r 0%\r50%\r100%\n")
+            pipe.write(data)
         output.finish(20)
-    drawn = b"[a]  0%\r[a] 50%\r[a] 100%\n"
-    assert sink.getvalue() == (drawn if tty else b"[a] 100%\n")
-    assert (tmp_path / "rank_0.log").read_bytes() == b"100%\n"
+    return sink.getvalue(), (tmp_path / "rank_0.log").read_bytes()
+
+
+BAR = b"\r 0%\r50%\r100%\n"
+NESTED = b"\router 0%\n\rinner 0%\x1b[A\n\rinner 9%\x1b[A\n\r        \x1b[A\router 9%\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "terminal", "shared", "file"),
+    [
+        (BAR, BAR.removeprefix(b"\r"), b"[a]  0%\x1b[K\r[a] 50%\x1b[K\r[a] 100%\x1b[K\r[a] 100%\n", b"100%\n"),
+        (
+            NESTED, NESTED.removeprefix(b"\r").replace(b"\n\r", b"\n"), b"".join(
+                b"[a] %s\x1b[K\r" % state for state in (b"outer 0%", b"inner 0%", b"inner 9%", b"outer 9%")
+            ) + b"[a] outer 9%\n", b"outer 9%\n",
+        ),
+    ],
+)  # fmt: skip
+def test_bars_on_a_terminal_on_one_that_ranks_share_and_in_files(
+    tmp_path, monkeypatch, data, terminal, shared, file
+):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown_of(data, tmp_path, tty=True, prefix="") == (terminal, file)
+    (tmp_path / "rank_0.log").unlink()
+    assert shown_of(data, tmp_path, tty=True) == (shared, file)  # nothing that moves to another line
+    (tmp_path / "rank_0.log").unlink()
+    assert shown_of(data, tmp_path, tty=False) == (b"[a] " + file, file)
 
 
 def test_a_bar_that_has_ended_is_shown_although_nothing_follows():

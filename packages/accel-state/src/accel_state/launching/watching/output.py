@@ -6,6 +6,7 @@ import collections
 import contextlib
 import errno
 import io
+import math
 import os
 import select
 import sys
@@ -166,7 +167,8 @@ class _Line:
 class RankOutput:
     """Forwards the streams of one rank, one thread per stream.
 
-    Of a line that is redrawn (a progress bar) files and pipes get the last state.
+    Of a line that is redrawn (a progress bar) files and pipes get the last state. On a terminal that ranks share, the
+    bars of a rank have one line, because a nested bar would move the cursor over lines of other ranks.
 
     Args:
         prefix: prefix of each line; may be empty.
@@ -204,6 +206,9 @@ class RankOutput:
         self._log_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._states: dict[StreamName, LastStates] = {"stdout": LastStates(), "stderr": LastStates()}
+        self._shared: dict[StreamName, LastStates] = {
+            stream: LastStates(math.inf) for stream in self._states if prefix and console.redraws(stream)
+        }
         self._showing: set[StreamName] = set()
         self._pipes: dict[StreamName, IO[bytes]] = {}
         self._after_end: int | None = None
@@ -276,7 +281,7 @@ class RankOutput:
                     if (splitter.pending or states.undecided) and not _readable(pipe, _PARTIAL_AFTER):
                         if splitter.pending:
                             self._show(stream, splitter.take_pending())
-                        self._write(stream, lines=states.settle())
+                        self._write(stream, LastStates.settle)
                         continue
                     self._showing.discard(stream)
                     if stream == "stderr" and self._held_since is not None:
@@ -299,7 +304,7 @@ class RankOutput:
                         self._show(stream, splitter.take_pending())
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
-                self._write(stream, lines=self._states[stream].end())
+                self._write(stream, LastStates.end)
         except BrokenPipeError:
             # The reader of our output is gone. Closing the pipe gives the rank a broken pipe at its next print,
             # as if it wrote to the reader directly.
@@ -329,24 +334,30 @@ class RankOutput:
                 self._show(stream, bar + b"\n")
                 piece = header + rest
             if piece.startswith(_HEADER):
-                self._write(stream, lines=self._states[stream].end())  # before the traceback is held back
+                self._write(stream, LastStates.end)  # before the traceback is held back
                 self.traceback_at = time.monotonic()
             self.tail.append(piece[:_TAIL_WIDTH])
             if self._hold and self._held_since is None and piece.startswith(_BEGINNINGS):
                 self._held_since = time.monotonic()
-        self._write(stream, piece, self._states[stream].feed(piece))
+        self._write(stream, lambda states: states.feed(piece), piece)
 
-    def _write(self, stream: StreamName, piece: bytes = b"", lines: bytes = b"") -> None:
+    def _write(self, stream: StreamName, take: Callable[[LastStates], bytes], piece: bytes = b"") -> None:
         """Show output of a rank.
 
         Args:
             stream: where the rank wrote it.
-            piece: as it was written, for destinations that redraw lines.
-            lines: what files and pipes get at this time.
+            take: gives the lines that can be shown now.
+            piece: as it was written, for a terminal that this rank has for itself.
         """
+        lines = take(self._states[stream])
         if lines:
             self._write_log(stream, lines)  # whole lines, so that the two streams never mix within a line
-        shown = [piece] if self._console.redraws(stream) else lines.splitlines(keepends=True)
+        shown = lines.splitlines(keepends=True)
+        if stream in self._shared:
+            shared = self._shared[stream]
+            shown = [*take(shared).splitlines(keepends=True), shared.drawn()]
+        elif self._console.redraws(stream):
+            shown = [piece]
         if stream == "stderr" and self._held_since is not None:
             self._held += shown
             # A progress bar shows that the rank goes on, and a long text is no traceback.

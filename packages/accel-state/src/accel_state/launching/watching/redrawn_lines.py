@@ -17,15 +17,20 @@ class LastStates:
     """Reduces the lines that a stream redraws to their last states, and passes everything else on.
 
     A nested bar is drawn below another one: newlines, a carriage return, its text, and the same number of moves up. So
-    after a newline a bar has ended only if the cursor stays below. A long bar also leaves a line each minute.
+    after a newline a bar has ended only if the cursor stays below. A long bar also leaves a line now and then.
+
+    Args:
+        interval: seconds between the lines of a long bar.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = BAR_INTERVAL) -> None:
+        self._interval = interval
         self._rows: list[bytes] = []  # lines that may be drawn again; empty: text passes
         self._at = 0  # the row of the cursor
         self._returned = False  # the next text takes the place of the row's
         self._wrote = False  # there is text in this row since the cursor has come
         self._shown_at = 0.0
+        self._drawn = b""
 
     @property
     def undecided(self) -> bool:
@@ -40,6 +45,11 @@ class LastStates:
             self._rows, self._returned, self._wrote = [b""], True, False
             self._shown_at = time.monotonic()
         return b"".join(self._take(token) for token in _TOKENS.split(piece) if token)
+
+    def drawn(self) -> bytes:
+        """The state of a bar that was drawn since the last call, to be drawn on a line of its own."""
+        state, self._drawn = self._drawn.rstrip(), b""
+        return state and state + b"\x1b[K\r"
 
     def settle(self) -> bytes:
         """The bars that have ended, when nothing has followed for a while."""
@@ -66,7 +76,7 @@ class LastStates:
                 self._rows += [b""] * (self._at + 1 - len(self._rows))
         elif self._returned or self._wrote:
             self._rows[self._at] = token if self._returned else self._rows[self._at] + token
-            self._returned, self._wrote = False, True
+            self._returned, self._wrote, self._drawn = False, True, self._rows[self._at]
         else:  # other text, after bars
             done = self.end() + token
         return done
@@ -80,7 +90,7 @@ class LastStates:
         return done
 
     def _now_and_then(self) -> bytes:
-        if self._at or time.monotonic() - self._shown_at < BAR_INTERVAL:
+        if self._at or time.monotonic() - self._shown_at < self._interval:
             return b""
         self._shown_at = time.monotonic()
         return _lines(self._rows)
