@@ -44,10 +44,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     return (_LoggedBar if logged and environment.get(RANK_PREFIXED) is None else _tqdm)(*args, **kwargs)
 
 
-class _LoggedBar(_tqdm):
+class _LoggedBar(_tqdm):  # type: ignore[type-arg]  # generic in its stubs only
     _shown_at: float | None = None
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Write a line where tqdm would draw."""
         now = time.monotonic()
         self._shown_at = now if self._shown_at is None else self._shown_at
@@ -57,7 +57,6 @@ class _LoggedBar(_tqdm):
             self._shown_at = now
             self.fp.write(f"{self}\n")
             self.fp.flush()
-        return False
 
     def clear(self, nolock: bool = False) -> None:
         """Do nothing: lines of a file stay."""
