@@ -310,7 +310,7 @@ def mistakes(folder):
         (["prune", "--keep", "1"], "gone", "gone does not exist"),
         (["prune", "--keep", "1"], "empty", "no complete checkpoint checkpoint_<number> or step_<number> in"),
         (["prune", "--keep", "0"], "empty", "--keep is '0'"),
-        (["prune"], "empty", "missing option '--keep'"),
+        (["prune"], "empty", r"missing option '--keep' \(Number of the newest checkpoints to keep\); accel"),
     ],
 )
 def test_mistakes_are_one_error_with_code_2(accel, folder, mistakes, words, where, message):
