@@ -231,6 +231,27 @@ def test_what_ctrl_c_causes_is_not_a_failure(launcher):
 
 
 @posix
+def test_ctrl_c_while_interpreters_start_shows_nothing_of_them(launcher):
+    script = launcher.script("""
+        def interrupted(number, frame):
+            print("Fatal Python error: init_import_site: Failed to import the site module", file=sys.stderr)
+            print("Python runtime state: initialized", file=sys.stderr)
+            print("Traceback (most recent call last):", file=sys.stderr)
+            print('  File "<frozen site>", line 626, in main', file=sys.stderr)
+            print("KeyboardInterrupt", file=sys.stderr)
+            os._exit(1)
+        signal.signal(signal.SIGINT, interrupted)
+    """)
+    process = interrupted(launcher, script, 2)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-2:] == [
+        "accel: interrupted; ranks have 5 s to exit, Ctrl-C again kills them", "accel: ended by Ctrl-C"
+    ]  # fmt: skip
+    assert "Python" not in err
+
+
+@posix
 def test_an_error_while_a_rank_ends_after_ctrl_c_is_shown(launcher):
     script = launcher.script("""
         def interrupted(number, frame):
