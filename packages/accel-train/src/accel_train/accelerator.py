@@ -77,7 +77,6 @@ from accel_train.setup import arguments, prepare
 from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.prepared import LoadHook, Prepared, PrepareOptions, SaveHook
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
-from accel_train.setup.uncaught_errors import fold_uncaught
 from accel_train.setup.unwrap import unwrap
 from accel_train.state_part import STATE_PARTS
 from accel_train.strategies.base import DefersSync, Strategy
@@ -187,7 +186,6 @@ class Accelerator:
         preemption: bool | PreemptionConfig = False,
         **unknown: Never,  # so that type checkers refuse them as well
     ) -> None:
-        fold_uncaught()
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         launched = launched_config()
         parallelism, other = arguments.parallelism(parallelism_config, launched)
