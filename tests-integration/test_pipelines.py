@@ -368,11 +368,11 @@ def test_a_device_never_holds_the_whole_model(tmp_path, origin: str) -> None:
 def most_layers_alive(degrees: dict, handler: dict) -> int:
     """How many layers have values at most while modules make them."""
     from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
-    from accel_train.strategies.fsdp2 import start
+    from accel_train.strategies.fsdp2 import initial_values
 
     alive: weakref.WeakSet = weakref.WeakSet()
     most = 0
-    plain = start._materialise
+    plain = initial_values._materialise
 
     def observed(modules, device):
         nonlocal most
@@ -381,7 +381,7 @@ def most_layers_alive(degrees: dict, handler: dict) -> int:
         most = max(most, len(alive))
         return found
 
-    start._materialise = observed
+    initial_values._materialise = observed
     stages = PipelineParallelConfig(**handler)
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees, pp_handler=stages))
     with torch.device("meta"):

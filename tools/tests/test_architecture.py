@@ -145,7 +145,8 @@ def test_every_identifier_occurs_in_the_sources():
 
 
 def test_every_verb_and_capability_has_a_row():
-    from accel_train.strategies.base import Capabilities, Strategy
+    from accel_train.strategies.base import Strategy
+    from accel_train.strategies.capabilities import Capabilities
     from accel_train.strategies.state_adapter import StateAdapter
     from accel_train.strategies.window_gradients import WindowGradients
 
