@@ -1431,7 +1431,7 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's pipeline stage; always 0, because `ParallelismConfig` has no pipelines."""
+        """This rank's index among the ranks of a pipeline; 0 without pipelines."""
         return self._place("pp", "pipeline_parallel_rank")
 
     def _place(self, dimension: str, name: str) -> int:
