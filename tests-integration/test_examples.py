@@ -192,6 +192,7 @@ def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
     assert re.findall(score, alone) == re.findall(score, second)[-1:]
 
 
+@pytest.mark.wide
 def test_the_demo_keeps_its_promises_in_90_seconds(tmp_path):
     environ = {**os.environ, **markdown_blocks.commands(tmp_path)}
     command = [sys.executable, str(EXAMPLES / "run_demo.py")]

@@ -110,6 +110,7 @@ def test_ranks_end_cleanly_without_asking_for_it(script):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.wide
 def test_t30_two_concurrent_launches_pass(script):
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", script]
     both = [
@@ -122,6 +123,7 @@ def test_t30_two_concurrent_launches_pass(script):
         assert len(out.splitlines()) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.full), "c10d"])
 def test_two_machines_are_one_world(script, backend, tmp_path):
     port = str(worlds.free_port())

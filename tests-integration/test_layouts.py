@@ -85,6 +85,7 @@ def load(folder: str, kind: str, world: int) -> list[str]:
     return sorted(name for name in opened if "-shard-" in name)
 
 
+@pytest.mark.wide(only=["copies"])
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_rank_of_the_same_layout_opens_its_own_file(tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path / "c")
@@ -96,6 +97,7 @@ def test_a_rank_of_the_same_layout_opens_its_own_file(tmp_path: Path, kind: str)
         assert opened == [[f"model-shard-0000{rank}.safetensors"] for rank in range(4)]
 
 
+@pytest.mark.wide(but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_worlds_open_what_holds_their_boxes(tmp_path: Path, world: int) -> None:
     folder = str(tmp_path / "c")
@@ -274,6 +276,7 @@ def saved_and_loaded(folder: str, kind: str, asynchronous: bool) -> bool:
     return whole and torch.equal(target["stage"], stage) and own["rng"] == rank
 
 
+@pytest.mark.wide(but=["rows-False", "columns-True", "both-True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_state_is_saved_as_in_a_large_world(tmp_path: Path, kind: str, asynchronous: bool) -> None:

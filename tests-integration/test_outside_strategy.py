@@ -196,6 +196,7 @@ def test_a_run_is_that_of_one_process(saved):
     close(saved / "w.pt", 4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flags",
     [

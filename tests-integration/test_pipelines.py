@@ -163,6 +163,7 @@ def test_stages_of_replicas_and_of_sharded_parameters(degrees: dict, inside: boo
     assert_equal(worlds.run(train, 4, {"pp_size": 2, **degrees}, {}, inside=inside), one_process(2))
 
 
+@pytest.mark.wide(but=["ddp-loss of the script", "fsdp2-loss of the last stage"])
 @pytest.mark.parametrize("inside", [False, True], ids=["loss of the script", "loss of the last stage"])
 @pytest.mark.parametrize("degrees", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}], ids=["ddp", "fsdp2"])
 def test_windows(degrees: dict, inside: bool) -> None:
@@ -495,6 +496,7 @@ def whole_run():
     return accelerator.get_state_dict(model)
 
 
+@pytest.mark.wide(but=["the same stages", "one process", "fsdp2"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -634,19 +636,21 @@ GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transfor
 @pytest.mark.parametrize(
     ("kind", "handler"),
     [
-        ("llama", {}),
+        pytest.param("llama", {}, marks=pytest.mark.wide),
         ("llama", {"schedule": "gpipe"}),
-        ("llama", {"schedule": "interleaved_zero_bubble"}),
-        ("llama", {"cuts": ["model.layers.3"]}),
+        pytest.param("llama", {"schedule": "interleaved_zero_bubble"}, marks=pytest.mark.wide),
+        pytest.param("llama", {"cuts": ["model.layers.3"]}, marks=pytest.mark.wide),
         ("llama shifted", {}),
-        ("llama shifted", {"schedule": "gpipe"}),
+        pytest.param("llama shifted", {"schedule": "gpipe"}, marks=pytest.mark.wide),
         ("llama for tokens", {"modules": TOKENS_MODULES}),
-        ("llama for tokens", {"modules": TOKENS_MODULES, "schedule": "gpipe"}),
+        pytest.param(
+            "llama for tokens", {"modules": TOKENS_MODULES, "schedule": "gpipe"}, marks=pytest.mark.wide
+        ),
         ("llama for rows", {"modules": TOKENS_MODULES}),
         ("bert", {"modules": BERT_MODULES}),
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.wide),
         ("gpt2", {"modules": GPT2_MODULES}),
-        ("deepseek_v3", {}),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.wide),
     ],
 )
 def test_models_of_transformers_train_as_on_one_process(kind: str, handler: dict) -> None:
@@ -1129,6 +1133,7 @@ def sleeping(degrees: dict, sleeps: bool) -> tuple[list[float], dict, float]:
     return losses, {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}, share
 
 
+@pytest.mark.wide(but=["whole"])
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("ranks", "degrees"),

@@ -193,6 +193,7 @@ def facts_of(name, rank, folder):
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
+@pytest.mark.wide(but=["ddp-2-adamw", "ddp-2-muon"])
 @pytest.mark.parametrize(
     ("strategy", "size", "optimizer"),
     [
@@ -236,6 +237,7 @@ def in_machines(path, arguments, nodes):
     real_rank(path, arguments)
 
 
+@pytest.mark.wide(but=["even", "uneven"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -286,6 +288,7 @@ def test_what_a_real_world_raises_the_rehearsal_raises(case, size, script, tmp_p
     assert len(errors([rank], size)) == 1
 
 
+@pytest.mark.wide(but=["one_rank", "shape", "models"])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full if case == "uneven" else ()) for case in OTHERS]
 )

@@ -26,6 +26,17 @@ KEPT = [
 ]
 
 
+@pytest.mark.wide(
+    only=[
+        "format-1-dp_shard x tp-extras",
+        "format-1-dp_shard x tp-window",
+        "format-1-fsdp2-extras",
+        "format-1-hsdp-extras",
+        "format-1-hsdp-window",
+        "format-1-ddp-window",
+        "format-1-tp-extras",
+    ]
+)
 @pytest.mark.parametrize(("member", "kind", "folder"), KEPT)
 def test_a_kept_checkpoint_continues(member: str, kind: str, folder: Path) -> None:
     module = NEEDS.get(member)

@@ -71,6 +71,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.wide(but=["False-SGD", "True-AdamW"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adafactor"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_training_equals_the_cpus_bit_for_bit(optimizer, foreach):
