@@ -63,7 +63,7 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_270),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_193),
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_438),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
     Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_865),
