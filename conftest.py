@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import gc
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -76,10 +78,14 @@ def _accelerator() -> bool:
 
 
 def _is_marked(item: pytest.Item, name: str) -> bool:
-    """Whether a test has a mark, which may be for all cases but some, or for some only, by their ids."""
+    """Whether a test has a mark, which may be for all cases but some, or for some only, by patterns of their ids."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
+
+    def is_any(patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(case, pattern) for pattern in patterns)
+
     marks = [mark.kwargs for mark in item.iter_markers(name)]
-    return any(case not in mark.get("but", ()) and case in mark.get("only", (case,)) for mark in marks)
+    return any(is_any(mark.get("only", ["*"])) and not is_any(mark.get("but", [])) for mark in marks)
 
 
 @pytest.hookimpl(trylast=True)
