@@ -95,6 +95,7 @@ def test_a_healthy_world(doctor, size):
     assert not {"world", "collectives"} & {f["topic"] for f in report["findings"] if f["status"] == "problem"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

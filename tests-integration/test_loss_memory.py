@@ -40,6 +40,7 @@ def peaks() -> dict[str, int]:
     return found
 
 
+@pytest.mark.wide
 def test_a_chunked_loss_takes_a_small_part_of_the_logits() -> None:
     (found,) = worlds.run(peaks, 1, timeout=280)
     print({name: f"{value / MB:.0f} MB" for name, value in found.items()}, f"logits: {LOGITS / MB:.0f} MB")

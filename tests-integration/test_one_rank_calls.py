@@ -130,6 +130,7 @@ def divided_twice() -> str:
     return "done"
 
 
+@pytest.mark.wide
 def test_collectives_of_the_groups_of_hsdp_are_proof() -> None:
     texts = worlds.run(divided_twice, 4, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "2"})
     named = "rank 3 waits in torch's all_gather"

@@ -192,6 +192,7 @@ def saved(environ, tmp_path_factory):
     return folder
 
 
+@pytest.mark.wide
 def test_a_run_is_that_of_one_process(saved):
     close(saved / "w.pt", 4)
 

@@ -244,6 +244,7 @@ def own_start(syncs: bool) -> bool:
     )
 
 
+@pytest.mark.wide
 def test_options_of_fsdp_have_their_effect() -> None:
     assert all(sum(counts) == 3 for counts in worlds.run(prefetched, 4)), "four units, each gathers the next"
     for offloads, policies in worlds.run(recomputed, 4):

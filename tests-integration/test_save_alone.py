@@ -337,6 +337,7 @@ def never_comes(folder: str) -> str:
     return ""
 
 
+@pytest.mark.wide
 def test_a_save_that_waits_for_a_busy_rank_is_reported(tmp_path: Path) -> None:
     report, _ = run(never_comes, 2, str(tmp_path / "state"))
     assert "rank 0 has been waiting for" in report

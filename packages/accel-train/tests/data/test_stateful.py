@@ -155,6 +155,7 @@ class Parts(IterableDataset):
         self.place, self.going_on = state["place"], True
 
 
+@pytest.mark.wide(only=["True-2"])
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
 )

@@ -66,6 +66,7 @@ def test_cycles_are_freed_by_a_collection():
         assert gone() is None
 
 
+@pytest.mark.wide
 def test_after_an_error_collection_is_as_it_was_before():
     accelerator, _, _ = training()
 

@@ -85,6 +85,7 @@ def test_a_stalled_run_is_restarted(launcher):
     assert "restarting all ranks (1 of 1)" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_rank_that_ignores_the_end_is_killed(launcher):
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\npulse.joined()\nsleeper()\n"
     done = run(launcher, "--step_timeout", "1", body=body)
@@ -92,6 +93,7 @@ def test_a_rank_that_ignores_the_end_is_killed(launcher):
     assert "did not exit in time; killing" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_single_rank_is_watched_too(launcher):
     done = launcher.run("--step_timeout", "1", launcher.script(JOIN + "pulse.joined()\nsleeper()\n"))
     assert done.returncode == 124
@@ -168,6 +170,7 @@ def test_ranks_that_others_start_cannot_be_watched(launcher):
     assert "--step_timeout: another program starts the ranks of this run" in done.stderr
 
 
+@pytest.mark.wide
 def test_being_asked_does_no_harm_to_busy_threads_or_to_a_rank_that_ends():
     code = """
 import os, threading, time
@@ -200,6 +203,7 @@ raise SystemExit(7)
         monitor.close()
 
 
+@pytest.mark.wide
 def test_a_process_that_is_stopped_does_not_answer(tmp_path):
     monitor = Monitor(1, Limits(step=1))
     try:
