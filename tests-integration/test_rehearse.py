@@ -276,6 +276,7 @@ OTHERS = {
 """Cases in which ranks differ, and what the rehearsal says."""
 
 
+@pytest.mark.wide(only=["*-2"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", SAME)
 def test_what_a_real_world_raises_the_rehearsal_raises(case, size, script, tmp_path):

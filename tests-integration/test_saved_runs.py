@@ -32,6 +32,7 @@ KEPT = [
         "format-1-dp_shard x tp-window",
         "format-1-fsdp2-extras",
         "format-1-hsdp-extras",
+        "format-1-hsdp-plain",
         "format-1-hsdp-window",
         "format-1-ddp-window",
         "format-1-tp-extras",

@@ -153,7 +153,7 @@ def follow(chapter: str, folder: Path, run: Callable[[str, Path, int], str | Non
             assert not block.runs, f"{block.place}: this block is not run"
 
 
-@pytest.mark.wide(but=["one-process-forked", "precision-and-accumulation-forked"])
+@pytest.mark.wide(but=["one-process-forked"])
 @pytest.mark.parametrize(
     "run", [forked, pytest.param(really, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
 )

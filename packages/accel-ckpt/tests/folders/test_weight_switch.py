@@ -157,7 +157,7 @@ def cases():
             yield pytest.param(old, new, forever, links, marks=[] if often else pytest.mark.full)
 
 
-@pytest.mark.wide(but=["two-two-*", "two-bin-*"])
+@pytest.mark.wide(but=["two-two-True-*", "two-bin-*"])
 @pytest.mark.filterwarnings("ignore:.* could not be removed")
 @pytest.mark.parametrize(("old", "new", "forever", "links"), [*cases()])
 def test_a_failure_at_every_step(tmp_path, old, new, forever, links):

@@ -82,6 +82,7 @@ def resumed(build, batches, **options):
     return rest, [batch.tolist() for batch in fresh], fresh
 
 
+@pytest.mark.wide(but=["*-0", "*-5-2"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [1, 5, 11])
 @pytest.mark.parametrize("build", [Counting, Drawing])

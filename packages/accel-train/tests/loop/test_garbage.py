@@ -35,6 +35,7 @@ def training():
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.wide(but=["1"])
 @pytest.mark.parametrize("generation", [1, 2])
 def test_garbage_is_collected_at_the_chosen_steps_only(collected, generation):
     accelerator, model, optimizer = training()
