@@ -245,9 +245,7 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
         same(rank, wanted)
 
 
-@pytest.mark.wide(
-    but=["a list, compiled", "a rank without tokens", "frozen experts", "recomputed", "one expert a token"]
-)
+@pytest.mark.wide(but=["a list, compiled", "a rank without tokens", "frozen*", "recomputed", "one expert*"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -180,7 +180,6 @@ def compare(found, expected):
         assert found[name][3] == expected[name][3]
 
 
-@pytest.mark.wide(only=["after-*", "a spike of the discriminator-*"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_model_is_trained_as_if_it_were_alone(script, strategy):

@@ -308,16 +308,7 @@ def check_any_size(ranks: int, schedule: str, degrees: dict[str, int] | None, st
         torch.testing.assert_close(theirs, weights, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.wide(
-    but=[
-        "gpipe-1",
-        "1f1b-7",
-        "interleaved_1f1b-1",
-        "looped_bfs-7",
-        "interleaved_zero_bubble-7",
-        "zbv_zero_bubble-1",
-    ]
-)
+@pytest.mark.wide(only=["*-1"])
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_short_batches_of_all_schedules(schedule: str, steps: int) -> None:

@@ -224,7 +224,6 @@ def everything() -> list[Any]:
     return found
 
 
-@pytest.mark.wide(only=["4"])
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_a_large_group_gets_what_a_small_one_gets(ranks: int) -> None:
     assert worlds.run(many_ranks(everything), ranks) == worlds.run(everything, ranks)

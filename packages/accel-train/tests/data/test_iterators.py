@@ -64,7 +64,6 @@ def test_a_closed_iterator_yields_nothing_more(ranks):
         next(iterator)
 
 
-@pytest.mark.wide(only=["drop"])
 @pytest.mark.parametrize("leave", ["close", "drop"])
 def test_an_iteration_that_is_left_counts_as_an_epoch(leave):
     ledger = ActiveLoaders()

@@ -293,7 +293,6 @@ def resumable(folder, stop, spike, steps):
     return accelerator.get_state_dict(model)["weight"], guard.skipped, guard.state_dict([optimizer])
 
 
-@pytest.mark.wide(only=["20-*"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stop", [9, 20, 23])
 def test_a_resumed_run_skips_what_the_uninterrupted_one_does(tmp_path, ranks, stop):

@@ -373,7 +373,6 @@ def test_a_stream_that_cannot_be_opened_is_an_error_on_all_ranks(workers):
         assert "no files" in text
 
 
-@pytest.mark.wide
 def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_silently():
     for rank, (seen, name, text, live) in enumerate(
         worlds.run(caught, 2, lambda: DataLoader(Stopping(12), batch_size=2))
