@@ -455,7 +455,7 @@ def survived(folder, cell, ranks, kills, seed):
     return died
 
 
-@pytest.mark.wide(but=["default sampler-2", "iterable-1"])
+@pytest.mark.wide(but=["default sampler-2"])
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
 @pytest.mark.parametrize(("kind", "ranks"), [("default sampler", 1), ("default sampler", 2), ("iterable", 1)])
 def test_kill_9_at_random_batches(tmp_path, kind, ranks):

@@ -357,7 +357,7 @@ def test_a_source_of_a_mixture_with_other_data():
             mixture(size).load_state_dict(state)
 
 
-@pytest.mark.wide(only=["*-rank 0-*"])
+@pytest.mark.wide(only=["*-rank 0-*", "base_*"])
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("ranks", READERS)
