@@ -97,7 +97,6 @@ def test_a_rank_of_the_same_layout_opens_its_own_file(tmp_path: Path, kind: str)
         assert opened == [[f"model-shard-0000{rank}.safetensors"] for rank in range(4)]
 
 
-@pytest.mark.wide(but=["2"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_worlds_open_what_holds_their_boxes(tmp_path: Path, world: int) -> None:
     folder = str(tmp_path / "c")

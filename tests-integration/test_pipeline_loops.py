@@ -315,7 +315,6 @@ def test_short_batches_of_all_schedules(schedule: str, steps: int) -> None:
     check_any_size(2, schedule, None, steps, each=False)
 
 
-@pytest.mark.wide(but=["gpipe dp_shard*", "1f1b dp_replicate 7*"])
 @pytest.mark.parametrize(
     ("schedule", "degrees", "steps", "each"),
     [

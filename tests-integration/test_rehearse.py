@@ -478,6 +478,7 @@ def accel(*words, **environ):
     )  # fmt: skip
 
 
+@pytest.mark.wide
 def test_the_command(script, tmp_path):
     path = script(TRAINING)
     arguments = options_of("rehearsed", tmp_path)

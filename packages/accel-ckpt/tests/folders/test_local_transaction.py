@@ -36,7 +36,6 @@ def attempt(target, disk):
     return None
 
 
-@pytest.mark.wide(only=["*-True-False"])
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("operation", ["open_new", "write", "fsync", "mkdir", "rename", "exchange"])

@@ -48,6 +48,7 @@ WHO = """
 ANSWER = "1.15.0 1.15.0 accel_train.accelerator True\n"
 
 
+@pytest.mark.wide
 def test_a_script_is_answered_even_if_the_real_one_is_installed(tmp_path, real):
     done = run(tmp_path, WHO, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), real]))
     assert done.stdout == ANSWER, done.stderr

@@ -118,7 +118,6 @@ def messages() -> bool:
     return state.main_process_alone("work")
 
 
-@pytest.mark.wide
 def test_scattered_batches_are_no_proof() -> None:
     assert worlds.run(messages, 3) == [False] * 3
 

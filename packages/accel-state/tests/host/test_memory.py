@@ -87,7 +87,6 @@ def test_a_backoff_that_does_not_reduce_is_named(returned):
         train()
 
 
-@pytest.mark.wide(but=["3"])
 @pytest.mark.parametrize("start", [0, 3])
 def test_no_size_fits(start):
     @find_executable_batch_size(starting_batch_size=start)

@@ -178,6 +178,7 @@ def test_prefix_template(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["<default 0> x", "<default 1> x"], done.stderr
 
 
+@pytest.mark.wide
 @forks
 def test_debug_launcher_uses_the_cpu(tmp_path):
     done = run(

@@ -39,7 +39,6 @@ def big_batch(world: int, ragged: bool) -> torch.Tensor:
     return weight.grad
 
 
-@pytest.mark.wide(only=["3-*"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 @pytest.mark.parametrize("form", ["all", "own"])
 @pytest.mark.parametrize("world", [1, 2, 3])

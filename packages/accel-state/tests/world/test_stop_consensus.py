@@ -62,7 +62,6 @@ def in_threads(function, count):
     return results
 
 
-@pytest.mark.wide(only=["3-*"])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_stop_after_the_same_boundary(size, seed):

@@ -116,6 +116,7 @@ def test_a_hook_does_what_it_does_in_plain_pytorch_bit_for_bit(comm_hook, comm_w
     assert not all(torch.equal(a, b) for a, b in zip(found[0], uncompressed, strict=True)), "nothing to see"
 
 
+@pytest.mark.wide(only=["batched*", "*-3-*"])
 @pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "stop", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(7, marks=pytest.mark.full)]

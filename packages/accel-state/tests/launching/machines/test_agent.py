@@ -62,7 +62,6 @@ def test_a_name_without_an_address_is_named():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.wide(only=["15-*"])
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX systems")
 @pytest.mark.parametrize(
     ("number", "place"),

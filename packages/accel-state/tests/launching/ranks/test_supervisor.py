@@ -518,6 +518,7 @@ def test_a_slow_reader_gets_everything(launcher):
     assert out.count("z" * 99 + "\n") == 1200
 
 
+@pytest.mark.wide
 @posix
 def test_a_reader_that_has_paused_does_not_hold_up_signals(launcher):
     # accel launch ... 2>&1 | less

@@ -50,6 +50,7 @@ def test_ranks_without_progress_are_shown_and_ended(launcher):
     assert "failed" not in done.stderr, "that they end is not an error of theirs"
 
 
+@pytest.mark.wide
 def test_progress_of_one_rank_is_progress(launcher):
     body = "pulse.joined()\nif rank == 0:\n    for _ in range(30):\n        time.sleep(0.1); pulse.beat()\n"
     done = run(launcher, "--step_timeout", "2", body=body)
