@@ -85,7 +85,6 @@ def load(folder: str, kind: str, world: int) -> list[str]:
     return sorted(name for name in opened if "-shard-" in name)
 
 
-@pytest.mark.wide(only=["copies"])
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_rank_of_the_same_layout_opens_its_own_file(tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path / "c")

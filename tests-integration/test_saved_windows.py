@@ -367,7 +367,6 @@ def local(tensor):
     return getattr(tensor, "to_local", lambda: tensor)()
 
 
-@pytest.mark.wide(but=["single-tp", "pp-fsdp2"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
