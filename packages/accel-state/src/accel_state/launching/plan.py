@@ -365,7 +365,7 @@ def _for_ranks(config: LaunchConfig) -> LaunchConfig:
 
 def _needs_no_supervisor(config: LaunchConfig) -> bool:
     logged = config.log_dir is not None or config.tee not in (None, "", "0")
-    return not (logged or watches(config) or config.max_restarts or config.resume)
+    return not (logged or watches(config) or config.spares or config.max_restarts or config.resume)
 
 
 def watches(config: LaunchConfig) -> bool:

@@ -40,7 +40,8 @@ from accel_state.launching.plan import (
 )
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.command import run_command
-from accel_state.launching.ranks.processes import start_command
+from accel_state.launching.ranks.processes import CommandProcess, start_command
+from accel_state.launching.ranks.spare_processes import SparePool
 from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.run_record import recorded
 from accel_state.launching.target import Target, check_target
@@ -156,7 +157,7 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
     return Policy(
         grace_period=30.0 if given is None else given,
         interrupt_grace=interrupt_grace if given is None else given,
-        max_restarts=0 if agent else config.max_restarts,
+        max_restarts=0 if agent else max(config.max_restarts, config.spares),
         restart_preempted=not agent and (config.resume or config.max_restarts > 0),
         resumable=config.resume,
         monitor_interval=config.monitor_interval,
@@ -244,6 +245,7 @@ def start_members(
     logged: Mapping[int, frozenset[StreamName]] | None = None,
     *,
     hold: bool = True,
+    started: Mapping[int, CommandProcess] | None = None,
 ) -> list[SupervisedProcess]:
     """Start every process of a plan; if one cannot be started, kill the others.
 
@@ -253,6 +255,7 @@ def start_members(
         console: destination of the output.
         logged: the streams of each rank that are written to its log file; by default both.
         hold: tracebacks are held back, because the report at the end shows them.
+        started: processes that are already the ranks of the plan, by rank.
 
     Raises:
         LaunchError: a log file cannot be written, or a process could not be started.
@@ -265,7 +268,7 @@ def start_members(
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
             with _bound(spec.cpus):
-                process = start_command(
+                process = (started or {}).get(spec.rank) or start_command(
                     spec.rank,
                     spec.argv,
                     spec.environment(environ),
@@ -358,12 +361,12 @@ def _prepare(
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
         sys.stderr.write(folded(note, sys.stderr))
-    _check_supervision(config, world, joins=joins)
+    _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
     return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
 
 
-def _check_supervision(config: LaunchConfig, world: World, *, joins: bool) -> None:
+def _check_supervision(config: LaunchConfig, target: Target, world: World, *, joins: bool) -> None:
     """Check that this launcher starts the ranks itself, where options need that."""
     named = {
         "--start_timeout": config.start_timeout,
@@ -383,10 +386,10 @@ def _check_supervision(config: LaunchConfig, world: World, *, joins: bool) -> No
         )
     if given and not CAN_WATCH:
         raise ConfigError(f"{', '.join(given)} needs Linux; leave it out on {sys.platform}")
-    if config.spares and not elsewhere:
+    if config.spares and target.kind == "program" and not elsewhere:
         raise ConfigError(
-            f"--spares {config.spares}: spares are machines beside those of --num_machines, and this run has one; "
-            "leave it out, and let --max_restarts restart the ranks of this machine"
+            f"--spares {config.spares}: spare processes are Python interpreters, but --no_python runs {target.name!r}; "
+            "leave --spares out, or launch a Python script"
         )
 
 
@@ -480,6 +483,7 @@ class _Attempts:
     _held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _secret: str = dataclasses.field(default_factory=lambda: secrets.token_hex(32), repr=False)
     _monitor: Monitor | None = None
+    _pool: SparePool | None = None
     _planned: dict[int, LaunchPlan] = dataclasses.field(default_factory=dict)
 
     def plan(self, attempt: int) -> LaunchPlan:
@@ -502,8 +506,17 @@ class _Attempts:
         planned = self.plan(attempt)
         logged = parse_tee(self.config.tee, [spec.rank for spec in planned.processes])
         specs = [self._sharing(self._watched(spec), planned.style) for spec in planned.processes]
+        spares: dict[int, CommandProcess] = {}
+        if self._pool is not None and attempt:
+            spares = self._pool.take(specs, [spec.environment(self.environ) for spec in specs])
+            self._tell_of_spares(spares)
         planned = dataclasses.replace(planned, processes=tuple(specs))
-        return start_members(planned, self.environ, self.console, logged, hold=not self.config.debug)
+        members = start_members(
+            planned, self.environ, self.console, logged, hold=not self.config.debug, started=spares
+        )
+        if self.config.spares and planned.style == "ranks":
+            self._fill_pool(specs[0])
+        return members
 
     def watch(self) -> Monitor | None:
         """The monitor of the ranks, created once; None on systems that do not support one."""
@@ -516,8 +529,10 @@ class _Attempts:
         return self._monitor
 
     def close(self) -> None:
-        """Release the port, and remove the folder."""
+        """Release the port, end the spares, and remove the folder."""
         self._held.close()
+        if self._pool is not None:
+            self._pool.close()
         if self._monitor is not None:
             self._monitor.close()
 
@@ -534,3 +549,18 @@ class _Attempts:
         if style != "ranks" or self.world.machines > 1 or STORE_SECRET in self.environ:
             return spec
         return dataclasses.replace(spec, env={**spec.env, STORE_SECRET: self._secret})
+
+    def _fill_pool(self, spec: ProcessSpec) -> None:
+        if self._pool is None:
+            self._pool = SparePool(self.config.spares, self.host.python, self.target, cpu=self.world.cpu)
+        self._pool.fill(spec.environment(self.environ))
+
+    def _tell_of_spares(self, spares: Mapping[int, object]) -> None:
+        assert self._pool is not None
+        if self.config.quiet:
+            return
+        for fault in self._pool.faults:
+            self.console.say(f"accel: a spare is not used: {fault}")
+        self._pool.faults.clear()
+        count = f"{len(spares)} of {self.world.local_size} ranks"
+        self.console.say(f"accel: spare processes take the places of {count}")

@@ -23,6 +23,10 @@ def test_a_cpu_that_computes_has_no_faults(room):
     assert list(health.find_device_faults("cpu")) == []
 
 
+def test_an_index_names_a_device_of_the_kind_that_is_there():
+    assert list(health.find_device_faults(0)) == []
+
+
 def test_a_device_that_is_not_there_cannot_compute():
     (fault,) = health.find_device_faults("cuda:99")
     assert fault.startswith("cuda:99 cannot compute: ")

@@ -662,14 +662,6 @@ def test_a_prompt_without_newline_is_shown_while_the_rank_waits(launcher):
     assert out == "hello ada\n"
 
 
-def test_spares_are_machines(launcher):
-    done = launcher.run("--num_processes", "2", "--spares", "1", launcher.script(""))
-    assert done.returncode != 0
-    assert (
-        "--spares 1: spares are machines beside those of --num_machines, and this run has one" in done.stderr
-    )
-
-
 def test_ranks_that_always_fail_are_restarted_as_often_as_allowed(launcher):
     done = launcher.run(
         "--num_processes", "2", "--max_restarts", "2", launcher.script("raise ConnectionError('gone')")

@@ -77,7 +77,8 @@ class HardwareOptions(CommonOptions):
     )
     spares: int = option(
         0,
-        help="Spare machines, beside those of num_machines, that replace one that failed.",
+        help="Spare machines, or on one machine spare processes with torch loaded, that replace one that "
+        "failed.",
         low=0,
         ours=True,
     )

@@ -44,13 +44,17 @@ def find_faults(processes: int, cpu: bool) -> Iterator[str]:
         yield from find_device_faults(f"{kind.type}:{index}")
 
 
-def find_device_faults(device: str) -> Iterator[str]:
+def find_device_faults(device: str | int) -> Iterator[str]:
     """Find the faults of one device, by multiplying two matrices whose product is known.
 
     Args:
-        device: its name.
+        device: its name, or its index among this machine's accelerators.
     """
     import torch
+
+    if isinstance(device, int):
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        device = f"{'cpu' if kind is None else kind.type}:{device}"
 
     try:
         product = torch.full((_SIZE, _SIZE), 2.0, device=device) @ torch.full(

@@ -106,6 +106,7 @@ def start_command(
     capture: bool,
     reads_input: bool,
     on_parent_death: int,
+    keep_open: tuple[int, ...] = (),
     output: IO[bytes] | None = None,
 ) -> CommandProcess:
     """Start one rank.
@@ -117,6 +118,7 @@ def start_command(
         capture: connect its streams to the launcher by pipes; otherwise it inherits them.
         reads_input: inherit standard input; at most one rank does, the others get an empty input.
         on_parent_death: the signal that the kernel sends to it if the launcher dies (Linux only).
+        keep_open: file descriptors that it inherits.
         output: without `capture`, the file for both streams; by default it inherits the launcher's.
 
     Raises:
@@ -133,6 +135,7 @@ def start_command(
         stdout=stream,
         stderr=stream,
         start_new_session=HAS_SESSIONS,
+        pass_fds=keep_open,
         creationflags=flags,
         preexec_fn=die_with_parent(on_parent_death),
     )
@@ -203,7 +206,7 @@ def end_strays(folder: str, signum: int, *, launcher: int | None = None) -> bool
     Args:
         folder: the value of ``RUN_FOLDER``, which no other launch has.
         signum: the signal.
-        launcher: children of this process are left alone: ranks, which it ends itself.
+        launcher: children of this process are left alone: ranks, which it ends itself, and spare ones.
 
     Returns:
         whether there was such a process.

@@ -1,4 +1,4 @@
-"""The process that becomes a rank, for launches that watch their ranks from the first moment.
+"""The process that becomes a rank, for launches that watch their ranks from the first moment or keep spares warm.
 
 It runs the script as ``python script.py`` does: as ``__main__``, with its folder first on the path, and without frames
 of its own in tracebacks.
@@ -6,10 +6,13 @@ of its own in tracebacks.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
@@ -17,19 +20,63 @@ from typing import Any
 from accel_state import environment
 from accel_state.monitoring.answers import attach
 
-__all__ = ["become", "main"]
+__all__ = ["become", "main", "wait_for_work"]
 
+SPARE = "--spare"
 _OWN = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a target.
+    """Run a target, now or when it is given.
 
     Args:
-        words: its kind, name and arguments.
+        words: kind, name and arguments of the target; or ``--spare`` and the descriptor of the launcher's socket.
     """
+    if words[0] == SPARE:
+        words = wait_for_work(int(words[1]), cpu=words[2] == "cpu")
     attach(environment.snapshot())
     become(words[0], words[1], words[2:])
+
+
+def wait_for_work(descriptor: int, *, cpu: bool) -> list[str]:
+    """Load torch, check this machine, and wait until the launcher needs this process; exits if it never does.
+
+    Args:
+        descriptor: a connected socket.
+        cpu: ranks compute on the CPU.
+
+    Returns:
+        kind, name and arguments of the target.
+    """
+    from accel_state.launching.machines.health import find_device_faults, find_faults
+
+    with socket.socket(fileno=descriptor) as launcher:
+        # The device is known, and may be used, only once a rank is replaced.
+        fault = next(find_faults(1, cpu=True), "")
+        if not fault:
+            import_module("accel_state.world.process")  # what ranks load first
+        launcher.sendall(_answer(fault))
+        work = launcher.makefile("rb").readline()
+        if not work:  # the launcher has ended
+            sys.exit(0)
+        task = json.loads(work)
+        environment.replace(task["environment"])
+        if task["cpus"] and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, task["cpus"])
+        fault = "" if cpu else next(find_device_faults(int(task["environment"].get("LOCAL_RANK", "0"))), "")
+        launcher.sendall(_answer(fault))
+        if fault:
+            sys.exit(1)
+    if not task["reads_input"]:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    words: list[str] = task["target"]
+    return words
+
+
+def _answer(fault: str) -> bytes:
+    return json.dumps({"fault": fault}).encode() + b"\n"
 
 
 def become(kind: str, name: str, args: Sequence[str]) -> None:
