@@ -151,3 +151,57 @@ def test_a_model_whose_source_was_edited_while_it_runs(edited, tmp_path):
     file.write_text(edited)
     config = transformers.LlamaConfig(**SIZES, intermediate_size=16, num_key_value_heads=2, use_cache=False)
     assert named((own(config), packed())) == []
+
+
+def called(batch, *, use_cache=True, evaluated=False, model=None, **options):
+    """The warnings of packed documents in the first calls of a model without a known collate function."""
+    model = decoder(use_cache) if model is None else model
+    if evaluated:
+        model.requires_grad_(False)
+    prepared = Accelerator(cpu=True).prepare(model)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            prepared(**batch, **options)
+    return [str(each.message) for each in seen if "attend to each other" in str(each.message)]
+
+
+def of_documents(*lengths):
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": positions + 3, "position_ids": positions}
+
+
+def test_the_first_packed_batch_is_named():
+    [text] = called(of_documents(5, 7))
+    assert text.startswith(
+        "A batch whose position_ids begin again puts several documents into one sequence, and LlamaForCausalLM with "
+        "attn_implementation='sdpa' lets them attend to each other: it makes no mask for documents while config.use_"
+        "cache is True"
+    )
+    assert attends_across(decoder(True))
+    [text] = called(of_documents(5, 7), model=Inside(decoder(True)))
+    [text] = called(of_documents(5, 7), model=encoder())
+    assert "it is an encoder" in text
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (of_documents(12), {}),
+        (of_documents(5, 7), {"use_cache": False}),
+        (of_documents(5, 7), {"evaluated": True}),
+        ({"input_ids": torch.arange(12)[None]}, {}),
+        # Padding on the left, as of generate().
+        ({**of_documents(2, 10), "attention_mask": torch.ones(1, 12)}, {}),
+    ],
+)
+def test_other_batches_are_not_named(batch, options):
+    assert not called(batch, **options)
+
+
+def test_a_later_batch_is_named_and_then_none():
+    model = Accelerator(cpu=True).prepare(decoder(True))
+    model(**of_documents(12))
+    with pytest.warns(UserWarning, match="attend to each other"):
+        model(**of_documents(5, 7))
+    assert not any(module._forward_pre_hooks for module in model.modules())

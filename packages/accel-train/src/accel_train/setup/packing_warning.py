@@ -6,17 +6,21 @@ import ast
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from accel_state.messages import warn
 from accel_train.data.packing import PackingCollator
 from accel_train.sequence.batches import source_nodes, takes
-from accel_train.sequence.documents import is_of_transformers
+from accel_train.sequence.documents import is_of_transformers, restarts
 
-__all__ = ["warn_of_packing"]
+__all__ = ["FirstBatches", "warn_of_packing"]
+
+_LOOKED_AT = 8
+"""Calls of a model; looking waits for its device."""
 
 
-def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None:
+def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module], new: Iterable[nn.Module]) -> None:
     """Warn of models of transformers that let the documents of packed batches attend to each other.
 
     They make the mask of their attention from `position_ids`, but not where a cache is in use. Encoders never do.
@@ -26,23 +30,59 @@ def warn_of_packing(loaders: Iterable[Any], models: Iterable[nn.Module]) -> None
     Args:
         loaders: of single datasets.
         models: those that are prepared; frozen ones are left out.
+        new: those that are being prepared, whose first batches are looked at if no collate function packs.
     """
     packing = next((each for loader in loaders if (each := _packing(loader)) is not None), None)
-    found = None if packing is None else next(filter(None, map(_mixing, models)), None)
-    if found is not None:
-        module, reason = found
-        warn(
-            f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
-            f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: {reason}",
-        )
+    for module, reason in filter(None, map(_mixing, new if packing is None else models)):
+        if packing is not None:
+            _warn(packing, module, reason)
+            break
+        FirstBatches(module, reason)
 
 
-def _mixing(model: nn.Module) -> tuple[Any, str] | None:
+def _mixing(model: nn.Module) -> tuple[nn.Module, str] | None:
     """The outermost model of transformers in a trained model that lets documents attend to each other, and why."""
     for module in model.modules():
         if is_of_transformers(module) and (reason := _mixes(module)) is not None:
             return (module, reason) if any(p.requires_grad for p in model.parameters()) else None
     return None
+
+
+class FirstBatches:
+    """Looks for packed documents in the first batches that a model is called with.
+
+    Args:
+        module: a model of transformers.
+        reason: why it lets documents attend to each other.
+    """
+
+    def __init__(self, module: nn.Module, reason: str) -> None:
+        self._reason, self._left = reason, _LOOKED_AT
+        self._hook = module.register_forward_pre_hook(self, with_kwargs=True)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn of position ids that begin again, where neither a mask nor an argument keeps documents apart."""
+        given = {**dict(zip(takes(module), args, strict=False)), **kwargs}
+        positions = given.get("position_ids")
+        self._left -= 1
+        packed = (
+            isinstance(positions, Tensor)
+            and given.get("attention_mask") is None
+            and given.get("use_cache") is not False
+            and bool(restarts(positions).any())
+        )
+        if packed:
+            _warn("A batch whose position_ids begin again", module, self._reason)
+        if packed or not self._left:
+            self._hook.remove()
+
+
+def _warn(packing: str, module: Any, reason: str) -> None:
+    warn(
+        f"{packing} puts several documents into one sequence, and {type(module).__name__} with "
+        f"attn_implementation={module.config._attn_implementation!r} lets them attend to each other: {reason}",
+    )
 
 
 def _packing(loader: Any) -> str | None:

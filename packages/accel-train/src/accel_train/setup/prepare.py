@@ -140,7 +140,7 @@ class _Call:
         ):
             found = [*prepared.loaders, *(self.results[place] for place in self._loaders)]
             loaders = [single for loader in found for single in single_loaders(loader)]
-            warn_of_packing(loaders, [*prepared.models, *self._plain])
+            warn_of_packing(loaders, [*prepared.models, *self._plain], self._plain)
 
     def meet(self) -> None:
         """Wait until all ranks prepare, where that is a collective; before the first message is sent."""
