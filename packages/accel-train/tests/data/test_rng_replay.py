@@ -1,9 +1,11 @@
 """A loader that is saved, and loaded into a fresh one, yields what the interrupted one would have yielded."""
 
 import copy
+import itertools
 import pickle
 import random
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -773,3 +775,65 @@ def test_t5_property_of_the_index_stream_alone(kind, size, epoch, batches, ahead
     fresh.set_epoch(epoch)
     assert [tuple(batch) for batch in fresh] == rest
     assert epochs(fresh, 1) == after
+
+
+# Generators that other code draws from while a loader is read
+
+
+class Buffered(IterableDataset):
+    """A buffer of a few samples, of which a random one is next; `source` draws."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __iter__(self):
+        buffer = []
+        for sample in range(20):
+            buffer.append(sample)
+            if len(buffer) > 3:
+                yield buffer.pop(self.source.randrange(len(buffer)))
+        yield from buffer
+
+
+class Drawing(Sampler):
+    """Draws each index, or all of them at the beginning."""
+
+    def __init__(self, each):
+        self.each = each
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        order = random.sample(range(20), 20)
+        while order:
+            yield order.pop(random.randrange(len(order)) if self.each else 0)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: DataLoader(Buffered(random), batch_size=2), True),
+        (lambda: DataLoader(Buffered(random.Random(1)), batch_size=2), False),
+        (lambda: DataLoader(Buffered(random), batch_size=2, num_workers=1), False),
+        (lambda: DataLoader(range(20), batch_size=2, sampler=Drawing(each=True)), True),
+        (lambda: DataLoader(range(20), batch_size=2, sampler=Drawing(each=False)), False),
+        (lambda: DataLoader(range(20), batch_size=2, shuffle=True), False),
+    ],
+)
+def test_draws_of_others_between_those_of_reading_are_told_of_when_a_state_is_saved(made, told, dispatch):
+    def state_after(draws):
+        device = PartialState(cpu=True).device
+        loader = prepare_data_loader(made(), device, put_on_device=True, dispatch_batches=dispatch)
+        for _ in itertools.islice(loader, 5):
+            draws()
+        return loader.state_dict()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        state_after(lambda: (torch.rand(1), np.random.rand()))  # from other generators
+        assert not [each for each in seen if "from which other code draws" in str(each.message)]
+        state_after(random.random)
+        found = [each for each in seen if "from which other code draws" in str(each.message)]
+    assert len(found) == told

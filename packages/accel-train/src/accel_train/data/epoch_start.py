@@ -150,6 +150,7 @@ def _open_indexes(
         skip=loader.skip_batches,
         draws_alike=loader.ranks.size == 1 and loader.ranks.repeats,
         later=iteration.randomness.as_afterwards,
+        watch=iteration.watch,
     )
     reading = iteration.reading
     with reading or _AS_IT_IS:
@@ -203,7 +204,7 @@ def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restore
                     source = itertools.chain(
                         list(itertools.islice(source, min(restored.ahead["batches"], 1))), source
                     )
-    iteration.source = source
+    iteration.source = source if loader.num_workers or loader.asks_dataset else iteration.watch(source)
     return restored is not None and iteration.skipped == restored.batches_yielded
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_train.data.reading_random_states import ReadingStates
-from accel_train.data.rng_replay import Randomness
+from accel_train.data.rng_replay import Randomness, SharedDraws
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.permutations import Record
 from accel_train.data.workers import WorkerStates
@@ -49,6 +49,7 @@ class Iteration:
         "stream",
         "stride",
         "total",
+        "watched",
         "workers",
         "yielded",
     )
@@ -69,6 +70,8 @@ class Iteration:
         """The index batches of a map-style dataset."""
         self.source: Iterator[Any] | None = None
         """What batches come from; None once the iteration is over."""
+        self.watched: SharedDraws | None = None
+        """What is read in this process, and again by a run that continues."""
         self.workers: WorkerStates | None = None
         """What worker processes reported of their generators."""
         self.source_state: Callable[[], dict[str, Any] | None] | None = None
@@ -102,6 +105,11 @@ class Iteration:
         """Real samples in the last returned global batch, where the batch itself carries the number."""
         self.restored: Any = None
         """The loaded state that it began with."""
+
+    def watch(self, items: Iterator[Any]) -> SharedDraws:
+        """Note whether other code draws from the generators from which reading these items draws."""
+        self.watched = SharedDraws(items)
+        return self.watched
 
     def at_end(self) -> bool:
         """Whether nothing follows the last returned batch. Reads ahead where the end cannot be counted."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
+from accel_state.messages import warn
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.iteration import NOT_COUNTED, Iteration
@@ -411,6 +412,15 @@ class PreparedLoader(DataLoaderStateMixin, TorchdataInstance, DataLoader[Any], A
         """
         running = self.epoch_state.running  # which may be that of a loader that skips
         finished = running is not None and running.yielded > 0 and running.known_to_end()
+        if running is not None and running.watched is not None and running.watched.found and not finished:
+            warn(
+                "Reading this loader's data or order draws from global random generators (of torch, Python or NumPy), "
+                "from which other code draws in between: another source of a mixture, dropout on the CPU, the script. "
+                "A run that continues inside this epoch reads again without that code, and gets other samples. Let the "
+                "dataset or sampler draw from a generator of its own, an attribute such as self.generator = "
+                "torch.Generator(), or read in a worker (num_workers=1).",
+                once=True,
+            )
         state = self.epoch_state.dump(self.ranks, self._position_options(), finished)
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from accel_state.seeding import (
 )
 from accel_train.errors import DataError
 
-__all__ = ["Randomness", "generators_of"]
+__all__ = ["Randomness", "SharedDraws", "generators_of"]
 
 _Raw = tuple[Any, ...]
 
@@ -154,6 +155,55 @@ class Randomness:
         finally:
             self._afterwards = self.now()
             self.put_back(inside)
+
+
+_WATCHED = 64  # items; what other code draws in one step, it draws in most
+
+
+class SharedDraws:
+    """Items that are read with the global generators; notes whether other code draws from the same ones in between.
+
+    Reading them again, without that code, draws other numbers.
+
+    Args:
+        items: their iterator.
+
+    Attributes:
+        found: whether one of the generators was drawn from by both, alternately.
+    """
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.found = False
+        self._items = items
+        self._left = _WATCHED
+        self._after: tuple[Any, ...] | None = None
+        self._others: set[int] = set()
+
+    def __iter__(self) -> SharedDraws:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._left or self.found:
+            return next(self._items)
+        self._left -= 1
+        before = _global_states()
+        self._others |= _differing(before, self._after or before)
+        item = next(self._items)
+        self._after = _global_states()
+        self.found = not self._others.isdisjoint(_differing(before, self._after))
+        return item
+
+
+def _global_states() -> tuple[Any, ...]:
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        pickle.dumps(np.random.get_state(legacy=False)),
+    )
+
+
+def _differing(one: tuple[Any, ...], other: tuple[Any, ...]) -> set[int]:
+    return {place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
 
 
 def generators_of(first: Iterable[Any], holders: Iterable[Any]) -> list[Any]:

@@ -301,6 +301,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 done = skip_batches(source, base, passed)
                 if restored is not None and restored.position.get("base_batches") == base:
                     refuse_short(restored, base, done, self.sampler_batches_per_step)
+            if not (self.num_workers or self.asks_dataset):
+                source = iteration.watch(source)
         else:
             opening = Opening(
                 recorded=None if restored is None else restored.draw,
@@ -308,6 +310,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 in_flight=self.num_workers * (self.prefetch_factor or 0) + self.sampler_batches_per_step,
                 skip=base,
                 later=iteration.randomness.as_afterwards,
+                watch=iteration.watch,
             )
             iteration.stream = indexes.stream = plan.open(opening)
             there = restored is not None and restored.position.get("base_batches") == base

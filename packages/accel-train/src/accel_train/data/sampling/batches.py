@@ -56,6 +56,7 @@ class Opening:
         skip: batches to skip.
         draws_alike: whether ranks that draw for themselves read the same samples.
         later: for draws that an interrupted run had not made.
+        watch: wraps the iterator of a sampler that is read again by a run that continues.
     """
 
     recorded: Record | None = None
@@ -66,6 +67,7 @@ class Opening:
     skip: int = 0
     draws_alike: bool = False
     later: Later = nullcontext
+    watch: Callable[[Iterator[Any]], Iterator[Any]] = iter
 
 
 class ShardedBatchSampler(BatchSampler):
@@ -363,7 +365,7 @@ def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> Sa
     reached = opening.reached or {}
     here = reached.get("base_batches") == first
     return SamplerReader(
-        items,
+        opening.watch(items),
         position=first,
         ahead=reached.get("ahead", []) if here else [],
         pulled=reached.get("pulled") if here else None,
