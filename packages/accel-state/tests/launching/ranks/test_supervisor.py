@@ -662,7 +662,17 @@ def test_a_prompt_without_newline_is_shown_while_the_rank_waits(launcher):
     assert out == "hello ada\n"
 
 
-def test_ranks_that_always_fail_are_restarted_as_often_as_allowed(launcher):
+def test_a_mistake_at_the_start_is_not_made_four_times(launcher):
+    done = launcher.run(
+        "--num_processes", "2", "--max_restarts", "3", launcher.script("raise ValueError('at once')")
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("restarting all ranks") == 1
+    assert "failed as before, at its start; it is not restarted again" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: at once")
+
+
+def test_what_a_restart_may_mend_is_restarted(launcher):
     done = launcher.run(
         "--num_processes", "2", "--max_restarts", "2", launcher.script("raise ConnectionError('gone')")
     )

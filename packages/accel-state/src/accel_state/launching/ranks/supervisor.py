@@ -55,6 +55,30 @@ _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
 _KILL_PATIENCE = 10.0
 _SPEAKING = 0.5
+_START_UP = 60.0  # seconds after the start of ranks, in which a mistake of the script shows
+_MISTAKES = frozenset(
+    [
+        "ArgumentTypeError",
+        "AssertionError",
+        "AttributeError",
+        "ConfigError",
+        "FileNotFoundError",
+        "ImportError",
+        "IndentationError",
+        "IndexError",
+        "KeyError",
+        "ModuleNotFoundError",
+        "NameError",
+        "NotImplementedError",
+        "OptionError",
+        "SyntaxError",
+        "TypeError",
+        "UnboundLocalError",
+        "ValueError",
+        "ZeroDivisionError",
+    ]
+)
+"""Errors that a restart does not fix; failures of machines and networks have other types."""
 _REPORT = "SIGUSR2"
 """The signal that asks the launcher where its ranks are, unless it is one of those that are passed on."""
 
@@ -175,6 +199,7 @@ def supervise(
     """
     requests = () if monitor is None or _REPORT in policy.signals else (_REPORT,)
     crashes = attempt = 0
+    mistake = ""
     with (
         receive_signals(policy.signals, requests=requests) as signals,
         contextlib.closing(Guardian(guarded)) as guardian,
@@ -184,12 +209,21 @@ def supervise(
         while True:
             if monitor is not None:
                 monitor.begin()
+            began = time.monotonic()
             group = _Group(start(attempt), policy, console, signals, guardian, monitor)
             outcome = group.run()
             preempted = outcome.code == PREEMPTED
             # A stopped launcher does not restart: the machine is needed.
             ends = outcome.code == 0 or outcome.stopped_by is not None
             ends = ends or not (policy.restart_preempted if preempted else crashes < policy.max_restarts)
+            before, mistake = mistake, _mistake(outcome, time.monotonic() - began)
+            if not ends and mistake and mistake == before:
+                ends = True
+                _say(
+                    console,
+                    policy,
+                    f"{outcome.label} failed as before, at its start; it is not restarted again",
+                )
             group.show_errors(reported=ends and outcome.failed is not None)
             if ends:
                 return outcome
@@ -200,6 +234,13 @@ def supervise(
             else:
                 count = f"({crashes} of {policy.max_restarts})"
                 _say(console, policy, f"{outcome.label} failed ({outcome.how}); restarting all ranks {count}")
+
+
+def _mistake(outcome: Outcome, seconds: float) -> str:
+    """The error of ranks that failed soon after their start and would fail the same way again; else empty."""
+    error = last_line(outcome.error)
+    kind = error.partition(":")[0].rpartition(".")[2]
+    return error if seconds < _START_UP and kind in _MISTAKES else ""
 
 
 @dataclass(slots=True)
