@@ -404,7 +404,6 @@ def test_one_process_runs_here():
         ({"num_processes": 2, "use_port": "abc"}, "use_port is 'abc'; expected an integer"),
         ({"num_processes": 2, "mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, "node_rank=2 is not one of num_nodes=2"),
-        ({"num_processes": 2, "num_nodes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d'.*fixed ranks"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -68,10 +68,10 @@ def notebook_launcher(
         master_addr: address of the node with rank 0.
         node_rank: index of this node, from 0.
         num_nodes: number of nodes; each makes the same call with its own ``node_rank``.
-        rdzv_backend: on several nodes ``static``, because their ranks are fixed.
-        rdzv_endpoint: no effect, as the next two: settings of other rendezvous, which scripts pass.
-        rdzv_conf: see `rdzv_endpoint`.
-        rdzv_id: see `rdzv_endpoint`.
+        rdzv_backend: ``static``, or a rendezvous of torch's elastic launcher such as ``c10d``.
+        rdzv_endpoint: address of that rendezvous; by default ``master_addr`` and ``use_port``.
+        rdzv_conf: more settings of that rendezvous.
+        rdzv_id: name of the job at that rendezvous.
         max_restarts: how often all ranks are restarted after a failure.
         monitor_interval: seconds between two checks of the ranks.
         log_line_prefix_template: prefix of each line of output, with ``${rank}``, ``${local_rank}``
@@ -90,11 +90,6 @@ def notebook_launcher(
     port = None if use_port is None else options["main_process_port"].read(use_port, "use_port")
     environ = snapshot()
     count = _processes_here(num_processes, environ)
-    if num_nodes > 1 and rdzv_backend != "static":
-        raise ConfigError(
-            f"rdzv_backend={rdzv_backend!r}: the machines of notebook_launcher have fixed ranks; leave it out and pass "
-            "node_rank, or start a script with accel launch --rdzv_backend"
-        )
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(
             f"node_rank={node_rank} is not one of num_nodes={num_nodes} nodes; node ranks start at 0"
@@ -106,7 +101,8 @@ def notebook_launcher(
         with patch_environment(**variables):
             _run_here(function, arguments)
         return
-    ranks_class = _ranks_class("notebook_launcher", start_method)
+    elastic = rdzv_backend != "static"
+    ranks_class = _ranks_class("notebook_launcher", start_method, elastic=elastic)
     ranks = ranks_class(
         function=function,
         args=arguments,
@@ -119,6 +115,10 @@ def notebook_launcher(
         prefix=Template(log_line_prefix_template or "[rank ${rank}] "),
         max_restarts=max_restarts,
     )
+    if isinstance(ranks, ForkedRanks) and elastic:
+        endpoint = rdzv_endpoint or f"{master_addr}:{port or DEFAULT_PORT}"
+        _run_elastic(ranks, num_nodes, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id, monitor_interval)
+        return
     if num_nodes > 1 and not port:
         port = DEFAULT_PORT
     _run(ranks, port, own_port=node_rank == 0, monitor_interval=monitor_interval)
@@ -139,7 +139,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     """
     arguments = _arguments(args)
     _check_number(num_processes)
-    ranks_class = _ranks_class("debug_launcher", None)
+    ranks_class = _ranks_class("debug_launcher", None, elastic=False)
     environ = snapshot()
     variables = {"ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
     if "GLOO_SOCKET_IFNAME" not in environ and sys.platform.startswith("linux"):
@@ -247,12 +247,14 @@ def _threads(environ: Mapping[str, str], count: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, physical_cores() // count))}
 
 
-def _ranks_class(launcher: str, start_method: str | None) -> type[ForkedRanks] | type[SpawnedRanks]:
+def _ranks_class(
+    launcher: str, start_method: str | None, *, elastic: bool
+) -> type[ForkedRanks] | type[SpawnedRanks]:
     """How the ranks are started: by a fork where that is safe, else as new processes.
 
     Raises:
         ConfigError: there is no such method.
-        StateError: an ``Accelerator`` exists, or a fork is requested and is not safe.
+        StateError: an ``Accelerator`` exists, or a fork is requested, or the only way, and is not safe.
     """
     if start_method not in (None, "fork", "spawn"):
         raise ConfigError(f"start_method is {start_method!r}; expected 'fork' or 'spawn'")
@@ -263,6 +265,11 @@ def _ranks_class(launcher: str, start_method: str | None) -> type[ForkedRanks] |
             "Create it inside the function only, and restart the notebook's kernel"
         )
     reason = "" if start_method == "spawn" else _why_not_to_fork()
+    if elastic and (reason or start_method == "spawn"):
+        raise StateError(
+            f"torch's elastic rendezvous forks processes, but {reason or 'start_method is spawn'}; use "
+            'rdzv_backend="static"'
+        )
     if start_method == "fork" and reason:
         raise StateError(f"{launcher} was asked to fork processes, but {reason}; leave start_method out")
     return SpawnedRanks if reason or start_method == "spawn" else ForkedRanks
@@ -287,3 +294,38 @@ def _why_not_to_fork() -> str:
     if "bitsandbytes" in sys.modules and find_accelerators(snapshot()).count:
         return "bitsandbytes, which opens the device, is already imported"
     return ""
+
+
+def _run_elastic(
+    ranks: ForkedRanks,
+    num_nodes: int,
+    backend: str,
+    endpoint: str,
+    settings: dict[str, Any],
+    run_id: str,
+    monitor_interval: float,
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    config = ElasticConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=ranks.local_size,
+        run_id=run_id,
+        rdzv_endpoint=endpoint,
+        rdzv_backend=backend,
+        rdzv_configs=settings,
+        max_restarts=ranks.max_restarts,
+        monitor_interval=monitor_interval,
+        start_method="fork",
+        log_line_prefix_template=ranks.prefix.template,
+    )
+    try:
+        elastic_launch(config, ranks.call)()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise LaunchError(
+            f"rank {rank} failed (exit code {failure.exitcode}):\n\n{failure.message}"
+        ) from error

@@ -165,6 +165,12 @@ class ForkedRanks(FunctionRanks):
         for end in self._parent_pipe:
             os.close(end)
 
+    def call(self) -> None:
+        """Call the function in a process that torch's elastic agent forked and gave its rank."""
+        with patch_environment(**self.variables):
+            _prepare_fork()
+            self.function(*self.args)
+
     def start_rank(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
         """Fork this process."""
         out_reader, out_writer = os.pipe()
