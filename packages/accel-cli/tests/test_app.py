@@ -115,6 +115,7 @@ def _seconds(*words):
     return time.monotonic() - started
 
 
+@pytest.mark.wide(only=["2>*", ">*"])
 @pytest.mark.skipif(os.name != "posix", reason="shell redirections of POSIX systems")
 @pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["env"], ["launch", "--cpu", "show.py"],
                                    ["launch", "--cpu", "--num_processes", "2", "show.py"]])  # fmt: skip

@@ -87,6 +87,7 @@ def test_the_garbage_collector_pauses_and_is_as_before(package, enabled):
         gc.enable()
 
 
+@pytest.mark.wide(only=["from accel_bigmodel*"])
 @pytest.mark.parametrize(
     "statement", ["from accel_train import Accelerator", "from accel_bigmodel import dispatch_model"]
 )

@@ -13,10 +13,10 @@ from accel_cli.dialect import App
 from accel_cli.launch_topics import OWN
 from accel_cli.misplaced_flags import ask_to_move, find_misplaced, moved, notes_on
 from accel_cli.schema_command import SchemaCommand
-from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.flags import ParsedFlags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
+from accel_state.config.unknown_variables import misspelt_variables
 from accel_state.constants import NAMES_TOLD
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError

@@ -193,9 +193,9 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _variables(machine: Machine) -> Iterator[Finding]:
-    from accel_state.config.external_variables import unknown_variables
     from accel_state.config.roots import complete_root
     from accel_state.config.schema import schema_of, variables_of
+    from accel_state.config.unknown_variables import unknown_variables
     from accel_state.messages import HIDDEN, is_secret
 
     wrong = unknown_variables(machine.environ)

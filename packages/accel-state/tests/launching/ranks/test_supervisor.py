@@ -281,6 +281,7 @@ def test_second_ctrl_c_kills(launcher):
     assert "interrupted again; killing" in err
 
 
+@pytest.mark.wide
 @posix
 def test_ranks_that_are_slow_to_end_after_ctrl_c_change_no_exit_code(launcher):
     process = interrupted_while_ranks_ignore_it(launcher)
@@ -527,6 +528,7 @@ def test_a_reader_that_goes_away_ends_the_ranks_as_in_a_pipeline(launcher):
     assert process.returncode != 0
 
 
+@pytest.mark.wide
 @posix
 def test_a_slow_reader_gets_everything(launcher):
     script = launcher.script("sys.stdout.write(('z' * 99 + '\\n') * 600)")
@@ -537,6 +539,7 @@ def test_a_slow_reader_gets_everything(launcher):
     assert out.count("z" * 99 + "\n") == 1200
 
 
+@pytest.mark.wide
 @posix
 def test_a_reader_that_has_paused_does_not_hold_up_signals(launcher):
     # accel launch ... 2>&1 | less
