@@ -35,7 +35,7 @@ from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.parts import Leaf, parts_of, shape_of
 from accel_ckpt.tensor_storage import tied_aliases
 
-__all__ = ["FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
+__all__ = ["FileBox", "FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
 
 # Bytes. A smaller tensor is read in one request, which costs less than mapping the file.
 _SMALL = 1 << 20
@@ -93,7 +93,7 @@ class FileChecks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class FileBox:
     """A box of a tensor in a file."""
 
     box: Box
@@ -103,6 +103,7 @@ class _Saved:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
         return self.content.dtype
 
 
@@ -117,7 +118,7 @@ class SavedTensor:
     """The name of the tensor in the files."""
     shape: torch.Size
     dtype: torch.dtype
-    boxes_in: Callable[[Box], Iterable[_Saved]]
+    boxes_in: Callable[[Box], Iterable[FileBox]]
     """Finds the saved boxes that have elements in common with a box. Together they hold every element exactly once."""
     check: FileChecks
     pickled: torch.Tensor | None = None
@@ -217,7 +218,7 @@ class _PartFiles:
         self._stem, self._paths, self._check = stem, paths, check
         self._opened: dict[str, tuple[Header, Mapping[str, EntryPlace]]] = {}
 
-    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[_Saved]:
+    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[FileBox]:
         """The saved boxes of a tensor that have elements in common with a box.
 
         Raises:
@@ -237,7 +238,7 @@ class _PartFiles:
                     f"{header.file} is to hold the part {list(box.offsets)} of shape {list(box.sizes)} of {name!r} "
                     f"({laid_out.dtype}, {list(laid_out.shape)}), and does not: another save wrote it, or it is damaged"
                 )
-            yield _Saved(box, header.file, entry)
+            yield FileBox(box, header.file, entry)
 
     def _open(self, file: str) -> tuple[Header, Mapping[str, EntryPlace]]:
         if file not in self._opened:
@@ -273,7 +274,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         layout: Layout | None = None,
     ) -> None:
         self._check = check or FileChecks()
-        self._found: dict[str, list[tuple[EntryPlace, _Saved]]] = {}
+        self._found: dict[str, list[tuple[EntryPlace, FileBox]]] = {}
         self._files = list(files)
         laid_out: Mapping[str, LaidOut] = {}
         self.aliases: dict[str, str] = {}
@@ -303,7 +304,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         header = read_header(path)
         for name, place in places_of(header).items():
             entry = header.entries[name]
-            saved = _Saved(Box(place.offsets, entry.shape), path, entry)
+            saved = FileBox(Box(place.offsets, entry.shape), path, entry)
             self._found.setdefault(name, []).append((place, saved))
         self.aliases |= header.aliases
         self.versions |= header.versions
@@ -318,7 +319,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
             if name not in aliases:
                 refuse_expanded(name, value, str(path))
                 place = EntryPlace((0,) * value.dim(), tuple(value.shape))
-                saved = _Saved(Box(place.offsets, tuple(value.shape)), path, value)
+                saved = FileBox(Box(place.offsets, tuple(value.shape)), path, value)
                 self._found.setdefault(name, []).append((place, saved))
         self.aliases |= aliases
 
@@ -343,7 +344,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
             )
         return self._saved(name, torch.Size(shape), boxes)
 
-    def _saved(self, name: str, shape: torch.Size, boxes: Sequence[_Saved]) -> SavedTensor:
+    def _saved(self, name: str, shape: torch.Size, boxes: Sequence[FileBox]) -> SavedTensor:
         content = boxes[0].content
         pickled = content if isinstance(content, torch.Tensor) else None
         return SavedTensor(name, shape, boxes[0].dtype, lambda wanted: boxes, self._check, pickled)
