@@ -63,7 +63,7 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_539),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_556),
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_641),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
     Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_865),
@@ -94,8 +94,8 @@ OPTIONS = (
     ),
 )
 OTHERS = (
-    Part("tools", 12_500, ("tools",), limit=15_090),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=94_041),
+    Part("tools", 12_500, ("tools",), limit=15_160),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=94_244),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have

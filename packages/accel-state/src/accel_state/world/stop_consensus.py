@@ -206,17 +206,20 @@ class StopConsensus:
         if not self._posted:
             self._posted = True
             store.set(f"passed/{self._rank}", str(self._boundaries.passed))
+            store.add("posted", 1)
 
     def _agree(self, store: Store) -> StopDecision:
         if self._reason is not None:
             store.compare_set("asked", "", self._reason)
         self._post(store)
         started = looked = time.monotonic()
+        looks = 0
         while not store.check(["decision"]):
             found = self._count(store)
             if found is None and time.monotonic() - looked > _LOOK:
-                looked = time.monotonic()
-                found = self._give_up(store, late=looked - started > _PATIENCE)
+                looked, looks = time.monotonic(), looks + 1
+                if store.add(f"look/{looks}", 1) == 1:  # one rank asks for all others, and not all for each
+                    found = self._give_up(store, late=looked - started > _PATIENCE)
             if found is None:
                 time.sleep(_POLL)
             else:
@@ -228,14 +231,18 @@ class StopConsensus:
         return decision
 
     def _count(self, store: Store) -> StopDecision | None:
+        """The decision, once all have published their counts, which a counter says in a few bytes."""
+        return None if store.add("posted", 0) < self._size else self._highest(store)
+
+    def _highest(self, store: Store) -> StopDecision:
         keys = [f"passed/{rank}" for rank in range(self._size)]
-        if not store.check(keys):
-            return None
         return StopDecision(max(map(int, store.multi_get(keys))) + 1, store.get("asked").decode())
 
     def _give_up(self, store: Store, late: bool) -> StopDecision | None:
         """A decision without consensus, if a rank that has not published its count never will."""
         missing = [rank for rank in range(self._size) if not store.check([f"passed/{rank}"])]
+        if not missing:  # a rank has ended before it was counted
+            return self._highest(store)
         for rank in missing:
             ended = store.check([f"member/{rank}"]) and has_ended(json.loads(store.get(f"member/{rank}")))
             if ended and not store.check([f"passed/{rank}"]):
