@@ -62,8 +62,8 @@ def find_source(checkpoint: Path) -> Source:
         match = RANK_FILE.fullmatch(checkpoint.name)
         if match is None:
             return find_weights(checkpoint)
-        files = rank_files(checkpoint.with_name(match["stem"]))
-        return PiecedFolder(checkpoint.parent, tuple(files.values()))
+        of_ranks = rank_files(checkpoint.with_name(match["stem"]))
+        return PiecedFolder(checkpoint.parent, tuple(of_ranks.values()))
     if is_dcp_folder(checkpoint):
         return PiecedFolder(checkpoint)
     if (checkpoint / MANIFEST_NAME).is_file():

@@ -253,8 +253,9 @@ class _StateFiles:
             check_tree(saved, own)
             return saved
 
-        what = f"reading {stem}_rank*.bin"
-        return fill_tree(do_together(checked, default_coordinator(), doing=what), own)
+        saved = do_together(checked, default_coordinator(), doing=f"reading {stem}_rank*.bin")
+        state: dict[str, Any] = fill_tree(saved, own)
+        return state
 
     def reading_options(self, strict: bool = True) -> StateDictOptions:
         """How torch takes up what was read."""
