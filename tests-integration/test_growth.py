@@ -6,7 +6,6 @@ ranks from which those begin are set lower.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
@@ -19,14 +18,10 @@ import torch
 from torch import nn
 
 from testkit import worlds
-from testkit.traffic import Meter, Traffic
+from testkit.traffic import GATHERED, REDUCED, SENT, STEP, Meter, Traffic, agreement, steps
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the counters are those of Linux")
 
-# What gloo adds: to a message of an exchange in pairs, of an all-gather, of an all-reduce; to a rank's message to the
-# first; to what the last rank gets of a broadcast, with and without a gather before it; and to the first in each step
-# of a broadcast.
-PAIRS, GATHERED, REDUCED, TO_FIRST, FROM_FIRST, SENT, STEP = 144, 288, 576, 96, 144, 96, 48
 PARAMETERS = 2 * (64 * 64 + 64) * 4
 SMALL, LARGE = 16, 1 << 20
 OBJECTS = 10_000
@@ -42,17 +37,6 @@ def as_in(regime: str) -> None:
         blocks._DIRECT = ranks._FEW = 1
     if regime == "above 128":
         blocks._TOGETHER = 1
-
-
-def block(regime: str, ranks: int, first: bool) -> int:
-    """Bytes that a rank receives in an agreement: the check before a collective, with data of up to 4 kB."""
-    if regime == "up to 8":
-        return (ranks - 1) * (4096 + PAIRS)
-    sent = STEP * steps(ranks)
-    if regime == "above 128":
-        return (ranks - 1) * (32 + TO_FIRST) + sent if first else 64 + FROM_FIRST
-    size = max(512, min(4096, 65536 // ranks // 16 * 16))
-    return (ranks - 1) * (size + TO_FIRST) + sent if first else ranks * size + FROM_FIRST
 
 
 def scenario(folder: str, regime: str, fsdp: bool) -> dict[str, Traffic]:
@@ -111,14 +95,9 @@ def scenario(folder: str, regime: str, fsdp: bool) -> dict[str, Traffic]:
     return found
 
 
-def steps(ranks: int) -> int:
-    """Messages from a rank to another, one after the other, until all ranks have what the first sends."""
-    return math.ceil(math.log2(ranks))
-
-
 def expected(regime: str, ranks: int, first: bool) -> dict[str, int]:
     """What the first and the last rank receive."""
-    others, one = ranks - 1, block(regime, ranks, first)
+    others, one = ranks - 1, agreement(regime, ranks, first)
     apart = regime == "above 128"  # data follow their check
     gathered = {size: one + others * (size + GATHERED) for size in (SMALL, 2 * SMALL, LARGE, PICKLED)}
     return {
@@ -148,7 +127,7 @@ LAST_SAVES = 1633
 def test_what_ranks_receive(tmp_path, regime, ranks):
     found = worlds.run(scenario, ranks, str(tmp_path), regime, False, timeout=120)
     for first, costs in ((True, found[0]), (False, found[-1])):
-        one = block(regime, ranks, first)
+        one = agreement(regime, ranks, first)
         wanted = expected(regime, ranks, first)
         assert {name: costs[name].received for name in wanted} == wanted
         # Each of the first windows compares replicas by three small reductions.
@@ -164,7 +143,7 @@ def test_what_ranks_receive(tmp_path, regime, ranks):
 
 def assert_saves(costs, regime, ranks, first):
     """Six agreements in a small world; in a larger one each is a comparison, and the first gets what was written."""
-    received, one = costs["save_state"].received, block(regime, ranks, first)
+    received, one = costs["save_state"].received, agreement(regime, ranks, first)
     if regime == "up to 8":
         assert received == 6 * one
     elif first:
@@ -187,7 +166,7 @@ def test_what_fsdp_receives(tmp_path, regime, ranks):
         for number in (2, 6):
             assert costs[f"step {number}"].collectives == 3
             assert 3 * parts <= costs[f"step {number}"].received <= 3 * (parts + 500 * ranks)
-        assert costs["load_state"].received == 3 * block(regime, ranks, first)
+        assert costs["load_state"].received == 3 * agreement(regime, ranks, first)
         assert_saves(costs, regime, ranks, first)
 
 

@@ -67,7 +67,7 @@ PARTS = (
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_641),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
     Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_865),
-    Part("accel-train: core", 13_000, _train(""), limit=15_074),
+    Part("accel-train: core", 13_000, _train(""), limit=15_075),
     Part("accel-train: data", 5_000, _train("data"), limit=5_188),
 )
 OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_500
@@ -94,8 +94,8 @@ OPTIONS = (
     ),
 )
 OTHERS = (
-    Part("tools", 12_500, ("tools",), limit=15_160),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=94_244),
+    Part("tools", 12_500, ("tools",), limit=15_292),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=94_232),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have

@@ -6,6 +6,7 @@ measure. Linux only.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -17,7 +18,53 @@ from typing import Any, NamedTuple
 
 from accel_state.communication.torch_collectives import issued
 
-__all__ = ["Meter", "Traffic"]
+__all__ = [
+    "FROM_FIRST",
+    "GATHERED",
+    "PAIRS",
+    "REDUCED",
+    "SENT",
+    "STEP",
+    "TO_FIRST",
+    "Meter",
+    "Traffic",
+    "agreement",
+    "regime_of",
+    "steps",
+]
+
+# What gloo adds: to a message of an exchange in pairs, of an all-gather, of an all-reduce; to a rank's message to the
+# first; to what the last rank gets of a broadcast, with and without a gather before it; and to the first in each step
+# of a broadcast.
+PAIRS, GATHERED, REDUCED, TO_FIRST, FROM_FIRST, SENT, STEP = 144, 288, 576, 96, 144, 96, 48
+
+
+def regime_of(ranks: int) -> str:
+    """How ranks agree in a world of this size."""
+    return "up to 8" if ranks <= 8 else "up to 128" if ranks <= 128 else "above 128"
+
+
+def steps(ranks: int) -> int:
+    """Messages from a rank to another, one after the other, until all ranks have what the first sends."""
+    return math.ceil(math.log2(ranks))
+
+
+def agreement(regime: str, ranks: int, first: bool) -> int:
+    """Bytes that a rank receives in an agreement: the check before a collective, with data of up to 4 kB.
+
+    Args:
+        regime: see `regime_of`.
+        ranks: of the world.
+        first: of the first rank, which pays most; False: of the last one.
+    """
+    if regime == "up to 8":
+        return (ranks - 1) * (4096 + PAIRS)
+    sent = STEP * steps(ranks)
+    if regime == "above 128":
+        return (ranks - 1) * (32 + TO_FIRST) + sent if first else 64 + FROM_FIRST
+    size = max(512, min(4096, 65536 // ranks // 16 * 16))
+    return (ranks - 1) * (size + TO_FIRST) + sent if first else ranks * size + FROM_FIRST
+
 
 _RECEIVED = struct.Struct("@128xQ")
 """tcpi_bytes_received of Linux's tcp_info."""
