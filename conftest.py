@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import gc
 import importlib.util
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -75,6 +77,17 @@ def _accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def _is_marked(item: pytest.Item, name: str) -> bool:
+    """Whether a test has a mark, which may be for all cases but some, or for some only, by patterns of their ids."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+
+    def is_any(patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(case, pattern) for pattern in patterns)
+
+    marks = [mark.kwargs for mark in item.iter_markers(name)]
+    return any(is_any(mark.get("only", ["*"])) and not is_any(mark.get("but", [])) for mark in marks)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason printed, what this machine cannot run, and leave out what this run did not ask for."""
@@ -83,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needs and not needs.kwargs.get("small_on_cpu") and not _accelerator():
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; none found by torch.accelerator"))
     left_out = [mark for mark, options in _OPTIONS.items() if not any(map(config.getoption, options))]
-    long = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    long = [item for item in items if any(_is_marked(item, mark) for mark in left_out)]
     if long:
         kept = set(items).difference(long)
         items[:] = [item for item in items if item in kept]

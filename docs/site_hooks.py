@@ -186,7 +186,7 @@ def tabs(diff: str, new: str, old: str | None) -> str:
         new: file name of the new side.
         old: file name of the old side.
     """
-    side = _tool("testkit.blocks").side
+    side = _tool("testkit.markdown_blocks").side
     sides = [("What changes", "diff", diff), (new, "python", side(diff, new=True))]
     if old is not None:
         sides.append((old, "python", side(diff, new=False)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import blocks, worlds
+from testkit import markdown_blocks, worlds
 
 ROOT = Path(__file__).parents[1]
 # Chapters need the files of those before. tests-integration/test_tutorial.py runs them, and compares what they print.
@@ -38,8 +38,8 @@ LONG = {
         )
     ),
 }  # fmt: skip
-CODE = [block for page in PAGES for block in blocks.parse(page) if block.runs]
-SKIPPED = [block for block in CODE if blocks.skip_reason(block) is not None]
+CODE = [block for page in PAGES for block in markdown_blocks.parse(page) if block.runs]
+SKIPPED = [block for block in CODE if markdown_blocks.skip_reason(block) is not None]
 
 
 def _name(page: Path) -> str:
@@ -50,12 +50,13 @@ def _marks(page: Path) -> list[pytest.MarkDecorator]:
     return [pytest.mark.full] if _name(page) in LONG else []
 
 
+@pytest.mark.wide(only=["docs/index.md", "*ing/strategies.md", "*command.md", "*/plug-ins.md"])
 @pytest.mark.parametrize("page", [pytest.param(page, id=_name(page), marks=_marks(page)) for page in PAGES])
 def test_page(page, tmp_path):
     if any(block.page == page and block not in SKIPPED for block in CODE):
-        worlds.run(blocks.run_page, 1, str(page), str(tmp_path), timeout=280)
+        worlds.run(markdown_blocks.run_page, 1, str(page), str(tmp_path), timeout=280)
 
 
 @pytest.mark.parametrize("block", SKIPPED, ids=lambda block: f"{_name(block.page)}:{block.line}")
 def test_block_that_cannot_run_here(block):
-    pytest.skip(f"{_name(block.page)}:{block.line}: {blocks.skip_reason(block)}")
+    pytest.skip(f"{_name(block.page)}:{block.line}: {markdown_blocks.skip_reason(block)}")

@@ -267,6 +267,7 @@ def forever(folder, victim, delay, first):
         number += 1
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
 def test_kill_9_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     from accel_ckpt import open_training_state

@@ -109,6 +109,7 @@ def two_ranks(folder, victim, delay):
         save(pathlib.Path(folder) / "c", step, rank)
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_two_ranks_with_either_killed(tmp_path, moments):

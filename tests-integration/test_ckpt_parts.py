@@ -138,6 +138,7 @@ def saved(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.wide(but=["1-2", "2-4"])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2, 4])
 def test_any_division_loads_into_any_other(saved, ranks):
     worlds.run(load, ranks, str(saved))

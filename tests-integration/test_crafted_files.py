@@ -201,6 +201,7 @@ def _order(folder: Path, chosen: random.Random, share: float) -> Iterator[Any]:
     return iter(every)
 
 
+@pytest.mark.wide(only=["Accelerate"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_some_values_of_every_file(name, tmp_path):
     [wrong] = worlds.run(attack, 1, name, tmp_path, share=0.05, seconds=4.0)

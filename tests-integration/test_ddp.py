@@ -440,6 +440,7 @@ def metrics_ragged(size: int, batch_size: int, kind: str) -> list[int]:
 KINDS = ["map", "split", "dispatch", "subset", "varying", "iterable", "iterable dispatch"]
 
 
+@pytest.mark.wide(only=["10-*"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 10, 23])

@@ -76,6 +76,7 @@ def doctor(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"sitecustomize.py", "__pycache__"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_healthy_world(doctor, size):
     done = doctor("--num_processes", str(size), "--json")
@@ -95,6 +96,7 @@ def test_a_healthy_world(doctor, size):
     assert not {"world", "collectives"} & {f["topic"] for f in report["findings"] if f["status"] == "problem"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import blocks, limits, worlds
+from testkit import limits, markdown_blocks, worlds
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WORLDS = pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -192,8 +192,9 @@ def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
     assert re.findall(score, alone) == re.findall(score, second)[-1:]
 
 
+@pytest.mark.wide
 def test_the_demo_keeps_its_promises_in_90_seconds(tmp_path):
-    environ = {**os.environ, **blocks.commands(tmp_path)}
+    environ = {**os.environ, **markdown_blocks.commands(tmp_path)}
     command = [sys.executable, str(EXAMPLES / "run_demo.py")]
     done = subprocess.run(command, text=True, capture_output=True, env=environ, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -276,7 +277,7 @@ def test_where_nothing_may_be_written_no_model_is_trained(tmp_path):
 
 def test_every_example_is_short_and_shown_on_the_page():
     page = EXAMPLES.parent / "examples.md"
-    shown = {block.text for block in blocks.parse(page)}
+    shown = {block.text for block in markdown_blocks.parse(page)}
     for script in EXAMPLES.rglob("*.py"):
         name, text = script.relative_to(EXAMPLES).as_posix(), script.read_text(encoding="utf-8")
         if name.startswith("zero_redundancy/"):

@@ -245,6 +245,7 @@ def test_training_on_four_ranks_equals_one_process(kind, ep, degrees):
         same(rank, wanted)
 
 
+@pytest.mark.wide(but=["a list, compiled", "a rank without tokens", "frozen*", "recomputed", "one expert*"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -383,6 +384,7 @@ def steps(accelerator, model, optimizer, batches):
         optimizer.zero_grad()
 
 
+@pytest.mark.wide(but=["the same ranks", "one process", "from one process", "a list, from plain FSDP"])
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [

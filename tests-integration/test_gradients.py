@@ -124,12 +124,14 @@ def check(ranks: int, size: int, batch_size: int, steps: int, contract: str, cli
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.wide(only=["2-*", "4-*"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_t1_a_short_window_is_divided_by_what_it_held(ranks: int, steps: int) -> None:
     check(ranks, size=23, batch_size=2, steps=steps, contract="mean")
 
 
+@pytest.mark.wide(only=["2-*", "4-*"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_t2_varying_token_counts_equal_one_big_batch(ranks: int, steps: int) -> None:

@@ -103,6 +103,7 @@ def test_a_failing_rank_ends_the_one_that_waits_for_it(script):
     assert done.stderr.rstrip().endswith("ValueError: rank 1 gives up")
 
 
+@pytest.mark.wide
 def test_ranks_end_cleanly_without_asking_for_it(script):
     # torch's gloo threads abort a process that ends with its group still there, now and then.
     for _ in range(3):
@@ -110,6 +111,7 @@ def test_ranks_end_cleanly_without_asking_for_it(script):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.wide
 def test_t30_two_concurrent_launches_pass(script):
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", script]
     both = [
@@ -122,6 +124,7 @@ def test_t30_two_concurrent_launches_pass(script):
         assert len(out.splitlines()) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.full), "c10d"])
 def test_two_machines_are_one_world(script, backend, tmp_path):
     port = str(worlds.free_port())
@@ -144,6 +147,7 @@ def test_two_machines_are_one_world(script, backend, tmp_path):
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_the_agent_returns_the_code_of_the_failed_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(60)\n")

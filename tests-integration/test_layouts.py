@@ -274,6 +274,7 @@ def saved_and_loaded(folder: str, kind: str, asynchronous: bool) -> bool:
     return whole and torch.equal(target["stage"], stage) and own["rng"] == rank
 
 
+@pytest.mark.wide(but=["rows-False", "columns-True", "both-True"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", MESHES)
 def test_a_state_is_saved_as_in_a_large_world(tmp_path: Path, kind: str, asynchronous: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +40,7 @@ def peaks() -> dict[str, int]:
     return found
 
 
+@pytest.mark.wide
 def test_a_chunked_loss_takes_a_small_part_of_the_logits() -> None:
     (found,) = worlds.run(peaks, 1, timeout=280)
     print({name: f"{value / MB:.0f} MB" for name, value in found.items()}, f"logits: {LOGITS / MB:.0f} MB")
@@ -76,6 +78,7 @@ def model_peaks() -> dict[str, int]:
     return found
 
 
+@pytest.mark.wide
 def test_a_model_with_a_chunked_loss_never_holds_its_logits() -> None:
     (found,) = worlds.run(model_peaks, 1, timeout=280)
     print({name: f"{value / MB:.0f} MB" for name, value in found.items()}, f"logits: {LOGITS / MB:.0f} MB")

@@ -205,6 +205,7 @@ def resumed(script, strategy, folder):
                 assert all(torch.equal(*pair) for pair in zip(mine, right, strict=True)), (stop, name)
 
 
+@pytest.mark.wide(but=["after-ddp", "a spike of the generator-single"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("script", ["after", "spikes, steps after", "a spike of the generator"])
 def test_a_run_that_stops_anywhere_goes_on_bit_for_bit(script, strategy, tmp_path):

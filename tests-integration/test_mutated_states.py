@@ -117,6 +117,7 @@ def combinations():
             yield pytest.param(optimizer, scheduler, marks=[*marks, pytest.mark.timeout(600)])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("optimizer", "scheduler"), [*combinations()])
 def test_values_that_no_step_could_use_are_refused(tmp_path, monkeypatch, optimizer, scheduler):
     run = Run(optimizer, scheduler)

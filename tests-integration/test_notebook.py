@@ -136,6 +136,7 @@ def test_a_function_of_a_cell_is_sent_to_new_processes():
     ]
 
 
+@pytest.mark.wide
 def test_an_interrupt_ends_the_ranks_and_the_notebook_goes_on():
     sleep = "import time\ndef sleep():\n    time.sleep(60)"
     interrupt = (

@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide(but=["ddp-load_state-waits", "ddp-prepare a loader-waits", "fsdp2-get_state_dict-waits"])
 @pytest.mark.parametrize("meanwhile", ["waits", pytest.param("steps", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("strategy", "call"), CASES)
 def test_a_call_on_one_rank_is_named(strategy: str, call: str, meanwhile: str, tmp_path) -> None:
@@ -129,6 +130,7 @@ def divided_twice() -> str:
     return "done"
 
 
+@pytest.mark.wide
 def test_collectives_of_the_groups_of_hsdp_are_proof() -> None:
     texts = worlds.run(divided_twice, 4, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "2"})
     named = "rank 3 waits in torch's all_gather"

@@ -192,10 +192,12 @@ def saved(environ, tmp_path_factory):
     return folder
 
 
+@pytest.mark.wide
 def test_a_run_is_that_of_one_process(saved):
     close(saved / "w.pt", 4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flags",
     [

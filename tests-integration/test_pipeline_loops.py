@@ -308,6 +308,7 @@ def check_any_size(ranks: int, schedule: str, degrees: dict[str, int] | None, st
         torch.testing.assert_close(theirs, weights, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.wide(only=["*-1"])
 @pytest.mark.parametrize("steps", [1, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_short_batches_of_all_schedules(schedule: str, steps: int) -> None:

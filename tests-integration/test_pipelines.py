@@ -163,6 +163,7 @@ def test_stages_of_replicas_and_of_sharded_parameters(degrees: dict, inside: boo
     assert_equal(worlds.run(train, 4, {"pp_size": 2, **degrees}, {}, inside=inside), one_process(2))
 
 
+@pytest.mark.wide(but=["ddp-loss of the script", "fsdp2-loss of the last stage"])
 @pytest.mark.parametrize("inside", [False, True], ids=["loss of the script", "loss of the last stage"])
 @pytest.mark.parametrize("degrees", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}], ids=["ddp", "fsdp2"])
 def test_windows(degrees: dict, inside: bool) -> None:
@@ -243,6 +244,7 @@ def own_start(syncs: bool) -> bool:
     )
 
 
+@pytest.mark.wide
 def test_options_of_fsdp_have_their_effect() -> None:
     assert all(sum(counts) == 3 for counts in worlds.run(prefetched, 4)), "four units, each gathers the next"
     for offloads, policies in worlds.run(recomputed, 4):
@@ -368,11 +370,11 @@ def test_a_device_never_holds_the_whole_model(tmp_path, origin: str) -> None:
 def most_layers_alive(degrees: dict, handler: dict) -> int:
     """How many layers have values at most while modules make them."""
     from accel_train import Accelerator, ParallelismConfig, PipelineParallelConfig
-    from accel_train.strategies.fsdp2 import start
+    from accel_train.strategies.fsdp2 import initial_values
 
     alive: weakref.WeakSet = weakref.WeakSet()
     most = 0
-    plain = start._materialise
+    plain = initial_values._materialise
 
     def observed(modules, device):
         nonlocal most
@@ -381,7 +383,7 @@ def most_layers_alive(degrees: dict, handler: dict) -> int:
         most = max(most, len(alive))
         return found
 
-    start._materialise = observed
+    initial_values._materialise = observed
     stages = PipelineParallelConfig(**handler)
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**degrees, pp_handler=stages))
     with torch.device("meta"):
@@ -495,6 +497,7 @@ def whole_run():
     return accelerator.get_state_dict(model)
 
 
+@pytest.mark.wide(but=["the same stages", "one process", "fsdp2"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -631,6 +634,7 @@ BERT_MODULES = ["bert.embeddings", "bert.encoder.layer", "cls"]
 GPT2_MODULES = ["transformer.wte", "transformer.wpe", "transformer.h", "transformer.ln_f", "lm_head"]
 
 
+@pytest.mark.wide(only=["*handler[02357]", "*handler10", "*handler12"])
 @pytest.mark.parametrize(
     ("kind", "handler"),
     [
@@ -1129,6 +1133,7 @@ def sleeping(degrees: dict, sleeps: bool) -> tuple[list[float], dict, float]:
     return losses, {name: value.cpu() for name, value in accelerator.get_state_dict(model).items()}, share
 
 
+@pytest.mark.wide(but=["whole"])
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     ("ranks", "degrees"),

@@ -84,6 +84,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.wide(but=["2-one", "2-behind", "4-window"])
 @pytest.mark.parametrize(
     ("size", "how"), [pytest.param(2, how, id=f"2-{name}") for name, how in HOW.items()] + FOUR
 )
@@ -355,6 +356,7 @@ def test_preempted_ranks_are_started_again(launches, who, size):
 SIZES = [2, pytest.param(4, marks=pytest.mark.full)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("size", SIZES)
 def test_a_stopped_launcher_ends_with_75_and_goes_on_when_it_is_started_again(launches, size):
     name = f"launcher{size}"

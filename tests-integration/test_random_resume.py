@@ -14,6 +14,7 @@ SAMPLE = {"single": 4, "ddp": 3, "fsdp2": 2}
 CASES = 300
 
 
+@pytest.mark.wide(but=["fsdp2"])
 @pytest.mark.parametrize("strategy", SAMPLE)
 def test_a_sample_of_scripts(strategy):
     assert_exact(KINDS[strategy], range(SAMPLE[strategy]))

@@ -16,6 +16,7 @@ CASES = {"small": 300, "language": 150}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.wide(but=["language"])
 @kinds
 def test_a_sample_of_runs(kind: str) -> None:
     assert_right(kind, SAMPLES[kind])

@@ -193,6 +193,7 @@ def facts_of(name, rank, folder):
     return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
+@pytest.mark.wide(but=["ddp-2-adamw", "ddp-2-muon"])
 @pytest.mark.parametrize(
     ("strategy", "size", "optimizer"),
     [
@@ -236,6 +237,7 @@ def in_machines(path, arguments, nodes):
     real_rank(path, arguments)
 
 
+@pytest.mark.wide(but=["even", "uneven"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -274,6 +276,7 @@ OTHERS = {
 """Cases in which ranks differ, and what the rehearsal says."""
 
 
+@pytest.mark.wide(only=["*-2"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", SAME)
 def test_what_a_real_world_raises_the_rehearsal_raises(case, size, script, tmp_path):
@@ -286,6 +289,7 @@ def test_what_a_real_world_raises_the_rehearsal_raises(case, size, script, tmp_p
     assert len(errors([rank], size)) == 1
 
 
+@pytest.mark.wide(but=["one_rank", "shape", "models"])
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full if case == "uneven" else ()) for case in OTHERS]
 )
@@ -474,6 +478,7 @@ def accel(*words, **environ):
     )  # fmt: skip
 
 
+@pytest.mark.wide
 def test_the_command(script, tmp_path):
     path = script(TRAINING)
     arguments = options_of("rehearsed", tmp_path)

@@ -327,6 +327,7 @@ FAST = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_t5_resumed_equals_uninterrupted(tmp_path, ranks):
     """The losses of every batch and the final weights, bit for bit; each cell is stopped at two of three places."""
@@ -454,6 +455,7 @@ def survived(folder, cell, ranks, kills, seed):
     return died
 
 
+@pytest.mark.wide(but=["default sampler-2"])
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
 @pytest.mark.parametrize(("kind", "ranks"), [("default sampler", 1), ("default sampler", 2), ("iterable", 1)])
 def test_kill_9_at_random_batches(tmp_path, kind, ranks):

@@ -138,6 +138,7 @@ EVERY = [(kind, *move) for kind in KINDS for move in MOVES]
 LONG = [pytest.param(*case, marks=pytest.mark.full) for case in EVERY if case not in ALWAYS]
 
 
+@pytest.mark.wide(but=["shuffle-2-3", "shuffle-1-2", "dispatch-2-3"])
 @pytest.mark.parametrize(("kind", "before", "after"), [*ALWAYS, *LONG])
 def test_t9_the_same_samples_in_the_same_order(tmp_path, kind, before, after):
     """None lost and none twice, padded or not, split or not."""
@@ -199,6 +200,7 @@ def _moments(optimizer):
     return [value.clone() for state in optimizer.state.values() for value in state.values()]
 
 
+@pytest.mark.wide(but=["1-2-means", "2-1-items", "2-3-means", "3-2-items"])
 @pytest.mark.parametrize("items", [False, True], ids=["means", "items"])
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_t9_losses_and_weights_as_if_nothing_had_happened(tmp_path, before, after, items):

@@ -96,6 +96,7 @@ def as_diffusers_does(
     return record
 
 
+@pytest.mark.wide(but=["2-False-False-2"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("accumulation", "gathers", "norm"), [(1, True, False), (2, False, False), (1, False, True)]
@@ -154,6 +155,7 @@ def repeatedly(folder: str) -> Any:
     return saved, len(hooked), accelerator.load_state().name, accelerator.save_state().name
 
 
+@pytest.mark.wide(but=["2"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_numbers_stay_the_same_on_all_ranks(tmp_path: Path, ranks: int) -> None:
     main, *others = run(repeatedly, ranks, str(tmp_path))
@@ -186,6 +188,7 @@ def random_states(folder: str, load: bool) -> tuple[list[float], str]:
     return torch.rand(3).tolist(), said.getvalue()
 
 
+@pytest.mark.wide(but=["2"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_random_states_of_the_others_are_derived_and_it_is_logged_once(tmp_path: Path, ranks: int) -> None:
     folder = str(tmp_path / "state")
@@ -279,6 +282,7 @@ def divided(folder: str, waits: bool) -> tuple[str, float]:
     return error, took
 
 
+@pytest.mark.wide(but=["True"])
 @pytest.mark.parametrize("waits", [True, False])
 def test_divided_models_need_all_ranks(tmp_path: Path, waits: bool) -> None:
     main, *others = run(divided, 3, str(tmp_path / "state"), waits)
@@ -303,7 +307,8 @@ def only_some(folder: str, saving: list[int]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("saving", [[1], [0, 1], [1, 2]])
+@pytest.mark.wide(but=["two"])
+@pytest.mark.parametrize("saving", [[1], [0, 1], [1, 2]], ids=["another", "two", "others"])
 def test_any_other_mismatch_stays_an_error_on_all_ranks(tmp_path: Path, saving: list[int]) -> None:
     for text in run(only_some, 3, str(tmp_path / "state"), saving):
         assert "save_state" in text
@@ -332,6 +337,7 @@ def never_comes(folder: str) -> str:
     return ""
 
 
+@pytest.mark.wide
 def test_a_save_that_waits_for_a_busy_rank_is_reported(tmp_path: Path) -> None:
     report, _ = run(never_comes, 2, str(tmp_path / "state"))
     assert "rank 0 has been waiting for" in report

@@ -26,6 +26,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.wide(only=["*hsdp-*", "*tp-extras", "*x tp-window", "*-fsdp2-extras", "*-ddp-window"])
 @pytest.mark.parametrize(("member", "kind", "folder"), KEPT)
 def test_a_kept_checkpoint_continues(member: str, kind: str, folder: Path) -> None:
     module = NEEDS.get(member)

@@ -215,6 +215,7 @@ CASES = {
 OFTEN = {"float64", "bf16"}
 
 
+@pytest.mark.wide(but=["bf16"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OFTEN else FULL) for name in CASES])
 def test_fsdp2_goes_on_inside_a_window(tmp_path, name):
     ranks, options, how = CASES[name]
@@ -233,12 +234,13 @@ ALONE, DDP = {"strategy": "single"}, {"strategy": "ddp"}
 HSDP = CASES["hsdp"][1]
 
 
+@pytest.mark.wide(but=["to one process-means", "from one process-items"])
 @pytest.mark.parametrize("items", [False, True], ids=["means", "items"])
 @pytest.mark.parametrize(
     ("before", "ranks", "after", "others"),
     [
-        (None, 2, ALONE, 1),
-        (ALONE, 1, None, 2),
+        pytest.param(None, 2, ALONE, 1, id="to one process"),
+        pytest.param(ALONE, 1, None, 2, id="from one process"),
         pytest.param(None, 4, None, 2, marks=FULL),
         pytest.param(None, 2, HSDP, 4, marks=FULL),
         pytest.param(HSDP, 4, ALONE, 1, marks=FULL),

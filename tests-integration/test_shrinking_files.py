@@ -106,6 +106,7 @@ def shrunk(name, folder, moment):
     return "loaded", reads
 
 
+@pytest.mark.wide(but=["state", "weights", "shards", "one file", "merge"])
 @pytest.mark.skipif(not hasattr(os, "preadv"), reason="files are read otherwise")
 @pytest.mark.parametrize("name", CASES)
 def test_files_that_shrink(tmp_path, name):

@@ -83,6 +83,7 @@ def train(kind: str, strategy: str, precision: str, folder: str | None = None) -
     return {"losses": torch.stack(losses).cpu(), "weights": weights, "waits": waits}
 
 
+@pytest.mark.wide(but=["single-1-bf16", "ddp-2-no", "fsdp2-2-bf16"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("tp", 2)])
 def test_training_equals_the_cpus(strategy, ranks, precision, tmp_path):

@@ -298,5 +298,6 @@ def place_shared_models(seeds: range, folder: str) -> None:
     simulated_device.check()
 
 
+@pytest.mark.wide(only=["allowed"])
 def test_models_that_share_modules_and_buffers_compute_or_are_refused(tmp_path):
     run_alone(place_shared_models, range(150), str(tmp_path))

@@ -171,8 +171,13 @@ PRECISE = [
 ]
 
 
+@pytest.mark.wide(but=["single-1-fp16", "ddp-2-fp16", "fsdp2-2-bf16"])
 @ON_DEVICES
-@pytest.mark.parametrize(("strategy", "ranks", "options"), [*CELLS, *PRECISE])
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "options"),
+    [*CELLS, *PRECISE],
+    ids=lambda value: value.get("mixed_precision", "no") if isinstance(value, dict) else None,
+)
 def test_a_training_that_sleeps_has_the_same_bits_and_frees_the_device(strategy, ranks, options):
     environ = {"ACCELERATE_USE_CPU": "false"}
     expected = worlds.run(trained, ranks, "npu", strategy, False, environ=environ, **options)
@@ -323,6 +328,7 @@ def averaged(strategy: str, sleeps: bool) -> tuple[dict[str, Tensor], list[float
         return {k: v.cpu() for k, v in accelerator.get_state_dict(model).items()}, sleep.shares
 
 
+@pytest.mark.wide(but=["ddp"])
 @ON_DEVICES
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_averages_of_weights_move_as_well(strategy):

@@ -50,6 +50,7 @@ def accel(tmp_path, *flags, body, args=()):
     )
 
 
+@pytest.mark.wide
 def test_a_rank_that_sleeps_before_an_all_reduce_is_named(tmp_path):
     body = START + "if rank == 1:\n    time.sleep(1000)\ntorch.distributed.all_reduce(torch.ones(5))\n"
     done = accel(tmp_path, "--step_timeout", "5", body=body)

@@ -24,6 +24,7 @@ state.destroy_process_group()
 """
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_t14_torchrun_on_a_cpu_box_is_one_world(tmp_path):
     script = tmp_path / "script.py"

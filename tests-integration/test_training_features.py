@@ -88,6 +88,7 @@ def ours(regional: bool, stored: torch.dtype | None, folder: str) -> Any:
     return [parameter.detach() for parameter in trained(plain)], plain.blocks[0].base.weight.dtype, compiled
 
 
+@pytest.mark.wide(only=["stored1-True-2", "stored2-True-2"])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("regional", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.bfloat16, torch.float8_e4m3fn])

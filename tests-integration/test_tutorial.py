@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import blocks, worlds
+from testkit import markdown_blocks, worlds
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "examples" / "tutorial").glob("[1-7]_*.py"))
@@ -39,7 +39,7 @@ def _losses(text: str) -> dict[int, str]:
 
 def _shown(chapter: str) -> list[str]:
     """The outputs on a page, in order."""
-    return [block.text for block in blocks.parse(_page(chapter)) if block.language == "text"]
+    return [block.text for block in markdown_blocks.parse(_page(chapter)) if block.language == "text"]
 
 
 # -- Running the commands of a page
@@ -47,7 +47,7 @@ def _shown(chapter: str) -> list[str]:
 
 def really(command: str, folder: Path, status: int = 0) -> str:
     """What bash prints for a command that ends with this status."""
-    environ = {**os.environ, **blocks.commands(folder)}
+    environ = {**os.environ, **markdown_blocks.commands(folder)}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
@@ -139,7 +139,7 @@ def follow(chapter: str, folder: Path, run: Callable[[str, Path, int], str | Non
     """Do what a page says: write its files, run its commands, and compare what they print."""
     (folder / "dates.py").write_text((DOCS / "examples/tutorial/dates.py").read_text(encoding="utf-8"))
     printed: list[str | None] = []
-    for block in blocks.parse(_page(chapter)):
+    for block in markdown_blocks.parse(_page(chapter)):
         if block.language == "bash":
             status = int(block.marks.get("exits", "0"))
             printed = [run(command, folder, status) for command in block.text.splitlines()]
@@ -147,12 +147,13 @@ def follow(chapter: str, folder: Path, run: Callable[[str, Path, int], str | Non
             if None not in printed:
                 agree(block.text, "".join(map(str, printed)), only_ranks=run is forked)
         elif block.file is not None and block.language != "text":
-            text = blocks.side(block.text, new=True) if block.language == "diff" else block.text
+            text = markdown_blocks.side(block.text, new=True) if block.language == "diff" else block.text
             (folder / block.file).write_text(text, encoding="utf-8")
         else:
             assert not block.runs, f"{block.place}: this block is not run"
 
 
+@pytest.mark.wide(but=["one-process-forked"])
 @pytest.mark.parametrize(
     "run", [forked, pytest.param(really, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
 )
@@ -188,12 +189,12 @@ def test_the_resumed_run_ends_with_the_weights_of_one_that_was_not_interrupted(t
 
 @pytest.mark.parametrize(("chapter", "old", "new"), [*zip(CHAPTERS[1:], BEFORE, SCRIPTS[1:], strict=True)])
 def test_a_page_shows_what_changes_in_the_script(chapter, old, new):
-    diffs = [block for block in blocks.parse(_page(chapter)) if block.language == "diff"]
+    diffs = [block for block in markdown_blocks.parse(_page(chapter)) if block.language == "diff"]
     assert len(diffs) == 1
     assert diffs[0].file == "train.py"
     how = f"take the lines of: diff -U999 {old.name} {new.name} | tail -n +4"
-    assert blocks.side(diffs[0].text, new=False) == old.read_text(encoding="utf-8"), how
-    assert blocks.side(diffs[0].text, new=True) == new.read_text(encoding="utf-8"), how
+    assert markdown_blocks.side(diffs[0].text, new=False) == old.read_text(encoding="utf-8"), how
+    assert markdown_blocks.side(diffs[0].text, new=True) == new.read_text(encoding="utf-8"), how
 
 
 def test_the_pages_show_the_same_losses_in_all_chapters():

@@ -185,6 +185,7 @@ def receive(port, trainers, number, receivers, degree):
     return found, buckets, made.peak, plan.received_bytes(transport.rank)
 
 
+@pytest.mark.wide(but=["1"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_four_ranks_of_fsdp2_and_tp_to_two_receivers_of_another_division(degree):
     port = worlds.free_port()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ for source in ("packages/accel-state/src", "packages/accel-train/src"):
         sys.path.insert(0, str(ROOT / source))
 
 from accel_state.config import (  # noqa: E402 - the path above comes first
-    OTHER_VARIABLES,
     PUBLISHED,
     BoundOption,
     Carrier,
@@ -92,7 +92,7 @@ def render() -> dict[str, str]:
         PUBLISHED_INTRODUCTION,
         *_pairs("variable", "read by", PUBLISHED),
         OTHERS,
-        *_pairs("variable", "meaning", dict(sorted(OTHER_VARIABLES.items()))),
+        *_pairs("variable", "meaning", tomllib.loads((ROOT / "tools/data/other_variables.toml").read_text())),
     ]
     return {name: "\n".join(parts) + "\n" for name, parts in pages.items()}
 

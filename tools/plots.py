@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -123,6 +124,7 @@ def wide_plots(page: Page) -> dict[str, Plot]:
     dcp = {"ours": OURS, "dcp, stager kept": "dcp.async_save, stager kept", "dcp": "dcp.async_save"}
     stall, two_threads = "stall of a save in the background", "stall, 2 training threads"
     worlds = ("2", "8", "64", "1024")
+    thousands = "Worlds of thousands of ranks"
     plain = page.value("plain", "plain PyTorch", section="A training step")
     steps = [
         page.group(title, row, {"ours": OURS, "Fabric": "Lightning Fabric 2.6", "Accelerate": ACCELERATE},
@@ -181,6 +183,18 @@ def wide_plots(page: Page) -> dict[str, Plot]:
             ],
             "lines",
         ),
+        "scale": Plot(
+            "Seconds to plan a save, by the number of ranks",
+            [
+                Group(name, {ranks.replace(",", ""): page.value(ranks, column, section=thousands) for ranks in sizes},
+                      "{:g} s")
+                for column, name, sizes in (
+                    ("planning on a rank, s", OURS, ("8", "64", "512", "1,024", "4,096")),
+                    ("torch's dcp on its coordinator, s", "dcp", ("8", "64", "512", "1,024")),
+                )
+            ],
+            "lines",
+        ),
     }  # fmt: skip
 
 
@@ -197,16 +211,19 @@ def _figure(plot: Plot) -> Any:
 
     if plot.kind == "lines":
         figure = Figure(figsize=(plot.width, 3.2), layout="constrained")
-        axes = figure.add_subplot(xlabel="ranks", xscale="log", yscale="log", ylim=(0.1, 1000))
+        found = [value for group in plot.groups for value in group.values.values()]
+        decades = range(math.floor(math.log10(min(found))), math.ceil(math.log10(max(found))) + 1)
+        ends = (10.0 ** decades[0], 10.0 ** decades[-1])
+        axes = figure.add_subplot(xlabel="ranks", xscale="log", yscale="log", ylim=ends)
         for group in plot.groups:
             ranks, values = [*map(int, group.values)], [*group.values.values()]
             axes.plot(ranks, values, "o-", color=OWN if group.title == OURS else OTHER, linewidth=2)
             axes.text(
                 ranks[-1] * 1.2, values[-1], f"{group.title}: {group.form.format(values[-1])}", va="center"
             )
-        axes.set_xticks(ranks, group.values)
+        axes.set_xticks([*map(int, plot.groups[0].values)], plot.groups[0].values)
         axes.minorticks_off()
-        axes.set_yticks([0.1, 1, 10, 100, 1000], ["0.1", "1", "10", "100", "1000"])
+        axes.set_yticks([10.0**decade for decade in decades], [f"{10.0**decade:g}" for decade in decades])
         axes.grid(axis="y", color=LINE, linewidth=0.6)
     else:
         sizes = [len(group.values) for group in plot.groups]

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from testkit import worlds
+from testkit import rank_files, worlds
 
 accelerate = pytest.importorskip("accelerate", reason="hatch run engines:accelerate installs it")
 
@@ -178,3 +179,42 @@ def test_weights_merged_here_equal_those_merged_there(tmp_path):
     theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def _files_of_each_rank(folder):
+    """Accelerate runs FSDP only on GPUs; here its own functions save what torch has divided on the CPU."""
+    from accelerate.state import PartialState
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp
+
+    model, optimizer = rank_files.trained((2,))
+    PartialState(cpu=True)  # for its logger
+    plugin = SimpleNamespace(
+        fsdp_version=2,
+        state_dict_type=fsdp.StateDictType.SHARDED_STATE_DICT,
+        state_dict_config=fsdp.ShardedStateDictConfig(),
+        optim_state_dict_config=fsdp.ShardedOptimStateDictConfig(),
+    )
+    rank = torch.distributed.get_rank()
+    stand_in = SimpleNamespace(num_processes=2, process_index=rank, is_fsdp2=True)
+    save_fsdp_model(plugin, stand_in, model, folder, use_dcp=False)
+    save_fsdp_optimizer(plugin, stand_in, optimizer, model, folder, use_dcp=False)
+    return rank_files.whole(model, optimizer)
+
+
+def test_files_of_each_rank_are_read_whole(tmp_path):
+    import accel_ckpt
+
+    expected, _ = worlds.run(_files_of_each_rank, 2, str(tmp_path / "theirs"))
+    rank_files.written(tmp_path / "ours", 2)
+    names = [sorted(path.name for path in (tmp_path / who).iterdir()) for who in ("theirs", "ours")]
+    assert names[0] == names[1]
+    checkpoint = accel_ckpt.AccelerateCheckpoint(tmp_path / "theirs")
+    model = rank_files.Net()
+    model.load_state_dict(checkpoint.model(0))
+    assert all(torch.equal(value, expected["model"][name]) for name, value in model.state_dict().items())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accel_ckpt.load_optimizer_state(optimizer, checkpoint.optimizer(0, [], [model]), [model])
+    for name, parameter in model.named_parameters():
+        for key, value in expected["optimizer"]["state"][name].items():
+            assert torch.equal(optimizer.state[parameter][key], value)

@@ -23,7 +23,7 @@ import import_diagrams
 import weight
 from accel_bigmodel.planning.footprints import registry as footprints
 from accel_state.config import strategies
-from testkit import blocks, worlds
+from testkit import markdown_blocks, worlds
 from testkit.conformance import Case, Record, train
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_every_identifier_occurs_in_the_sources():
     texts = [path.read_text(encoding="utf-8") for path in SOURCES]
     texts += [
         block.text
-        for block in (block for page in PAGES for block in blocks.parse(page))
+        for block in (block for page in PAGES for block in markdown_blocks.parse(page))
         if block.file is not None
     ]
     words = set(re.findall(r"\w+", "\n".join(texts)))
@@ -145,8 +145,7 @@ def test_every_identifier_occurs_in_the_sources():
 
 
 def test_every_verb_and_capability_has_a_row():
-    from accel_train.strategies.base import Capabilities, Strategy
-    from accel_train.strategies.state_adapter import StateAdapter
+    from accel_train import Capabilities, StateAdapter, Strategy
     from accel_train.strategies.window_gradients import WindowGradients
 
     for kind in (Strategy, StateAdapter, WindowGradients):
@@ -261,7 +260,7 @@ def test_a_diagram_that_is_out_of_date_is_named_and_written_again(tmp_path, monk
 
 def test_the_declaration_on_the_page_is_that_of_the_package():
     page = DOCS / "extending" / "launched-strategies.md"
-    shown = {block.file: block.text for block in blocks.parse(page) if block.file is not None}
+    shown = {block.file: block.text for block in markdown_blocks.parse(page) if block.file is not None}
     module = ROOT / "docs/examples/zero_redundancy/zero_redundancy/launchable.py"
     assert shown["launchable.py"].strip() == module.read_text(encoding="utf-8").strip()
 
@@ -273,7 +272,7 @@ def test_the_tracker_on_the_page_writes_what_is_logged(tmp_path, monkeypatch):
     from accel_train import Accelerator
 
     page = DOCS / "extending" / "precisions-and-trackers.md"
-    text = next(block.text for block in blocks.parse(page) if block.file == "json_lines.py")
+    text = next(block.text for block in markdown_blocks.parse(page) if block.file == "json_lines.py")
     (tmp_path / "json_lines.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     tracker = importlib.import_module("json_lines").JSONLines("run", tmp_path / "logs")
@@ -293,7 +292,7 @@ def installed(tmp_path, monkeypatch):
     """The example's module and its entry point, as pip installs them."""
     files = {
         block.file: block.text
-        for block in blocks.parse(DOCS / "extending" / "strategies.md")
+        for block in markdown_blocks.parse(DOCS / "extending" / "strategies.md")
         if block.file is not None
     }
     (tmp_path / "averaging.py").write_text(files["averaging.py"])

@@ -34,6 +34,7 @@ def test_a_file_of_facts_is_as_the_tool_writes_it(name):
     assert path.read_text(encoding="utf-8") == concepts.written(concepts.facts(name))
 
 
+@pytest.mark.wide(only=["held_tensors"])
 @pytest.mark.parametrize(
     "name",
     [

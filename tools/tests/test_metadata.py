@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from accel_state.constants import OLDEST_TORCH
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
 OURS = {folder.name for folder in PACKAGES}
@@ -58,6 +60,7 @@ def test_every_lower_bound_is_the_version_that_the_lowest_environment_tests():
         for requirement in _dependencies(folder):
             if requirement.name == "torch":
                 # Every environment here has one version of torch; the oldest is tested by the job `oldest-torch`.
+                assert _lower_bound(requirement).release == OLDEST_TORCH
                 assert f"torch=={_lower_bound(requirement)}.0" in OLDEST_TORCH_JOB, str(requirement)
             elif requirement.name not in OURS:
                 assert Version(pinned[requirement.name]) == _lower_bound(requirement), str(requirement)

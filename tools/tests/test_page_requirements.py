@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from testkit import blocks
+from testkit import markdown_blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "packages").glob("*/README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,7 +50,7 @@ def imported(text: str) -> set[str]:
 def missing(page: Path) -> set[str]:
     """Distributions that programs of a page need and that neither an installation brings nor the page names."""
     found = set()
-    for block in blocks.parse(page):
+    for block in markdown_blocks.parse(page):
         if block.language == "python":
             found |= imported(block.text)
     ours = installed_with_ours()

@@ -35,6 +35,7 @@ def test_chosen_strategies_and_the_projects_own_tests(collected):
     assert all("ddp-" in test or "[tp-" in test or "-tp-" in test for test in tests if test != "test_own")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["zero1", "ep"])
 def test_an_installed_strategy_with_the_name_of_a_variant_is_tested_itself(name, tmp_path):
     (tmp_path / "outside.py").write_text(
@@ -60,6 +61,7 @@ def test_an_installed_strategy_with_the_name_of_a_variant_is_tested_itself(name,
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.wide
 def test_a_name_that_nothing_has(collected):
     code, _, printed = collected("--conformance", "dpd")
     assert code == 4

@@ -38,6 +38,7 @@ def test_every_member_of_a_class_is_on_one_of_its_pages(topics):
         assert all(reference_pages.public_members(*owner).values())
 
 
+@pytest.mark.wide
 def test_every_page_has_a_place_in_the_navigation(topics):
     sections = [*reference_pages.navigation(topics)]
     named = []

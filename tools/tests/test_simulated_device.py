@@ -71,6 +71,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.wide(but=["False-SGD", "True-AdamW"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adafactor"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_training_equals_the_cpus_bit_for_bit(optimizer, foreach):
@@ -260,6 +261,7 @@ def test_the_host_cannot_touch_device_memory():
     assert "host code touched memory of simulated device 0" in ended.stderr
 
 
+@pytest.mark.wide
 def test_what_nobody_asked_for_fails_the_process_at_its_end():
     ended = script(
         "import torch; torch.npu.set_lateness(9); x = torch.zeros(2, device='npu'); x[torch.tensor([5], device='npu')]"
@@ -269,6 +271,7 @@ def test_what_nobody_asked_for_fails_the_process_at_its_end():
     assert "<string>:1 in <module>" in ended.stderr
 
 
+@pytest.mark.wide
 def test_a_wrong_name_of_the_device():
     ended = script("import torch", SIMULATED_DEVICE="npu=2")
     assert (

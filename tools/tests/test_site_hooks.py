@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from testkit import blocks
+from testkit import markdown_blocks
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -35,7 +35,7 @@ def test_a_diff_stands_beside_the_script_it_leads_to_and_the_one_it_comes_from(h
         "b",
     ]
     assert "```diff { .no-copy }" in page.read_text()
-    change, new, old = blocks.parse(page)
+    change, new, old = markdown_blocks.parse(page)
     assert (change.language, change.text) == ("diff", " import os\n\n-x = 1\n+if os:\n+    x = 2\n")
     assert (new.language, new.text) == ("python", "import os\n\nif os:\n    x = 2\n")
     assert (old.language, old.text) == ("python", "import os\n\nx = 1\n")

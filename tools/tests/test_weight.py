@@ -55,6 +55,7 @@ def test_no_limit_is_below_its_goal_or_left_when_it_is_reached():
         assert part.limit is None or part.limit > part.goal, part.name
 
 
+@pytest.mark.wide
 def test_what_is_over_its_limit_fails(monkeypatch, capsys):
     assert weight.main(["--check"]) == 0
     monkeypatch.setattr(weight, "OPTIONS_LIMIT", 100)

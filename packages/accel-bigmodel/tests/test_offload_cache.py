@@ -254,6 +254,7 @@ def test_parts_of_killed_writers_go_when_nobody_writes_to_them(tmp_path):
     assert (tmp_path / ".other.part-cccccccccccc").exists()
 
 
+@pytest.mark.wide
 def test_memory_stays_at_one_tensor(tmp_path):
     code = f"""
 import json, resource, torch

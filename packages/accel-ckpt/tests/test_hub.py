@@ -247,6 +247,7 @@ def test_a_download_that_breaks_is_resumed_by_a_range_request(hub, python, tmp_p
     assert 0 < start <= 15_000_000
 
 
+@pytest.mark.wide
 def test_a_killed_download_is_continued_by_the_next_process(hub, python, tmp_path):
     """Files that were complete are not fetched again; of the file in flight huggingface_hub keeps nothing."""
     weights = {f"layer{i}.weight": torch.full((1000,), float(i)) for i in range(5)}

@@ -87,6 +87,22 @@ def test_torch_is_never_imported(words):
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["lunch"], ["launch", "--num_proceses", "2", "x.py"], *([name, "--help"] for name in
+     ("launch", "config", "checkpoint"))],
+)  # fmt: skip
+def test_help_and_mistakes_import_no_slow_module(words):
+    # Processor time does not depend on what else a machine does, but differs between machines; imports do not.
+    slow = {"importlib.metadata", "email", "asyncio", "multiprocessing", "accel_state.launching.hardware"}
+    code = (
+        "import sys; from accel_cli.app import main; main(sys.argv[1:]);"
+        f"print('slow:', sorted({slow} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "slow: []", done.stdout + done.stderr
+
+
 def test_help_comes_at_once():
     # The budget is 0.15 s on a quiet machine (tools/bench/cli.py); here only a tenfold loss is caught.
     best = min(_seconds("--help") for _ in range(3))
@@ -99,6 +115,7 @@ def _seconds(*words):
     return time.monotonic() - started
 
 
+@pytest.mark.wide(only=["2>*", ">*"])
 @pytest.mark.skipif(os.name != "posix", reason="shell redirections of POSIX systems")
 @pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["env"], ["launch", "--cpu", "show.py"],
                                    ["launch", "--cpu", "--num_processes", "2", "show.py"]])  # fmt: skip

@@ -64,6 +64,7 @@ def test_show_as_json_with_and_without_origins(capsys):
     assert values["debug"] == {"value": False, "origin": "default"}
 
 
+@pytest.mark.wide(only=["deepspeed.*", "tpu.*", "dynamo.*", "megatron_lm.*", "parallelism.*", "submission.*"])
 @pytest.mark.parametrize(
     "option",
     [bound for bound in schema_of(complete_root()).options if bound.keys],

@@ -74,7 +74,7 @@ def test_subcommands_too_are_found_in_both_spellings():
         ),
         (["show", "--jsn"], "flag --jsn does not exist; did you mean --json?"),
         (["show", "--zzz"], "flag --zzz does not exist"),
-        (["show"], "missing argument 'folder'; accel try show --help shows what it takes"),
+        (["show"], "missing argument 'folder' (Where it is); accel try show --help shows what it takes"),
         (["show", "--max_shard_size"], "--max_shard_size"),
         (
             ["show", "--max_shard_size", "many", "x"],

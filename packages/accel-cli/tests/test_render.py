@@ -45,3 +45,15 @@ def test_a_narrow_terminal_goes_without_spare_columns(capsys, monkeypatch):
         header, row = capsys.readouterr().out.splitlines()
         assert max(len(header), len(row)) <= width
         assert header.split() == [name for name in columns if name not in without]
+
+
+def test_the_last_column_is_folded_and_not_cut(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    show_table(("difference", "name"), [("float32 [64], by up to 0.1", "model.layers.0.weight")], left=2)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1
+    assert "".join(line.replace("float32 [64], by up to 0.1", "").strip() for line in lines) == (
+        "model.layers.0.weight"
+    )

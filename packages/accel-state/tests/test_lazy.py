@@ -87,6 +87,7 @@ def test_the_garbage_collector_pauses_and_is_as_before(package, enabled):
         gc.enable()
 
 
+@pytest.mark.wide(only=["from accel_bigmodel*"])
 @pytest.mark.parametrize(
     "statement", ["from accel_train import Accelerator", "from accel_bigmodel import dispatch_model"]
 )
@@ -125,6 +126,22 @@ def test_a_name_that_another_package_has_says_where(tmp_path, monkeypatch):
     assert lazy_pointing.__all__ == []
     with pytest.raises(ImportError, match="cannot import name 'unknown'"):
         from lazy_pointing import unknown  # noqa: F401
+
+
+@pytest.mark.parametrize(("version", "told"), [("2.8.1+cu126", True), ("2.9.0a0+git", False), ("3.0", False)])
+@pytest.mark.parametrize("broken", ["from torch import newer_name", "import torch\ntorch.newer_name"])
+def test_an_import_that_fails_with_an_old_torch_says_so(tmp_path, version, told, broken):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"__version__ = {version!r}\n")
+    (tmp_path / "needs.py").write_text(broken)
+    (tmp_path / "script.py").write_text("from accel_state._lazy import load\nload('needs', 'x')\n")
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    *_, error, last = done.stderr.splitlines()
+    advice = f"torch {version} is installed, and 2.9 or newer is needed: pip install --upgrade torch"
+    assert "newer_name" in (error if told else last)
+    assert (last == advice) is told
 
 
 def test_ctrl_c_during_an_import_is_told_in_one_line(tmp_path):

@@ -1,8 +1,10 @@
 """Pieces of messages: what is cut, and what others must not see."""
 
 import inspect
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -10,7 +12,16 @@ import warnings
 
 import pytest
 
-from accel_state.messages import did_you_mean, first_line, is_secret, nearest, shown, warn, without_secrets
+from accel_state.messages import (
+    did_you_mean,
+    first_line,
+    is_secret,
+    message,
+    nearest,
+    shown,
+    warn,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -200,3 +211,44 @@ def test_a_program_goes_on_after_a_warning(kind, tmp_path):
     assert re.search(rf"{file}\S*:[134]: UserWarning: slow", answer.stderr), answer.stderr
     if kind in ("script", "module", "folder", "runpy"):
         assert "warn('slow')  # the line" in answer.stderr
+
+
+LONG = (
+    "accel: rank 1 has been waiting for 30.0 s in a collective that no other rank has entered, at train.py:12"
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+def test_what_a_rank_says_is_folded_on_a_terminal_only():
+    script = f"from accel_state.messages import say\nsay({LONG!r} + '\\n  not arrived: ' + 'rank 0 ' * 20)\n"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    piped = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    ).stderr
+    assert piped.splitlines()[0] == LONG
+    import pexpect
+
+    shown = pexpect.run(
+        shlex.join([sys.executable, "-c", script]), env=environ | {"COLUMNS": "60"}, encoding="utf-8"
+    )
+    lines = shown.splitlines()
+    assert " ".join(lines[:-1]) == LONG
+    assert [len(line) < 60 for line in lines] == [True, True, False]  # a listing keeps its lines
+    assert lines[-1] == piped.splitlines()[-1]
+
+
+def test_only_messages_of_these_packages_are_folded(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    others = f"Traceback (most recent call last):\nValueError: {'x ' * 40}"
+    assert message(others, terminal) == others
+    told = "a mistake of the user " * 3
+    for own in (f"accel_state.errors.ConfigError: {told}\nNext: {told}", f"train.py:12: UserWarning: {told}"):
+        text = f"{others}\n{own}\n  {told}"  # a listing, or the line of the script, stays
+        shown = message(text, terminal)
+        assert shown.startswith(f"{others}\n")
+        assert max(map(len, shown.removeprefix(others).splitlines()[:-1])) < 40
+        assert shown.split() == text.split()
+        assert shown.endswith(f"\n  {told}")
+        assert message(text, io.StringIO()) == text

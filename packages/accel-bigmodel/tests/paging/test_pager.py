@@ -474,6 +474,7 @@ def test_a_fork_reads_by_a_thread_of_its_own(tmp_path, no_slack):
     assert torch.equal(model(x), wanted)
 
 
+@pytest.mark.wide
 def test_the_interpreter_ends_while_the_thread_reads(tmp_path):
     mapped(tmp_path, count=2)
     code = f"""

@@ -174,7 +174,6 @@ def test_weights_as_pickles(tmp_path):
     [
         ("latest_checkpointed_iteration.txt", "written by Megatron-LM"),
         ("pytorch_model_fsdp_rank0.bin", "one flat file per rank"),
-        ("optimizer_0_rank1.bin", "one flat file per rank"),
     ],
 )
 def test_what_is_not_read_is_named(mark, message, tmp_path):

@@ -357,6 +357,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
 """
 
 
+@pytest.mark.wide(but=["dcp-*"])
 @pytest.mark.parametrize(
     ("layout", "safe", "limit"),
     [

@@ -157,6 +157,7 @@ def cases():
             yield pytest.param(old, new, forever, links, marks=[] if often else pytest.mark.full)
 
 
+@pytest.mark.wide(but=["two-two-True-*", "two-bin-*"])
 @pytest.mark.filterwarnings("ignore:.* could not be removed")
 @pytest.mark.parametrize(("old", "new", "forever", "links"), [*cases()])
 def test_a_failure_at_every_step(tmp_path, old, new, forever, links):
@@ -274,6 +275,7 @@ def bucket(tmp_path):
     Objects.watch = None
 
 
+@pytest.mark.wide(but=["None-*", "*-two"])
 @pytest.mark.filterwarnings("ignore:.* could not be removed")
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_object_storage_after_every_request(bucket, tmp_path, old, new):

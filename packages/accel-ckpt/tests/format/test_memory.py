@@ -93,6 +93,7 @@ def test_a_mapped_file_is_read_and_never_written(tmp_path):
         map_file(path, len(data) + 1)
 
 
+@pytest.mark.wide(but=["map_file*"])
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of other systems differ")
 @pytest.mark.parametrize("what", ["map_file(path, size)", "new_bytes(size)"])
@@ -287,6 +288,7 @@ def test_threads_map_and_forget_files_at_one_time(tmp_path):
     assert found == [True] * 60
 
 
+@pytest.mark.wide
 def test_the_descriptor_goes_with_the_last_view(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 5000)

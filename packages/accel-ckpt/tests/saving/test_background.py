@@ -398,6 +398,7 @@ def program(folder, delay=0.2, fault="", end=""):
     )
 
 
+@pytest.mark.wide(but=["end"])
 @pytest.mark.parametrize(
     ("end", "status"),
     [("", 0), ("sys.exit(3)", 3), ("raise ValueError('mine')", 1)],
@@ -411,6 +412,7 @@ def test_the_end_of_the_program_waits_for_the_save(tmp_path, end, status):
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.wide(but=["*-True"])
 @pytest.mark.parametrize(("end", "mine"), [("", False), ("raise ValueError('mine')", True)])
 def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, end, mine):
     process = program(tmp_path, 0, FAULT, end)
@@ -426,6 +428,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, end, mine):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.wide
 def test_a_failure_that_was_told_is_not_told_again(tmp_path):
     end = textwrap.dedent("""
         try:
@@ -439,6 +442,7 @@ def test_a_failure_that_was_told_is_not_told_again(tmp_path):
     assert output.endswith("told\nothers\n")
 
 
+@pytest.mark.wide
 def test_ctrl_c_while_the_program_waits_at_its_end(tmp_path):
     process = program(tmp_path, 0.5, end="print('end', file=sys.stderr, flush=True)")
     assert process.stdout.readline() == "writing\n"
@@ -449,6 +453,7 @@ def test_ctrl_c_while_the_program_waits_at_its_end(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.wide
 def test_kill_9_leaves_the_checkpoint_before(tmp_path):
     save_training_state(tmp_path / "c", models=[], shared={"step": 1}, per_rank={})
     process = program(tmp_path, 5)

@@ -18,7 +18,7 @@ import typer
 from accel_cli.__about__ import __version__
 from accel_cli.dialect import CONTEXT, App, CommandGroup, UsageError, describe_usage_error
 from accel_cli.help_pages import show_error, write_rows
-from accel_state.messages import did_you_mean
+from accel_state.messages import did_you_mean, say
 from accel_state.registry import Registry
 
 __all__ = ["COMMANDS", "OTHER_NAMES", "known_commands", "main"]
@@ -115,7 +115,7 @@ class LazyGroup(CommandGroup):
             rows = [(name, entry.summary) for name, entry in commands.items() if entry.topic == topic]
             write_rows(formatter, topic, rows)
         for sentence in _REGISTRY.hidden():
-            sys.stderr.write(f"accel: {sentence}\n")
+            say(f"accel: {sentence}")
 
 
 def _registered(name: str) -> str | None:

@@ -85,7 +85,13 @@ def show_table(
 
         table = Table(box=None, header_style="cyan", padding=(0, 2, 0, 0))
         for at, name in enumerate(columns):
-            table.add_column(Text(name), justify="left" if at in words else "right", no_wrap=at < left)
+            last = at + 1 == len(columns)
+            table.add_column(
+                Text(name),
+                justify="left" if at in words else "right",
+                no_wrap=at < left and not last,
+                overflow="fold" if last else "ellipsis",
+            )
         for at, row in enumerate(rows):
             table.add_row(*map(Text, row), style="bold" if at == bold else None)
         Console(highlight=False).print(table)

@@ -48,6 +48,7 @@ WHO = """
 ANSWER = "1.15.0 1.15.0 accel_train.accelerator True\n"
 
 
+@pytest.mark.wide
 def test_a_script_is_answered_even_if_the_real_one_is_installed(tmp_path, real):
     done = run(tmp_path, WHO, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), real]))
     assert done.stdout == ANSWER, done.stderr
@@ -65,12 +66,14 @@ def test_the_metadata_is_what_clients_look_for(tmp_path):
     assert done.stdout == "accelerate 1.15.0 https://github.com/huggingface/accelerate True\n", done.stderr
 
 
+@pytest.mark.wide
 def test_a_module_is_answered(tmp_path):
     (tmp_path / "package.py").write_text(textwrap.dedent(WHO) + "import sys\nprint(sys.argv[1:], __name__)\n")
     done = run(tmp_path, "", "-m", "package", "--flag", "x")
     assert done.stdout == ANSWER + "['--flag', 'x'] __main__\n", done.stderr
 
 
+@pytest.mark.wide
 def test_what_the_script_starts_is_answered_and_says_it_again_only_where_it_is_a_program_of_its_own(tmp_path):
     body = """
         import multiprocessing, subprocess, sys
@@ -143,6 +146,7 @@ def test_installing_too_late_is_refused(tmp_path, real, before, words):
         assert word in done.stderr
 
 
+@pytest.mark.wide
 def test_a_name_of_a_newer_level_is_an_import_error_that_says_so(tmp_path):
     body = """
         import accelerate, accelerate.utils
@@ -197,6 +201,7 @@ def test_children_find_the_command(tmp_path):
     assert run(tmp_path, text).stdout.split() == ["0", "True"]
 
 
+@pytest.mark.wide
 def test_type_checkers_are_told_what_is_answered(tmp_path):
     """Every name of a stub is the object that its module gives."""
     body = """

@@ -72,6 +72,7 @@ def test_packages_and_versions(monkeypatch):
     assert ran(requirements.skip) == "the test asks to be skipped"
 
 
+@pytest.mark.wide
 def test_commands(tmp_path):
     script = tmp_path / "who.py"
     script.write_text("import accelerate; print(accelerate.Accelerator().num_processes)")

@@ -159,7 +159,8 @@ def test_the_exit_code_is_that_of_diff(accel, folder, tmp_path):
     assert (code, out) == (0, f"{folder}/checkpoint_0 and {same} are equal\n")
     code, out, _ = accel("diff", folder / "checkpoint_0", folder / "checkpoint_1")
     assert code == 1
-    assert re.search(r"^step +1 +2 +-$", out, re.MULTILINE)
+    assert re.search(r"^1 → 2 +step$", out, re.MULTILINE)
+    assert re.search(r"^float32 \[.*\], by up to \d\S* +model 0: weight$", out, re.MULTILINE)
     data = json.loads(accel("diff", folder / "checkpoint_0", folder / "checkpoint_1", "--json")[1])
     weights = [accel_ckpt.open_training_state(folder / f"checkpoint_{n}").models[0]["weight"] for n in (0, 1)]
     (weight,) = [one for one in data if one["name"] == "model 0: weight"]
@@ -309,7 +310,7 @@ def mistakes(folder):
         (["prune", "--keep", "1"], "gone", "gone does not exist"),
         (["prune", "--keep", "1"], "empty", "no complete checkpoint checkpoint_<number> or step_<number> in"),
         (["prune", "--keep", "0"], "empty", "--keep is '0'"),
-        (["prune"], "empty", "missing option '--keep'"),
+        (["prune"], "empty", r"missing option '--keep' \(Number of the newest checkpoints to keep\); accel"),
     ],
 )
 def test_mistakes_are_one_error_with_code_2(accel, folder, mistakes, words, where, message):

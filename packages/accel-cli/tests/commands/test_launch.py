@@ -250,3 +250,54 @@ def test_ctrl_c_ends_a_loop_of_a_shell_too(tmp_path):
     assert process.returncode == -signal.SIGINT
     assert "Traceback" not in err
     assert f"accel: ended by Ctrl-C; rank 0 was in {script}, line 3" in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals and terminals of POSIX")
+@pytest.mark.parametrize("from_terminal", [True, False])
+def test_ctrl_c_while_the_script_imports_a_library(tmp_path, from_terminal):
+    library = tmp_path / "lib/site-packages/heavy"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("from heavy import core\n")
+    (library / "core.py").write_text(
+        "import os, time\nopen(f'rank_{os.getpid()}', 'w').close()\ntime.sleep(60)\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text("import heavy\n")
+    words = ["-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", "train.py"]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(library.parent), *sys.path])}
+
+    def wait_for_ranks():
+        until = time.monotonic() + 30
+        while len(found := list(tmp_path.glob("rank_*"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        return [int(path.name.removeprefix("rank_")) for path in found]
+
+    if from_terminal:
+        import pexpect
+
+        shell = pexpect.spawn(
+            sys.executable, words, cwd=tmp_path, env=environ, dimensions=(40, 200), encoding="utf-8"
+        )
+        ranks = wait_for_ranks()
+        shell.sendintr()
+        shell.expect(pexpect.EOF, timeout=30)
+        shell.close()
+        shown, ended_by = shell.before, shell.signalstatus
+    else:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=tmp_path, env=environ, start_new_session=True, stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        ranks = wait_for_ranks()
+        os.killpg(process.pid, signal.SIGINT)
+        _, shown = process.communicate(timeout=30)
+        ended_by = -process.returncode
+    assert ended_by == signal.SIGINT
+    assert [line for line in shown.splitlines() if "share" not in line] == [
+        f"{'^C' if from_terminal else ''}accel: interrupted; ranks have 5 s to exit, Ctrl-C again kills them",
+        f"accel: ended by Ctrl-C; rank 0 was in {script}, line 1",
+    ]
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)

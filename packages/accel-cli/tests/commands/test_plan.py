@@ -66,6 +66,7 @@ def test_the_table_and_the_advice(advised):
         assert word in advised[0]
 
 
+@pytest.mark.wide
 def test_the_reason_is_true_of_the_table(advised, facts):
     """Tensor parallelism sends less than what is advised, and the words say that it is not meant."""
     out = advised[0]

@@ -104,6 +104,7 @@ module.Precision.backward = backward
 """
 
 
+@pytest.mark.wide
 def test_training_that_is_wrong_is_told_with_rank_and_values(tmp_path):
     # A module that Python imports at its start breaks what is tested, as a faulty installation would.
     (tmp_path / "sitecustomize.py").write_text(

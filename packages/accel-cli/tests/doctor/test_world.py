@@ -182,6 +182,7 @@ def test_a_rank_may_take_its_time_to_end(play):
     assert not started[0].killed
 
 
+@pytest.mark.wide
 def test_steps_renew_the_patience(play):
     def slow(rank):
         rank.arrive("a")
@@ -269,6 +270,7 @@ def test_a_silent_rank_of_another_machine_is_named_after_the_timeout(play):
     assert [process.rank for process in started] == [0]
 
 
+@pytest.mark.wide
 def test_a_stopped_rank_is_named(play):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:

@@ -163,6 +163,7 @@ def test_ending_writes_nothing(start, tmp_path, keys):
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.wide
 def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
     theirs = tmp_path / "home/accelerate/default_config.yaml"
     theirs.parent.mkdir(parents=True)
@@ -260,6 +261,7 @@ def answer_all(terminal):
     assert terminal.code() == 0
 
 
+@pytest.mark.wide
 def test_no_color(start):
     terminal = start("--config_file", "a.yaml")
     answer_all(terminal)

@@ -117,6 +117,24 @@ def load(home: str, name: str) -> Any:
         except KeyboardInterrupt as interrupt:
             _tell_briefly(interrupt)
             raise
+        except (ImportError, AttributeError) as error:
+            _note_old_torch(error)
+            raise
+
+
+def _note_old_torch(error: Exception) -> None:
+    """Add to the error of an import that the installed PyTorch is too old, which is likely its cause."""
+    import re
+
+    from accel_state.constants import OLDEST_TORCH
+
+    version = str(getattr(sys.modules.get("torch"), "__version__", ""))
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if release and release < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        error.add_note(
+            f"torch {version} is installed, and {needed} or newer is needed: pip install --upgrade torch"
+        )
 
 
 def _tell_briefly(interrupt: KeyboardInterrupt) -> None:

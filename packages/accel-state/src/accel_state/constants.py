@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "BAR_INTERVAL",
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
     "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
     "BETA_TP_AVAILABLE_PYTORCH_VERSION",
@@ -19,6 +20,7 @@ __all__ = [
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "MODEL_NAME",
     "NAMES_TOLD",
+    "OLDEST_TORCH",
     "OPTIMIZER_NAME",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
@@ -50,7 +52,13 @@ NAMES_TOLD = "ACCEL_NAMES_TOLD"
 """Environment variable of ranks whose launcher has told of misspelt variables."""
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
-"""Environment variable of ranks whose launcher prefixes each line of output with the rank."""
+"""Environment variable of ranks whose launcher reads their output; not empty: it prefixes each line with the rank."""
+
+BAR_INTERVAL = 60.0
+"""Seconds after which a progress bar leaves another line in a file or a pipe; the last one when it ends."""
+
+OLDEST_TORCH = (2, 9)
+"""The oldest release of PyTorch that the packages work with, as their metadata says."""
 
 RUN_FOLDER = "ACCEL_RUN_FOLDER"
 """Environment variable of ranks: the folder in which they and the launcher of their machine exchange progress."""

@@ -19,9 +19,11 @@ __all__ = [
     "first_line",
     "folded",
     "is_secret",
+    "message",
     "module_of",
     "nearest",
     "readable_size",
+    "say",
     "shown",
     "warn",
     "without_secrets",
@@ -48,6 +50,10 @@ _NAME = rf"[\w.-]*{_WORDS}[\w.-]*"
 _SETTING = re.compile(
     rf"(?P<name>\b{_NAME}=|(?<!\S)--{_NAME}\s+(?!-))(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.IGNORECASE
 )
+
+
+_OWN = re.compile(r"accel: |accel_\w+\.|\S+:\d+: \w*Warning: ")
+"""How a message of these packages begins, the line of a traceback that has an error of theirs, and a warning."""
 
 
 def first_line(error: BaseException) -> str:
@@ -126,6 +132,25 @@ def folded(text: str, stream: Any, indent: str = "") -> str:
         shutil.get_terminal_size().columns - 1, indent, indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(to_width.fill(line) for line in text.split("\n"))
+
+
+def message(text: str, stream: Any, indent: str = "") -> str:
+    """Several lines for a stream: on a terminal the sentences of a message of these packages are folded.
+
+    Args:
+        text: lines. Those before the message may be a traceback; those that begin with a blank are not folded.
+        stream: its destination, which has ``isatty``.
+        indent: in front of each line that is folded.
+    """
+    lines = text.split("\n")
+    begin = next((number for number, line in enumerate(lines) if _OWN.match(line)), len(lines))
+    sentences = [folded(line, stream, indent) if line[:1].strip() else line for line in lines[begin:]]
+    return "\n".join(lines[:begin] + sentences)
+
+
+def say(text: str) -> None:
+    """Print a message on standard error; it begins with ``accel: ``."""
+    print(message(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def readable_size(nbytes: float) -> str:

@@ -448,7 +448,8 @@ def _built(spec: TreeSpec, source: Iterator[Tensor]) -> Any:
 def _not_a_tensor(data: Any, leaf: Any) -> TypeError:
     return TypeError(
         "only tensors in nested lists, tuples, mappings and dataclasses are accepted; "
-        f"found {type(leaf).__name__} at {path_of(data, leaf) or 'the top'}"
+        f"found {type(leaf).__name__} at {path_of(data, leaf) or 'the top'}. "
+        "gather_object and broadcast_object_list send other objects between ranks"
     )
 
 

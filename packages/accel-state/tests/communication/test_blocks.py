@@ -217,9 +217,13 @@ def everything() -> list[Any]:
     found.append(collectives.broadcast(torch.tensor([rank]), ranks - 1).tolist())
     found.append(collectives.gather_object([rank] * rank))
     found.append(collectives.gather_object(["x" * 5000 * rank]))
+    found.append(collectives.gather_object(["x" * 5000, {"of": "all"}]))
+    found.append(collectives.gather_object([str(rank) * 5000]))
     found.append(collectives.broadcast_object_list([f"from {rank}"], 1))
+    found.append(collectives.broadcast_object_list(["x" * 5000 * rank], 1))
     found.append(collectives.gather(torch.full((rank + 1,), rank), ragged=True).tolist())
     found.append(collectives.pad_across_processes(torch.full((rank + 1,), rank)).shape)
+    found.append(collectives.pad_across_processes(torch.full((3,), rank)).shape)
     state.wait_for_everyone()
     return found
 

@@ -63,6 +63,7 @@ def test_messages_that_are_signed_are_cleaned_up() -> None:
     assert other == [False] * 22
 
 
+@pytest.mark.wide(but=["2"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_or_the_main_process_alone(ranks: int) -> None:
     main, *others = worlds.run(meet_often, ranks)
@@ -80,6 +81,7 @@ def slow_ranks() -> bool:
     return state.main_process_alone("work")
 
 
+@pytest.mark.wide
 def test_a_rank_that_is_late_is_waited_for() -> None:
     assert worlds.run(slow_ranks, 3) == [False] * 3
 
@@ -98,6 +100,7 @@ def others_in_torch(kind: str) -> bool:
     return alone
 
 
+@pytest.mark.wide(but=["all_reduce"])
 @pytest.mark.parametrize("kind", ["backward", "all_reduce"])
 def test_collectives_of_torch_are_proof(kind: str) -> None:
     assert worlds.run(others_in_torch, 3, kind) == [True, False, False]
@@ -148,6 +151,7 @@ def some_call(calling: list[int]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.wide(but=["calling0"])
 @pytest.mark.parametrize("calling", [[1], [0, 1], [1, 2], [0, 2]])
 def test_some_ranks_are_a_mismatch_on_all(calling: list[int]) -> None:
     for error in worlds.run(some_call, 3, calling):

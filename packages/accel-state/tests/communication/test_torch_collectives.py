@@ -108,6 +108,7 @@ def test_a_collective_of_torch_on_one_rank_is_named_on_the_other():
     assert "rank 0: in wait_for_everyone (#1) at" in text
 
 
+@pytest.mark.wide
 @recorded
 def test_different_collectives_of_torch_are_reported_and_ended():
     def body():

@@ -97,6 +97,7 @@ def test_t21_a_late_rank_is_reported_with_its_stack_and_then_all_goes_on():
     assert "time.sleep(1.6)" in text
 
 
+@pytest.mark.wide
 def test_t21_reports_back_off():
     def body():
         rank = PartialState().process_index
@@ -169,6 +170,7 @@ def test_t21_a_rank_that_is_done_is_proof():
     assert "rank 1 is gone (" in saving[2]
 
 
+@pytest.mark.wide
 def test_t21_a_killed_rank_is_proof():
     script = """
         import os, signal
@@ -184,6 +186,7 @@ def test_t21_a_killed_rank_is_proof():
     assert re.search(r"rank 1 is gone \(process \d+ has ended\)", left[2])
 
 
+@pytest.mark.wide
 def test_t21_another_collective_is_proof_without_fingerprints():
     """A point-to-point collective has no fingerprint; the watch finds the ranks in different ones."""
     script = """
@@ -208,6 +211,7 @@ def test_t21_another_collective_is_proof_without_fingerprints():
         assert float(out) < 3
 
 
+@pytest.mark.wide
 def test_t21_nothing_hangs_at_exit_and_the_group_stays_given_up():
     script = """
         from accel_state.operations import collectives

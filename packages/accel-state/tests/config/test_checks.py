@@ -140,6 +140,13 @@ def test_the_stronger_origin_wins_a_contradiction_and_it_is_said(write):
     assert "is overridden by --cpu" in resolved.notes[0]
     resolved = merged("--num_processes 1", file=file)
     assert (resolved.config.num_processes, resolved.config.distributed_type) == (1, "NO")
+
+
+def test_a_number_of_processes_replaces_one_process_of_a_file_in_silence(write):
+    # accel config writes such a file after "one process", and each launch with a flag would tell of it.
+    resolved = merged("--num_processes 2", file=write("distributed_type: 'NO'\nnum_processes: 1\n"))
+    assert (resolved.config.num_processes, resolved.config.distributed_type) == (2, None)
+    assert not resolved.notes
     file = write("use_cpu: true\n")
     resolved = merged("--multi_gpu", file=file)
     assert (resolved.config.use_cpu, resolved.config.distributed_type) == (False, "MULTI_GPU")

@@ -20,7 +20,7 @@ from accel_state.config import (
     resolve,
     variables,
 )
-from accel_state.config.external_variables import unknown_variables
+from accel_state.config.unknown_variables import unknown_variables
 from accel_state.errors import ConfigError
 
 

@@ -59,6 +59,7 @@ def test_without_arguments_and_as_a_plain_call():
     assert find_executable_batch_size(lambda batch_size: batch_size, starting_batch_size=7)() == 7
 
 
+@pytest.mark.wide(but=["of nothing"])
 @pytest.mark.parametrize("backoff", ["of nothing", "of the size"])
 def test_another_backoff(backoff):
     sizes = iter([40, 20, 10])
@@ -75,6 +76,7 @@ def test_another_backoff(backoff):
     assert tried == [80, 40, 20, 10]
 
 
+@pytest.mark.wide(but=["100"])
 @pytest.mark.parametrize("returned", [80, 100, 7.5, None])
 def test_a_backoff_that_does_not_reduce_is_named(returned):
     @find_executable_batch_size(starting_batch_size=80, reduce_batch_size_fn=lambda size: returned)

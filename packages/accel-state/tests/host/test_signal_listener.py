@@ -275,6 +275,7 @@ def test_a_started_program_has_default_handlers():
     listener.close()
 
 
+@pytest.mark.wide
 def test_nothing_is_left_open():
     def descriptors():
         gc.collect()

@@ -106,6 +106,7 @@ def test_t26_mixed_precision_reaches_the_function(tmp_path):
     assert (single, after) == ("fp16", "None")
 
 
+@pytest.mark.wide
 @forks
 def test_torch_that_has_computed_before_does_not_hang_the_ranks(tmp_path):
     # OpenMP's threads do not survive a fork; without care this never ends.
@@ -177,6 +178,7 @@ def test_prefix_template(tmp_path):
     assert sorted(done.stdout.splitlines()) == ["<default 0> x", "<default 1> x"], done.stderr
 
 
+@pytest.mark.wide
 @forks
 def test_debug_launcher_uses_the_cpu(tmp_path):
     done = run(
@@ -196,6 +198,7 @@ def test_debug_launcher_uses_the_cpu(tmp_path):
     assert lines == [f"[rank {rank}] cpu gloo True 30.0" for rank in range(3)], done.stderr
 
 
+@pytest.mark.wide
 @forks
 def test_debug_launcher_with_one_process_has_no_group(tmp_path):
     done = run(
@@ -211,6 +214,7 @@ def test_debug_launcher_with_one_process_has_no_group(tmp_path):
     assert done.stdout == "[rank 0] NO 1 None cpu\n", done.stderr
 
 
+@pytest.mark.wide
 @forks
 def test_ranks_do_not_inherit_the_state_that_a_launch_of_one_process_left(tmp_path):
     done = run(

@@ -143,7 +143,8 @@ def test_resume_reaches_ranks_of_every_style_by_one_variable():
         plain, resuming = planned("--cpu", *flags), planned("--cpu", *flags, "--resume")
         for before, after in zip(plain.processes, resuming.processes, strict=True):
             assert {name for name in after.env if name not in before.env} - {
-                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # of one process, which is watched now
+                # Of one process, which is watched now.
+                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "ACCEL_RANK_PREFIXED"
             } == {"ACCELERATE_RESUME"}  # fmt: skip
             assert after.env["ACCELERATE_RESUME"] == "true"
     assert "-x" in after.argv
@@ -187,6 +188,15 @@ def test_cards_without_direct_traffic_get_it_switched_off():
     assert env["NCCL_P2P_DISABLE"] == "1"
     assert "NCCL_IB_DISABLE" not in env, "what the user has set stays"
     assert "NCCL_P2P_DISABLE" not in planned(host=gpus(2)).processes[0].env
+
+
+def test_gloo_is_told_an_interface_where_the_host_name_leads_nowhere():
+    host = dataclasses.replace(CPU, named=False)
+    two = ("--cpu", "--num_processes", "2")
+    assert first(*two, host=host).env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in first(*two, host=host, environ={"GLOO_SOCKET_IFNAME": "eth0"}).env
+    assert "GLOO_SOCKET_IFNAME" not in first(*two).env
+    assert "GLOO_SOCKET_IFNAME" not in first("--cpu", host=host).env
 
 
 def test_numbers_that_do_not_fit_together():

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from accel_state.errors import LaunchError
-from accel_state.launching.ports import is_port_in_use, reserve_port
+from accel_state.launching.ports import host_name_is_local, is_port_in_use, reserve_port
 
 
 def test_t30_reserved_ports_differ_and_nobody_else_gets_them():
@@ -52,3 +52,12 @@ def test_a_port_can_be_taken_again_right_after_a_run():
         client.close()
     with reserve_port(port) as again:
         assert again == port
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [("127.0.0.1", True), ("192.0.2.1", False), ("name.invalid", False)],  # RFC 5737, RFC 2606: of no machine
+)
+def test_whether_the_host_name_leads_to_this_machine(monkeypatch, name, local):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert host_name_is_local() is local

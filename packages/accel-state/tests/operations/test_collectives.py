@@ -339,7 +339,7 @@ def test_padding_refuses_what_is_no_tensor_on_any_number_of_ranks(world):
 
     for name, text in worlds.run(body, world):
         assert name == "TypeError"
-        assert "found str at ['name']" in text
+        assert "found str at ['name']. gather_object and broadcast_object_list send other objects" in text
 
 
 def test_pad_across_processes():

@@ -81,7 +81,7 @@ def test_the_main_process_alone_tells_of_misspelt_variables():
 
 def test_known_variables_search_for_no_installed_strategies(monkeypatch):
     # Searching takes ten milliseconds, and every rank of a launch has variables of ours.
-    monkeypatch.setattr("accel_state.config.external_variables.complete_root", None)
+    monkeypatch.setattr("accel_state.config.unknown_variables.complete_root", None)
     PartialState()
 
 

@@ -84,6 +84,7 @@ def absent_rank():
     return outcome(timeout=timedelta(seconds=1))
 
 
+@pytest.mark.wide
 def test_a_rank_that_does_not_come_ends_the_wait_of_the_others():
     (first, first_says), _, (third, third_says) = worlds.run(absent_rank, 3, timeout=30)
     assert first is LaunchError

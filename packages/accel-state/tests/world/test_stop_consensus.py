@@ -105,6 +105,53 @@ def test_all_ranks_stop_after_the_same_boundary(size, seed):
     assert not any(rank.failures for rank in ranks)
 
 
+class Recording:
+    """A store that notes the keys of each request."""
+
+    def __init__(self, store, seen):
+        self._store, self._seen = store, seen
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            keys = arguments[0]
+            self._seen.append((name, [keys] if isinstance(keys, str) else keys))
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_ranks_that_wait_ask_for_no_more_in_a_larger_world(monkeypatch):
+    """A request a moment with a key of every rank, from every rank, is too much for one store."""
+    seen = []
+    monkeypatch.setattr(
+        stop_consensus, "prefixed", lambda store, prefix: Recording(dist.PrefixStore(prefix, store), seen)
+    )
+    size = 8
+    store = dist.HashStore()
+    ranks = [Rank(rank, size, store) for rank in range(size - 1)]
+    ranks[0].consensus.request("SIGTERM on rank 0")
+    time.sleep(0.3)  # fifteen looks
+    assert not any(len(keys) > 1 for _, keys in seen)
+    looks = {keys[0] for name, keys in list(seen) if keys[0].startswith("look/")}
+    asked = [keys[0] for name, keys in list(seen) if name == "check" and keys[0].startswith("passed/")]
+    assert len(looks) >= 3
+    assert len(asked) <= size * len(looks)
+    ranks.append(Rank(size - 1, size, store))
+    assert {rank.consensus.should_stop() for rank in ranks} == {False}
+    assert {rank.consensus.decision.stop_after for rank in ranks} == {1}
+    close(ranks)
+
+
+def test_a_rank_that_ended_before_it_was_counted_holds_nobody_up():
+    store = dist.HashStore()
+    dist.PrefixStore("1", dist.PrefixStore("stop", store)).set("passed/1", "5")
+    first = Rank(0, 2, store)
+    first.consensus.request("SIGTERM on rank 0")
+    assert not first.consensus.should_stop()
+    assert first.consensus.decision.stop_after == 6
+    close([first])
+
+
 def test_a_rank_that_stands_in_a_collective_does_not_hold_up_the_verdict():
     ranks, _ = world(2)
     ranks[0].boundaries.passed = 7

@@ -220,7 +220,6 @@ from accel_train.loop.device_peaks import DevicePeak as DevicePeak
 from accel_train.loop.device_peaks import device_peak as device_peak
 from accel_train.loop.flops import flops_per_token as flops_per_token
 from accel_train.loop.flops import measured_flops as measured_flops
-from accel_train.loop.guard import StepGuard as StepGuard
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
 from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
@@ -231,6 +230,7 @@ from accel_train.loop.scheduler import AcceleratedScheduler as AcceleratedSchedu
 from accel_train.loop.state import AcceleratorState as AcceleratorState
 from accel_train.loop.state import GradientState as GradientState
 from accel_train.loop.state import is_initialized as is_initialized
+from accel_train.loop.step_guard import StepGuard as StepGuard
 from accel_train.loop.throughput import Throughput as Throughput
 from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
 from accel_train.losses.causal_models import ChunkedLoss as ChunkedLoss
@@ -282,9 +282,9 @@ from accel_train.setup.compile import compile_regions as compile_regions
 from accel_train.setup.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.setup.unwrap import has_compiled_regions as has_compiled_regions
 from accel_train.setup.unwrap import is_peft_model as is_peft_model
-from accel_train.strategies.base import Capabilities as Capabilities
 from accel_train.strategies.base import Strategy as Strategy
 from accel_train.strategies.base import StrategyOptions as StrategyOptions
+from accel_train.strategies.capabilities import Capabilities as Capabilities
 from accel_train.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from accel_train.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from accel_train.strategies.deepspeed.placeholders import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

@@ -41,9 +41,7 @@ from accel_train.errors import (
 )
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
-from accel_train.loop.first_windows import explain_no_gradient
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
-from accel_train.loop.guard import GuardState, StepGuard, StepGuardOptions
 from accel_train.loop.observers import StepReporter
 from accel_train.loop.offloading import Offloading
 from accel_train.loop.optimizer import AcceleratedOptimizer
@@ -51,6 +49,8 @@ from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.loop.state import AcceleratorState, GradientState, register_newest
+from accel_train.loop.step_guard import GuardState, StepGuard, StepGuardOptions
+from accel_train.loop.usual_mistakes import explain_no_gradient
 from accel_train.offload.report import OffloadReport
 from accel_train.offload.tensors import KINDS
 from accel_train.optimizer_parameters import parameter_ids
@@ -1440,7 +1440,7 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's pipeline stage; always 0, because `ParallelismConfig` has no pipelines."""
+        """This rank's index among the ranks of a pipeline; 0 without pipelines."""
         return self._place("pp", "pipeline_parallel_rank")
 
     def _place(self, dimension: str, name: str) -> int:

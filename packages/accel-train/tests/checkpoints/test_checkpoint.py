@@ -193,6 +193,10 @@ def test_other_objects_than_were_saved_are_named(tmp_path):
         other.load_state()
     with pytest.raises(ValueError, match="needs a folder"):
         other.save_state()
+    with pytest.raises(
+        ValueError, match=r"save_state\('checkpoints/step_100'\).*project_dir='run', automatic"
+    ):
+        Accelerator(project_dir="run").save_state()
     with pytest.raises(ValueError, match="needs a folder"):
         Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True)).save_state()
 

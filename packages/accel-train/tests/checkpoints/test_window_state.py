@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_ckpt import CorruptCheckpointError, StateMismatchError
 from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, holds_gradients, load
-from accel_train.strategies.base import Capabilities, Strategy
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.state_adapter import StateAdapter
 from accel_train.strategies.window_gradients import WindowGradients
 from testkit import worlds

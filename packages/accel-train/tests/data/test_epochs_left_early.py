@@ -99,6 +99,7 @@ def first(loader, batches):
     return tuple(rows)
 
 
+@pytest.mark.wide(only=["dataset, persistent worker"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_every_loop_that_is_left_early_is_another_epoch(kind):
     loader = prepared(kind)
@@ -220,6 +221,7 @@ def gone_back(kind, back):
     return seen, torch.cat(list(resumed)).tolist(), torch.cat(list(resumed)).tolist()
 
 
+@pytest.mark.wide(only=["workers-an epoch"])
 @pytest.mark.parametrize("back", ["a batch", "an epoch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_that_goes_on_after_a_load_saves_where_it_is(kind, back):

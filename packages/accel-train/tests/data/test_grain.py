@@ -57,6 +57,7 @@ def prepare(ranks=1, rank=0, workers=0):
     )
 
 
+@pytest.mark.wide(but=["0-1-1-*", "1-4-2-*"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("cut", [1, 4])

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from accel_train import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accel_train.data.iteration import Iteration
-from accel_train.data.reading_states import ReadingStates
+from accel_train.data.reading_random_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import ArithmeticStream, SamplerReader, SingleStream
 from accel_train.data.sampling.layout import BatchLayout

@@ -114,6 +114,7 @@ def test_t4_a_loop_left_early_releases_its_loader(make):
     assert ledger.live == []
 
 
+@pytest.mark.wide(only=["stream"])
 def test_t4_a_loop_left_by_an_exception_releases_its_loader(make):
     ledger = ActiveLoaders()
     loader = make(ledger=ledger)
@@ -200,6 +201,7 @@ def test_empty_loaders_yield_nothing():
         assert loader.iteration == 1
 
 
+@pytest.mark.wide(but=["map"])
 def test_loaders_are_collected(make):
     ledger = ActiveLoaders()
     loader = make(ledger=ledger)

@@ -170,6 +170,7 @@ def mesh(request):
     return worlds.run(everything, world, degrees, timeout=120)
 
 
+@pytest.mark.wide(only=["dp_shard 2-*", "pp 2-*", "dp_replicate 2 x tp 2-*", "pp 2 x dp_replicate 2-*"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_of_one_index_read_the_same_and_all_indexes_everything(kind, mesh):
     of_index: dict[int, list] = {}
@@ -259,6 +260,7 @@ def moved(degrees, kind, folder, resume):
     return ranks.index, seen
 
 
+@pytest.mark.wide(but=["dp x tp to dp-map", "dp to pp-*"])
 @pytest.mark.parametrize("kind", ["map", "map, custom sampler", "map, custom batches", "dispatched map"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -310,6 +310,7 @@ def interrupted(kind, epoch, count, ranks=None, rank=None, idle=(), stateful=Tru
     return whole, parts
 
 
+@pytest.mark.wide(but=["*-place0", "*-place3", "*-place6"])
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (2, 3), (2, 10), (2, "end"), (1, 11), (2, 11)])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
 @pytest.mark.parametrize(
@@ -321,6 +322,7 @@ def test_t5_the_stream_goes_on_where_it_was(kind, place, ask, stateful):
     assert parts == whole
 
 
+@pytest.mark.wide(but=["*-place0", "drop last-*"])
 @pytest.mark.parametrize("place", [(0, 0), (2, 3), (2, 11), (1, "end")])
 @pytest.mark.parametrize(
     "kind", ["own generator", "own generator, full batches", "drop last", "own generator, workers"]
@@ -335,6 +337,7 @@ def test_t5_a_generator_with_other_users_goes_on_where_it_was(kind, place):
     assert parts == whole
 
 
+@pytest.mark.wide(only=["by itself-workers"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -439,6 +442,7 @@ def test_t5_a_seedable_order_from_the_loaders_own_generator_goes_on(workers):
     assert rest == whole[4:]
 
 
+@pytest.mark.wide(but=["*-place0", "*-place3"])
 @pytest.mark.parametrize("place", [(0, 0), (2, 3), (1, 11), (2, "end")])
 @pytest.mark.parametrize("idle", [(False,), (True,), (True, True)], ids=["loaded", "begun", "begun twice"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
@@ -722,6 +726,7 @@ def _counting_calls(function):
         sys.setprofile(None)
 
 
+@pytest.mark.wide
 @given(
     kind=st.sampled_from(
         ["shuffle", "own generator", "replacement", "subset", "custom", "custom batches", "lazy"]

@@ -103,6 +103,7 @@ def follow(loader, leave_early):
     return seen
 
 
+@pytest.mark.wide(only=["workers-True", "stream, workers-*"])
 @pytest.mark.parametrize("leave_early", [False, True])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_bit_for_bit(kind, leave_early):
@@ -130,6 +131,7 @@ def test_dispatch_of_one_process_is_the_plain_loader():
     assert all(torch.equal(a, b) for a, b in itertools.zip_longest(got, expected))
 
 
+@pytest.mark.wide(only=["workers"])
 @pytest.mark.parametrize("kind", [name for name in LOADERS if "stream" not in name and "lazy" not in name])
 def test_asking_for_the_end_changes_nothing(kind):
     """Gradient accumulation asks at every step; where the end is counted, no index is drawn earlier for "

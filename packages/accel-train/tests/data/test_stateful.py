@@ -82,6 +82,7 @@ def resumed(build, batches, **options):
     return rest, [batch.tolist() for batch in fresh], fresh
 
 
+@pytest.mark.wide(but=["*-0", "*-5-2"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batches", [1, 5, 11])
 @pytest.mark.parametrize("build", [Counting, Drawing])
@@ -155,6 +156,7 @@ class Parts(IterableDataset):
         self.place, self.going_on = state["place"], True
 
 
+@pytest.mark.wide(only=["True-2"])
 @pytest.mark.parametrize(
     "workers", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
 )

@@ -42,6 +42,7 @@ def workers_of(loader):
     return list(loader._iterator._workers)
 
 
+@pytest.mark.wide(but=["2-True"])
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(stateful, epochs):
@@ -75,6 +76,7 @@ def test_workers_that_are_not_kept_end_with_the_iteration(stateful):
     assert not any(worker.is_alive() for worker in workers)
 
 
+@pytest.mark.wide(only=["True"])
 @pytest.mark.parametrize("stateful", [True, False])
 def test_copies_of_a_loader_end_nothing(stateful):
     loader = prepare(stateful, True)

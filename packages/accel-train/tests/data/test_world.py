@@ -266,6 +266,7 @@ def noise_of_ranks(stateful):
     return state.process_index, answers
 
 
+@pytest.mark.wide(but=["False"])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_augmentation_differs_between_ranks_that_read_different_samples(stateful):
     (_, one), (_, other) = worlds.run(noise_of_ranks, 2, stateful)

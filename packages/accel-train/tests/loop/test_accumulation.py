@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_train import Accelerator, AccumulationError, AmbiguousLoaderError
-from accel_train.strategies.base import Capabilities, Strategy
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.capabilities import Capabilities
 from testkit.samples import inputs, make
 
 

@@ -35,6 +35,7 @@ def training():
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.wide(but=["1"])
 @pytest.mark.parametrize("generation", [1, 2])
 def test_garbage_is_collected_at_the_chosen_steps_only(collected, generation):
     accelerator, model, optimizer = training()
@@ -66,6 +67,7 @@ def test_cycles_are_freed_by_a_collection():
         assert gone() is None
 
 
+@pytest.mark.wide
 def test_after_an_error_collection_is_as_it_was_before():
     accelerator, _, _ = training()
 

@@ -124,6 +124,7 @@ def test_objects_prepared_meanwhile_are_on_the_device(accelerator):
     train(accelerator, model, optimizer)
 
 
+@pytest.mark.wide(but=["clear", "save_state"])
 @pytest.mark.parametrize("call", ["free_memory", "clear", "save_state", "load_state"])
 def test_what_needs_all_states_is_refused(accelerator, call, tmp_path):
     _, optimizer = pair(accelerator)

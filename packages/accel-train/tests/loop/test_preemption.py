@@ -92,6 +92,7 @@ def test_a_step_without_a_signal_asks_nobody(monkeypatch):
     accelerator.end_training()
 
 
+@pytest.mark.wide
 def test_signals_that_come_while_the_process_ends_change_nothing():
     script = (
         "import atexit, os, signal\nfrom accel_train import Accelerator\naccelerator = Accelerator(preemption=True)\n"
@@ -104,6 +105,7 @@ def test_signals_that_come_while_the_process_ends_change_nothing():
     assert done.returncode == 75
 
 
+@pytest.mark.wide
 def test_repeated_signals_change_nothing():
     accelerator = Accelerator(preemption=True)
     tell(accelerator)
@@ -151,6 +153,7 @@ def test_off_by_default():
     assert ending.value.code == 75
 
 
+@pytest.mark.wide(but=["preemption=True"])
 @pytest.mark.parametrize("body", ["", "preemption=True", "preemption=True); accelerator.end_training("])
 def test_sigterm_ends_a_program_that_does_not_listen(body):
     script = (
@@ -185,6 +188,7 @@ def test_signals_can_be_chosen():
     finish(accelerator)
 
 
+@pytest.mark.wide(but=["SIGTERM", "signals1"])
 @pytest.mark.parametrize("signals", ["SIGTERM", (), ("SIGKILL",), ("SIGSTOP",), ("TERM",), (15,), 15])
 def test_signals_that_cannot_be_chosen(signals):
     with pytest.raises(OptionError, match=r"PreemptionConfig\(signals=…\)"):
@@ -241,6 +245,7 @@ def test_two_accelerators_are_told_and_end_apart():
     finish(second)
 
 
+@pytest.mark.wide
 def test_pickles_and_is_collected():
     accelerator = Accelerator(preemption=True)
     model, optimizer, loader = prepared(accelerator)
@@ -254,6 +259,7 @@ def test_pickles_and_is_collected():
     assert [reference() for reference in references] == [None] * 5
 
 
+@pytest.mark.wide
 def test_data_workers_live_on(tmp_path):
     """Slurm tells every process of a job."""
     others = psutil.Process().children()
@@ -288,6 +294,7 @@ def test_data_workers_live_on(tmp_path):
     accelerator.end_training()
 
 
+@pytest.mark.wide(only=["accelerator.end_training*"])
 @pytest.mark.parametrize("end", ["accelerator.exit_preempted()", "accelerator.end_training()"])
 def test_workers_end_with_a_rank_that_leaves_its_loop(end):
     script = f"""
@@ -323,6 +330,7 @@ def test_a_forked_process_is_no_rank():
     accelerator.end_training()
 
 
+@pytest.mark.wide
 def test_an_end_that_hides_the_preemption_is_told(caplog):
     accelerator = Accelerator(preemption=True)
     tell(accelerator)

@@ -152,6 +152,7 @@ def test_bad_arguments_are_refused():
     assert meter.read().items == 0
 
 
+@pytest.mark.wide
 def test_updates_keep_no_memory():
     accelerator = training()
     meter, tensors = ThroughputMeter(accelerator), ThroughputMeter(accelerator)

@@ -49,6 +49,7 @@ def aliases(pinned: bool) -> None:
     assert base[3].item() == 5.0
 
 
+@pytest.mark.wide(only=["True"])
 @pytest.mark.simulated
 @pytest.mark.parametrize("pinned", [True, False])
 def test_memory_comes_back_below_the_same_tensors(pinned):

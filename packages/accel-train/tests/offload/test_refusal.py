@@ -65,6 +65,7 @@ def test_what_needs_no_values_is_answered():
     assert repr(parameter) == "<Parameter of shape [2, 3], in host memory until accelerator.reload_states()>"
 
 
+@pytest.mark.wide
 def test_a_gradient_refuses_that_no_python_object_holds():
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()

@@ -248,6 +248,7 @@ def losses_in_place(kind, degrees):
     return found
 
 
+@pytest.mark.wide(only=["roberta-*"])
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
@@ -286,6 +287,7 @@ def compiled_blocks(degrees):
     return loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]
 
 
+@pytest.mark.wide(only=["{'cp': 2}"])
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
 def test_compiled_blocks_divide_attention_once(degrees):
     model = built()
@@ -597,6 +599,7 @@ def counting_from_their_part(degrees):
     return told
 
 
+@pytest.mark.wide(only=["sp"])
 @pytest.mark.parametrize("degrees", [{"cp": 2}, {"sp": 2}], ids=["cp", "sp"])
 def test_transformers_models_that_count_from_their_part_are_refused(degrees):
     pytest.importorskip("transformers")
@@ -718,6 +721,7 @@ def loss_of_own(kind, divided=False):
     return loss.item(), wanted.item(), len(told)
 
 
+@pytest.mark.wide(but=["False"])
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_model_that_names_shifted_labels_has_the_loss_of_one_process(divided):
     for loss, wanted, told in worlds.run(loss_of_own, 2, Named, divided):

@@ -14,7 +14,8 @@ from accel_train import Accelerator, GradScalerKwargs, PrepareError
 from accel_train.data import PreparedLoader
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.optimizer_parameters import parameters_of
-from accel_train.strategies.base import Capabilities, Parts, Strategy
+from accel_train.strategies.base import Parts, Strategy
+from accel_train.strategies.capabilities import Capabilities
 from testkit import worlds
 from testkit.samples import inputs, make
 

@@ -10,13 +10,13 @@ from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import (
-    Capabilities,
     DefersSync,
     DividesSteps,
     Parts,
     Strategy,
     StrategyOptions,
 )
+from accel_train.strategies.capabilities import Capabilities
 
 CPU = torch.device("cpu")
 

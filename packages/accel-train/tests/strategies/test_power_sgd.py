@@ -97,6 +97,7 @@ def ours(
     return [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
 
 
+@pytest.mark.wide(only=["bf16-no-*", "power_sgd-bf16-*", "batched*-no-*", "batched*-bf16-*"])
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     ("comm_hook", "comm_wrapper"),
@@ -115,6 +116,7 @@ def test_a_hook_does_what_it_does_in_plain_pytorch_bit_for_bit(comm_hook, comm_w
     assert not all(torch.equal(a, b) for a, b in zip(found[0], uncompressed, strict=True)), "nothing to see"
 
 
+@pytest.mark.wide(only=["batched*", "*-3-*"])
 @pytest.mark.parametrize("warm_start", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "stop", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(7, marks=pytest.mark.full)]
@@ -130,7 +132,7 @@ def test_a_run_continues_exactly(tmp_path, comm_hook, comm_wrapper, stop, warm_s
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("stop", [2, 7])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.wide), 7])
 def test_a_run_continues_exactly_inside_a_window(tmp_path, stop):
     folder = str(tmp_path / "state")
     worlds.run(ours, 2, "power_sgd", "no", OPTIONS, 3, folder, stop)

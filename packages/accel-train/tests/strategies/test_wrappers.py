@@ -59,6 +59,7 @@ def test_the_innermost_module_is_inside_wrappers_in_any_order(wraps):
     assert innermost(wrapped) is wrapped
 
 
+@pytest.mark.wide
 def test_a_script_that_compiles_nothing_loads_no_compiler():
     code = (
         "import sys, torch; from accel_train import Accelerator; "

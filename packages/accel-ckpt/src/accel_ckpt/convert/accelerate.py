@@ -2,9 +2,9 @@
 
 Its folders are recognised by the names of their files; they have no manifest, and nothing marks a save as
 finished. Models and the other parts are in one file each, numbered by the order of preparation; under FSDP the
-models and optimizers are single files of full tensors, or folders of torch's Distributed Checkpoint, under DeepSpeed
-the folders that its engine writes for a model and its optimizer. Optimizer states number parameters by position,
-under FSDP and ZeRO they name them.
+models and optimizers are single files of full tensors, folders of torch's Distributed Checkpoint, or files of each
+rank, under DeepSpeed the folders that its engine writes for a model and its optimizer. Optimizer states number
+parameters by position, under FSDP and ZeRO they name them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from accel_ckpt.folders.find import checkpoints_from
 from accel_ckpt.foreign.dcp import DcpFolder, is_dcp_folder
 from accel_ckpt.foreign.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
 from accel_ckpt.foreign.pickles import unpickle
+from accel_ckpt.foreign.rank_files import RankFiles
 from accel_ckpt.foreign.sources import FSDP_FILE, FSDP_FOLDER
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard
 from accel_ckpt.locations import RemotePath
 from accel_ckpt.modules.names import canonical_name, canonical_state_dict
 from accel_ckpt.training.optimizers import name_positions
+from accel_ckpt.training.tree_fill import fill_tree
 from accel_state.constants import SCALER_NAME
 from accel_state.errors import NotAvailableError
 
@@ -40,17 +42,21 @@ _NUMBERED = {
     "pickled_model": re.compile(r"pytorch_model(?:_(?P<n>\d+))?\.bin"),
     "fsdp_model": FSDP_FILE,
     "fsdp_folder": FSDP_FOLDER,
+    "fsdp_ranks": re.compile(r"pytorch_model_fsdp_(?P<n>\d+)_rank\d+\.bin"),
     "engine_folder": re.compile(r"pytorch_model(?:_(?P<n>\d+))?"),
     "optimizer": re.compile(r"optimizer(?:_(?P<n>\d+))?\.bin"),
     "optimizer_folder": re.compile(r"optimizer_(?P<n>\d+)"),
+    "optimizer_ranks": re.compile(r"optimizer_(?P<n>\d+)_rank\d+\.bin"),
     "scheduler": re.compile(r"scheduler(?:_(?P<n>\d+))?\.bin"),
     "loader": re.compile(r"dl_state_dict(?:_(?P<n>\d+))?\.bin"),
     "custom": re.compile(r"custom_checkpoint_(?P<n>\d+)\.pkl"),
     "rank": re.compile(r"random_states_(?P<n>\d+)\.pkl"),
-    "rank_shard": re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(?P<n>\d+)\.bin"),
+    "flat_shard": re.compile(r"pytorch_model_fsdp_rank(?P<n>\d+)\.bin"),
 }
 _FOLDERS = {"fsdp_folder", "optimizer_folder", "engine_folder"}
-_WEIGHTS = ("engine_folder", "fsdp_folder", "fsdp_model", "model")
+_RANKS = {"fsdp_ranks", "optimizer_ranks"}  # of which the path without "_rank<rank>.bin" is kept
+_WEIGHTS = ("engine_folder", "fsdp_folder", "fsdp_ranks", "fsdp_model", "model")
+_OPTIMIZER_OF = {"fsdp_folder": "optimizer_folder", "fsdp_ranks": "optimizer_ranks"}
 _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
 
 
@@ -70,7 +76,8 @@ def _contents(folder: Path) -> dict[str, dict[int, Path]]:
         for kind, pattern in _NUMBERED.items():
             match = pattern.fullmatch(path.name)
             if match is not None and path.is_dir() == (kind in _FOLDERS):
-                found[kind][int(match["n"] or 0)] = path
+                name = path.name.partition("_rank")[0] if kind in _RANKS else path.name
+                found[kind][int(match["n"] or 0)] = path.with_name(name)
     found["model"] = {**found["pickled_model"], **found["model"]}  # safetensors come first, as in Accelerate
     engines = {number: path for number, path in found["engine_folder"].items() if is_deepspeed_folder(path)}
     if not engines and (tagged := tagged_folder(folder)) is not None:
@@ -93,7 +100,7 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
         return True  # of DeepSpeed
     found = _contents(folder)
     folders = any(is_dcp_folder(path) for kind in _FOLDERS for path in found[kind].values())
-    files = ("rank", "optimizer", "scheduler", "custom", "fsdp_model", "rank_shard", "engine_folder")
+    files = ("rank", "optimizer", "scheduler", "custom", "fsdp_model", "flat_shard", "engine_folder", *_RANKS)
     return folders or any(found[kind] for kind in files)
 
 
@@ -114,14 +121,19 @@ class AccelerateCheckpoint:
         directory: the folder.
         trusted: allow unpickling custom objects and schedulers, which can run code from the files.
         opt_in: the option with which a user allows that, for messages.
+        lazy: give `SavedTensor` in the place of tensors that are in files of each rank, so that this rank reads its
+            part.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it has none of these layouts.
         NotAvailableError: the files of the engine that wrote it cannot be read here.
     """
 
-    def __init__(self, directory: Path, *, trusted: bool = False, opt_in: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, trusted: bool = False, opt_in: str = "", lazy: bool = False
+    ) -> None:
         self.directory = directory
+        self._lazy = lazy
         self._trusted = trusted
         self._opt_in = opt_in
         if not directory.is_dir():
@@ -140,23 +152,28 @@ class AccelerateCheckpoint:
         self._engines = {
             number: DeepSpeedFolder(path) for number, path in self._found["engine_folder"].items()
         }
-        if self._found["rank_shard"]:
+        if self._found["flat_shard"]:
             raise NotAvailableError(
-                f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
+                f"{directory} holds one flat file per rank ({next(iter(self._found['flat_shard'].values())).name}), "
                 "which only the same number of FSDP ranks can read. Load it there, and save with "
                 "SHARDED_STATE_DICT or FULL_STATE_DICT"
             )
 
     # What is there
 
+    @property
+    def _weights_kind(self) -> str:
+        return next((kind for kind in _WEIGHTS if self._found[kind]), "model")
+
     def _weights(self) -> dict[int, Path]:
-        return next((self._found[kind] for kind in _WEIGHTS if self._found[kind]), {})
+        return self._found[self._weights_kind]
 
     def _optimizers(self) -> dict[int, Path]:
         if self._engines:
             return {number: engine.path for number, engine in self._engines.items() if engine.has_optimizer}
-        first, second = ("optimizer", "optimizer_folder")[:: -1 if self._found["fsdp_folder"] else 1]
-        return self._found[first] or self._found[second]
+        beside = _OPTIMIZER_OF.get(self._weights_kind, "optimizer")
+        kinds = (beside, "optimizer", *_OPTIMIZER_OF.values())
+        return next((self._found[kind] for kind in kinds if self._found[kind]), {})
 
     @property
     def kind(self) -> str:
@@ -166,6 +183,8 @@ class AccelerateCheckpoint:
             return f"DeepSpeed, ZeRO stage {stage}" if stage else "DeepSpeed without ZeRO"
         if self._found["fsdp_folder"]:
             return "FSDP, sharded"
+        if self._found["fsdp_ranks"] or self._found["optimizer_ranks"]:
+            return "FSDP, a file of each rank"
         return "FSDP, full" if self._found["fsdp_model"] else "single process or DDP"
 
     @property
@@ -204,6 +223,8 @@ class AccelerateCheckpoint:
             state_dict: Any = self._engines[index].weights()
         elif path.is_dir():
             state_dict = DcpFolder(path).tree("model")
+        elif not path.suffix:
+            state_dict = self._of_ranks(path)
         elif path.suffix == ".safetensors":
             shard = MappedShard(path)
             names = {**{name: name for name in shard.header.entries}, **shard.header.aliases}
@@ -230,6 +251,8 @@ class AccelerateCheckpoint:
             saved: Any = self._engines[index].optimizer()
         elif path.is_dir():
             saved = DcpFolder(path).tree("optimizer")
+        elif not path.suffix:
+            saved = self._of_ranks(path)
         else:
             saved = unpickle(path, str(path), mapped=True)
         if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), Sequence)):
@@ -280,6 +303,10 @@ class AccelerateCheckpoint:
             raise CorruptCheckpointError(
                 f"{path} does not hold the random states of a rank: {error!r}"
             ) from error
+
+    def _of_ranks(self, stem: Path) -> Any:
+        tree = RankFiles(stem).tree
+        return tree if self._lazy else fill_tree(tree, {})
 
     def _unpickle(self, path: Path) -> Any:
         return unpickle(path, str(path), trusted=self._trusted, opt_in=self._opt_in)

@@ -16,7 +16,7 @@ from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import Folder
 from accel_ckpt.foreign.pieces import PiecedTensor, PiecedWeights
 from accel_ckpt.foreign.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
-from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
+from accel_ckpt.format.index import index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.writer import FileRecord, write_safetensors_from, write_torch
 from accel_ckpt.loading.load_state import open_training_state
@@ -49,9 +49,9 @@ def merge_weights(
 
     Args:
         checkpoint_dir: a Distributed Checkpoint of torch, or the folder that Accelerate or transformers put it
-            in; an FSDP checkpoint in one file; safetensors files of each rank, as torch's Hugging Face writer
-            saves them; shards with an index; a training state, or a folder of `save_model`. The last three may be
-            URIs of object storage, whose weights are fetched first.
+            in; an FSDP checkpoint in one file, or in files of each rank; safetensors files of each rank, as torch's
+            Hugging Face writer saves them; shards with an index; a training state, or a folder of `save_model`. The
+            last three may be URIs of object storage, whose weights are fetched first.
         output_path: the folder, created if it does not exist, or a URI. Other weights in it are replaced, as by
             `save_model`.
         safe_serialization: write safetensors, else files of ``torch.save``.
@@ -139,7 +139,7 @@ def _check_removal(source: Source, output: Folder) -> None:
             f"{folder} is a training state, which holds more than weights; it is not removed. Leave out "
             "remove_checkpoint_dir"
         )
-    if isinstance(source, WeightFiles):
+    if source.files:
         known = {path.name for path in source.files}
         others = [path.name for path in sorted(folder.iterdir()) if path.name not in known]
         others = [name for name in others if not name.endswith(".index.json")]

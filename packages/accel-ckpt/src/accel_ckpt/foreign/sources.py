@@ -13,6 +13,7 @@ import torch
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.foreign.dcp import DCP_METADATA, DcpFolder, is_dcp_folder
 from accel_ckpt.foreign.pieces import Piece, PiecedTensor, PiecedWeights
+from accel_ckpt.foreign.rank_files import RANK_FILE, RankFiles, rank_files
 from accel_ckpt.format.index import WeightFiles, find_weights, inside, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.model_entries import model_entries
@@ -26,6 +27,7 @@ from accel_state.messages import warn
 __all__ = ["FSDP_FILE", "FSDP_FOLDER", "PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 
 _RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of the same writer
+_FSDP_RANK = re.compile(r"pytorch_model_fsdp_(?P<n>\d+)_rank\d+\.bin")
 FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_(?P<n>\d+)")
 """A folder in which Accelerate saves a model in torch's Distributed Checkpoint."""
 FSDP_FILE = re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin")
@@ -34,11 +36,11 @@ FSDP_FILE = re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin")
 
 @dataclass(frozen=True, slots=True)
 class PiecedFolder:
-    """A folder in which tensors are in pieces: of torch's Distributed Checkpoint, or safetensors of each rank."""
+    """A folder in which tensors are in pieces: of torch's Distributed Checkpoint, or files of each rank."""
 
     folder: Path
     files: tuple[Path, ...] = ()
-    """The safetensors files; empty for a Distributed Checkpoint."""
+    """The safetensors files, or those of `RankFiles`; empty for a Distributed Checkpoint."""
 
 
 Source = PiecedFolder | WeightFiles
@@ -47,23 +49,29 @@ Source = PiecedFolder | WeightFiles
 def find_source(checkpoint: Path) -> Source:
     """Find the weights of a file, an index, or a folder.
 
-    A folder is, tried in this order: a Distributed Checkpoint of torch; an FSDP checkpoint of Accelerate, with one
-    or both of ``pytorch_model_fsdp_0/`` and ``pytorch_model_fsdp.bin``; safetensors files in which every rank wrote
-    its own pieces; whole files as `find_weights` finds them.
+    A folder is, tried in this order: a Distributed Checkpoint of torch; an FSDP checkpoint of Accelerate, with
+    ``pytorch_model_fsdp_0/``, ``pytorch_model_fsdp_0_rank*.bin`` or ``pytorch_model_fsdp.bin``; safetensors files in
+    which every rank wrote its own pieces; whole files as `find_weights` finds them. The file of one rank stands for
+    those of all ranks.
 
     Raises:
         CheckpointNotFoundError: it is none of these, or several; names what to pass.
     """
     checkpoint = checkpoint.expanduser()
     if not checkpoint.is_dir():
-        return find_weights(checkpoint)
+        match = RANK_FILE.fullmatch(checkpoint.name)
+        if match is None:
+            return find_weights(checkpoint)
+        of_ranks = rank_files(checkpoint.with_name(match["stem"]))
+        return PiecedFolder(checkpoint.parent, tuple(of_ranks.values()))
     if is_dcp_folder(checkpoint):
         return PiecedFolder(checkpoint)
     if (checkpoint / MANIFEST_NAME).is_file():
         return _find_own(checkpoint)
     names = sorted(path.name for path in checkpoint.iterdir())
-    for pattern, what in ((FSDP_FOLDER, "folder"), (FSDP_FILE, "file")):
-        found = [checkpoint / name for name in names if pattern.fullmatch(name)]
+    for pattern, what in ((FSDP_FOLDER, "folder"), (_FSDP_RANK, "first file"), (FSDP_FILE, "file")):
+        matches = [(match["n"], name) for name in reversed(names) if (match := pattern.fullmatch(name))]
+        found = [checkpoint / name for name in sorted(dict(matches).values())]
         found = [path for path in found if path.is_file() or is_dcp_folder(path)]
         if len(found) > 1:
             raise CheckpointNotFoundError(
@@ -71,7 +79,7 @@ def find_source(checkpoint: Path) -> Source:
                 f"{', '.join(map(str, found))}"
             )
         if found:
-            return PiecedFolder(found[0]) if what == "folder" else WeightFiles((found[0],))
+            return PiecedFolder(found[0]) if what == "folder" else find_source(found[0])
     # Only files of names that no other program uses are asked whether they hold pieces: headers can be long.
     files = [checkpoint / name for name in names if name.endswith(".safetensors")]
     odd = bool(files) and not any(is_weight_file(path.name) for path in files)
@@ -96,7 +104,8 @@ def find_source(checkpoint: Path) -> Source:
 def _has_weights(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
     known = {DCP_METADATA, "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"}
-    return bool(names & known) or any(FSDP_FOLDER.fullmatch(n) or FSDP_FILE.fullmatch(n) for n in names)
+    patterns = (FSDP_FOLDER, _FSDP_RANK, FSDP_FILE)
+    return bool(names & known) or any(pattern.fullmatch(name) for pattern in patterns for name in names)
 
 
 def open_pieces(source: Source) -> PiecedWeights:
@@ -111,7 +120,20 @@ def open_pieces(source: Source) -> PiecedWeights:
         if len(source.files) == 1:
             _refuse_one_of_many(source.files[0])
         return _open_files(source.files, source.weight_map)
+    if source.files and (match := RANK_FILE.fullmatch(source.files[0].name)):
+        return _open_ranks(source.folder / match["stem"])
     return _open_files(source.files) if source.files else _open_dcp(source.folder)
+
+
+def _open_ranks(stem: Path) -> PiecedWeights:
+    if not FSDP_FOLDER.fullmatch(stem.name):
+        raise CheckpointNotFoundError(
+            f"{stem}_rank*.bin hold the state of an optimizer, and no weights; pass pytorch_model_fsdp_*_rank0.bin"
+        )
+    content = RankFiles(stem)
+    tensors = content.pieces()
+    _warn_of_others([name for name in content.tree if name not in tensors], stem)
+    return PiecedWeights(tensors)
 
 
 def _find_own(folder: Path) -> Source:
@@ -160,12 +182,15 @@ def _open_dcp(folder: Path) -> PiecedWeights:
     by_key = {key: name for name, key in content.keys.items()}
     entries = model_entries({key: name in content.tensors for key, name in by_key.items()}, folder)
     names = {by_key[key]: plain for key, plain in entries.items()}
-    left_out = [name for name in names if name not in content.tensors]
-    if left_out:
-        warn(f"{folder}: these entries are not tensors, so they are left out: {', '.join(left_out)}")
+    _warn_of_others([name for name in names if name not in content.tensors], folder)
     return PiecedWeights(
         {plain: content.tensors[name] for name, plain in names.items() if name in content.tensors}
     )
+
+
+def _warn_of_others(left_out: Sequence[str], where: Path) -> None:
+    if left_out:
+        warn(f"{where}: these entries are not tensors, so they are left out: {', '.join(left_out)}")
 
 
 def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = None) -> PiecedWeights:

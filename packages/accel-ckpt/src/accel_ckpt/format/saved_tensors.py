@@ -35,7 +35,7 @@ from accel_ckpt.modules.versions import versions_of
 from accel_ckpt.parts import Leaf, parts_of, shape_of
 from accel_ckpt.tensor_storage import tied_aliases
 
-__all__ = ["FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
+__all__ = ["FileBox", "FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"]
 
 # Bytes. A smaller tensor is read in one request, which costs less than mapping the file.
 _SMALL = 1 << 20
@@ -93,7 +93,7 @@ class FileChecks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class FileBox:
     """A box of a tensor in a file."""
 
     box: Box
@@ -103,6 +103,7 @@ class _Saved:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
         return self.content.dtype
 
 
@@ -117,7 +118,7 @@ class SavedTensor:
     """The name of the tensor in the files."""
     shape: torch.Size
     dtype: torch.dtype
-    boxes_in: Callable[[Box], Iterable[_Saved]]
+    boxes_in: Callable[[Box], Iterable[FileBox]]
     """Finds the saved boxes that have elements in common with a box. Together they hold every element exactly once."""
     check: FileChecks
     pickled: torch.Tensor | None = None
@@ -216,9 +217,9 @@ class _PartFiles:
     def __init__(self, stem: str, paths: Mapping[str, Path], check: FileChecks) -> None:
         self._stem, self._paths, self._check = stem, paths, check
         self._opened: dict[str, tuple[Header, Mapping[str, EntryPlace]]] = {}
-        self._boxes: dict[tuple[str, Box], list[_Saved]] = {}
+        self._boxes: dict[tuple[str, Box], list[FileBox]] = {}
 
-    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Sequence[_Saved]:
+    def boxes_in(self, name: str, laid_out: LaidOut, wanted: Box) -> Sequence[FileBox]:
         """The saved boxes of a tensor that have elements in common with a box; asked to check, and again to read.
 
         Raises:
@@ -228,7 +229,7 @@ class _PartFiles:
             self._boxes[name, wanted] = list(self._find(name, laid_out, wanted))
         return self._boxes[name, wanted]
 
-    def _find(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[_Saved]:
+    def _find(self, name: str, laid_out: LaidOut, wanted: Box) -> Iterator[FileBox]:
         for rank, number, box in laid_out.boxes_in(wanted):
             file = part_file(self._stem, rank, number)
             header, places = self._open(file)
@@ -243,7 +244,7 @@ class _PartFiles:
                     f"{header.file} is to hold the part {list(box.offsets)} of shape {list(box.sizes)} of {name!r} "
                     f"({laid_out.dtype}, {list(laid_out.shape)}), and does not: another save wrote it, or it is damaged"
                 )
-            yield _Saved(box, header.file, entry)
+            yield FileBox(box, header.file, entry)
 
     def _open(self, file: str) -> tuple[Header, Mapping[str, EntryPlace]]:
         if file not in self._opened:
@@ -279,7 +280,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         layout: Layout | None = None,
     ) -> None:
         self._check = check or FileChecks()
-        self._found: dict[str, list[tuple[EntryPlace, _Saved]]] = {}
+        self._found: dict[str, list[tuple[EntryPlace, FileBox]]] = {}
         self._files = list(files)
         laid_out: Mapping[str, LaidOut] = {}
         self.aliases: dict[str, str] = {}
@@ -309,7 +310,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         header = read_header(path)
         for name, place in places_of(header).items():
             entry = header.entries[name]
-            saved = _Saved(Box(place.offsets, entry.shape), path, entry)
+            saved = FileBox(Box(place.offsets, entry.shape), path, entry)
             self._found.setdefault(name, []).append((place, saved))
         self.aliases |= header.aliases
         self.versions |= header.versions
@@ -324,7 +325,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
             if name not in aliases:
                 refuse_expanded(name, value, str(path))
                 place = EntryPlace((0,) * value.dim(), tuple(value.shape))
-                saved = _Saved(Box(place.offsets, tuple(value.shape)), path, value)
+                saved = FileBox(Box(place.offsets, tuple(value.shape)), path, value)
                 self._found.setdefault(name, []).append((place, saved))
         self.aliases |= aliases
 
@@ -349,7 +350,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
             )
         return self._saved(name, torch.Size(shape), boxes)
 
-    def _saved(self, name: str, shape: torch.Size, boxes: Sequence[_Saved]) -> SavedTensor:
+    def _saved(self, name: str, shape: torch.Size, boxes: Sequence[FileBox]) -> SavedTensor:
         content = boxes[0].content
         pickled = content if isinstance(content, torch.Tensor) else None
         return SavedTensor(name, shape, boxes[0].dtype, lambda wanted: boxes, self._check, pickled)

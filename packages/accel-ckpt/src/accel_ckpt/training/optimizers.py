@@ -355,7 +355,9 @@ def _check_shapes(
                 shape = (
                     parameter.shape if key in _LIKE_PARAMETER else torch.Size() if key in _SCALARS else None
                 )
-                if shape is not None and (misfit := _misfit(kind, key, value, shape)):
+                # An engine's parameter may show the shape of its part.
+                known = is_sharded(parameter) or not (shape and isinstance(value, SavedTensor))
+                if shape is not None and known and (misfit := _misfit(kind, key, value, shape)):
                     raise StateMismatchError(
                         f"the saved optimizer has {misfit} as {key} of {name}, where shape {list(shape)} was expected. "
                         "Build the optimizer and the models as they were when the checkpoint was saved"
@@ -366,8 +368,6 @@ def _misfit(kind: str, key: str, value: Any, shape: torch.Size) -> str | None:
     """What a state is, in words, if it has not the shape; None: it has."""
     if kind == "SGD" and key == "momentum_buffer" and value is None:  # before the first step
         return None
-    if isinstance(value, SavedTensor) and shape:
-        return None  # of a divided parameter, which may show its part's shape here
     if isinstance(value, Tensor | SavedTensor):
         if isinstance(value, Tensor) and why_not_plain(value) is not None and not is_sharded(value):
             return None if value.is_sparse and value.shape == shape else f"one {value.layout} tensor"

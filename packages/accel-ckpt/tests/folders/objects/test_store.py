@@ -37,6 +37,7 @@ def test_unknown_schemes():
         open_training_state("nonsense://bucket/run")
 
 
+@pytest.mark.wide
 def test_local_saves_import_nothing_of_it(tmp_path):
     script = f"""
 import sys

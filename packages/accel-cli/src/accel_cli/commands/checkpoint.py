@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from accel_cli.dialect import App
 from accel_cli.render import show_facts, show_table, show_text, when
 from accel_state.errors import ConfigError
 from accel_state.messages import readable_size
+
+if TYPE_CHECKING:
+    from accel_cli.checkpoint_facts import LeafDifference
 
 __all__ = ["app"]
 
@@ -40,16 +43,23 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def _difference(one: LeafDifference) -> str:
+    if one.largest is not None:
+        return f"{one.first}, by up to {one.largest:.3g}"
+    return f"{_cell(one.first):.25} → {_cell(one.second):.25}"
+
+
 def _print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2, default=str))
 
 
 @app.command("ls")
 def list_checkpoints(folder: FolderOfCheckpoints = ".", as_json: Json = False) -> None:
-    """List the checkpoints in a folder and up to two folders below it, the newest last.
+    """List the checkpoints in and below a folder.
 
-    Numbered checkpoints are ordered by their numbers, others by time. What interrupted saves left, and what running
-    saves write, is listed by the name that it has in the folder.
+    They may be up to two folders below it. Numbered ones are ordered by their numbers, others by time, the newest
+    last. What interrupted saves left, and what running saves write, is listed by the name that it has in the
+    folder.
     """
     from accel_cli.checkpoint_facts import checkpoints_below, folder_of
 
@@ -126,10 +136,11 @@ def verify(
 
 @app.command()
 def diff(first: Checkpoint, second: Checkpoint, as_json: Json = False) -> int:
-    """Compare two checkpoints: values, and tensors by name, dtype, shape and the largest difference of an element.
+    """Compare the values and tensors of two checkpoints.
 
-    How the content is divided into files is not compared. Exit code 0: they are equal; 1: they differ; 2: one of them
-    cannot be read.
+    A line tells how a tensor differs: in shape or dtype, or the largest difference of an element. How the content
+    is divided into files is not compared. Exit code 0: they are equal; 1: they differ; 2: one of them cannot be
+    read.
     """
     from accel_cli.checkpoint_facts import differences, opened
 
@@ -138,17 +149,7 @@ def diff(first: Checkpoint, second: Checkpoint, as_json: Json = False) -> int:
     if as_json:
         _print_json([one._asdict() for one in found])
     elif found:
-        columns = ("name", "first", "second", "largest difference")
-        rows = [
-            (
-                one.name,
-                f"{_cell(one.first):.60}",
-                f"{_cell(one.second):.60}",
-                "-" if one.largest is None else f"{one.largest:.3g}",
-            )
-            for one in found
-        ]
-        show_table(columns, rows, left=3)
+        show_table(("difference", "name"), [(_difference(one), one.name) for one in found], left=2)
     else:
         show_text(f"{first} and {second} are equal")
     return int(bool(found))
@@ -166,10 +167,11 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry_run", help="Remove nothing, even with --yes.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove the oldest complete checkpoints of a folder, by number; of each prefix, the newest stay.
+    """Remove the oldest complete checkpoints of a folder.
 
-    Nothing but complete checkpoints with numbered names is removed: not what a running or an interrupted save wrote,
-    and no folder that no save wrote. Exit code 1: a checkpoint could not be removed.
+    The number in the name tells the age, and the newest of each prefix stay. Nothing but complete checkpoints with
+    numbered names is removed: not what a running or an interrupted save wrote, and no folder that no save wrote.
+    Exit code 1: a checkpoint could not be removed.
     """
     import accel_ckpt
     from accel_cli.checkpoint_facts import PREFIXES, folder_of

@@ -13,17 +13,17 @@ from accel_cli.dialect import App
 from accel_cli.launch_topics import OWN
 from accel_cli.misplaced_flags import ask_to_move, find_misplaced, moved, notes_on
 from accel_cli.schema_command import SchemaCommand
-from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.flags import ParsedFlags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
+from accel_state.config.unknown_variables import misspelt_variables
 from accel_state.constants import NAMES_TOLD
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
-from accel_state.messages import folded, without_secrets
+from accel_state.messages import folded, say, without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     if not config.quiet:
         told = (*misspelt, *resolved.notes, *surroundings.notes, *unused_options(resolved))
         for note in (*told, *notes_on(misplaced, flags.rest[0]), *_idle(config, flags)):
-            sys.stderr.write(folded(f"accel: {note}\n", sys.stderr))
+            say(f"accel: {note}")
     if config.debug:
         _tell_origins(resolved)
     if config.submit is not None:
@@ -127,8 +127,7 @@ def _tell_origins(resolved: Resolved) -> None:
 
     for option in effective_options(resolved):
         if option.source.origin:
-            text = f"accel: {option.name} is {option.value}, from {option.source}\n"
-            sys.stderr.write(folded(text, sys.stderr))
+            say(f"accel: {option.name} is {option.value}, from {option.source}")
 
 
 def _submit(

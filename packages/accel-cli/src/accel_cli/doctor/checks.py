@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.machine import GATHERED, PACKAGES, Machine
+from accel_state.constants import OLDEST_TORCH
 from accel_state.installing import INSTALL
 
 __all__ = ["CHECKS", "Finding", "examine_here"]
@@ -46,8 +47,9 @@ def _versions(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("packages", "ok", text)
     torch = machine.versions.get("torch", "")
-    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < (2, 9):
-        yield Finding("torch", "problem", torch, "2.9 or newer is needed: pip install --upgrade torch")
+    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        yield Finding("torch", "problem", torch, f"{needed} or newer is needed: pip install --upgrade torch")
     else:
         yield Finding(
             "torch",
@@ -128,9 +130,9 @@ def _network(machine: Machine) -> Iterator[Finding]:
     outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
     if not addresses:
         yield Finding(
-            "host name", "problem", f"{name} has no address",
-            "processes of several machines find each other by this name, and each start waits for the name server: add "
-            "it to /etc/hosts",
+            "host name", "warning", f"{name} has no address",
+            "a run over several machines finds them by their names, and each start waits for the name server: add it "
+            "to /etc/hosts",
         )  # fmt: skip
     elif not outside:
         yield Finding(
@@ -191,9 +193,9 @@ def _disk(machine: Machine) -> Iterator[Finding]:
 
 
 def _variables(machine: Machine) -> Iterator[Finding]:
-    from accel_state.config.external_variables import unknown_variables
     from accel_state.config.roots import complete_root
     from accel_state.config.schema import schema_of, variables_of
+    from accel_state.config.unknown_variables import unknown_variables
     from accel_state.messages import HIDDEN, is_secret
 
     wrong = unknown_variables(machine.environ)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import (
@@ -14,7 +14,7 @@ from accel_state.clusters.base import (
 from accel_state.clusters.sagemaker import sagemaker_hosts
 from accel_state.errors import ConfigError
 
-__all__ = ["MPI", "MPI_VARIABLES", "MPIProcesses"]
+__all__ = ["MPI", "MPIProcesses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,6 @@ _IMPLEMENTATIONS = (
     _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-MPI_VARIABLES = frozenset(name for names in _IMPLEMENTATIONS for name in astuple(names))
-"""Variables of a rank."""
 _JOB_NAMES = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",

@@ -199,6 +199,11 @@ class Blocks:
         least, greatest = self._limits()
         return least[3] == greatest[3]
 
+    def same_size(self) -> bool:
+        """Whether the payloads of all ranks have the same size."""
+        least, greatest = self._limits()
+        return least[1] == greatest[1]
+
     def largest(self) -> int:
         """Bytes of the largest payload."""
         return self._limits()[1][1]

@@ -305,24 +305,34 @@ class Channel:
         blocks = self._blocks
         if payload is not None:
             blocks.put(payload)
-        agree = self._meet(fingerprint(key), size, describe, local_error)
-        sizes = [size] * self.size if agree else blocks.sizes() or self._sizes(size)
+        # In a large group payloads follow the blocks, unless marks say that all are equal, as where ranks compare.
+        marked = payload is not None and not blocks.capacity
+        mark = _mark(payload.numpy().tobytes()) if payload is not None and marked else 0
+        agree = self._meet(fingerprint(key), size, describe, local_error, mark)
+        if agree or blocks.same_size():
+            sizes = [size] * self.size
+        elif source is not None:
+            sizes = [blocks.largest() if rank == source else 0 for rank in range(self.size)]
+        else:
+            sizes = blocks.sizes() or self._sizes(size)
+        if payload is not None and marked and agree:
+            return RankPayloads(payload.expand(self.size, size), sizes)
         largest = max(sizes)
         if largest <= blocks.capacity:
             return RankPayloads(blocks.payloads, sizes)
         return RankPayloads(self._share(payload, largest, source), sizes)
 
-    def agree(self, key: Hashable, mark: int) -> bool:
-        """Whether all ranks give the same mark; costs a rank the same in a group of any size.
+    def agree(self, key: Hashable, value: bytes) -> bool:
+        """Whether all ranks give the same bytes; costs a rank the same in a group of any size.
 
         Args:
             key: must be equal on all ranks.
-            mark: signed, of 64 bits.
+            value: of any size; ranks compare a digest of 64 bits.
 
         Raises:
             CollectiveMismatchError: keys differ, on every rank.
         """
-        return self._meet(fingerprint(key), 0, str, None, mark) or self._blocks.same_mark()
+        return self._meet(fingerprint(key), 0, str, None, _mark(value)) or self._blocks.same_mark()
 
     def gather_to_first(self, key: Hashable, payload: Tensor) -> list[Tensor] | None:
         """The payloads of all ranks, on the first rank of the group; None on the others.
@@ -677,6 +687,11 @@ class Channels:
         """Stop the watchdog; announce ``reason`` to the other ranks if this one leaves the world."""
         if self._watchdog is not None:
             self._watchdog.leave(reason)
+
+
+def _mark(value: bytes) -> int:
+    """A digest of 64 bits, signed."""
+    return int.from_bytes(hashlib.blake2b(value, digest_size=8).digest(), "little", signed=True)
 
 
 def fingerprint(key: Hashable) -> int:

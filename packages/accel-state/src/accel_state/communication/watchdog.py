@@ -45,7 +45,7 @@ from accel_state.communication.torch_collectives import (
 )
 from accel_state.errors import AccelError, CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
-from accel_state.messages import module_of
+from accel_state.messages import module_of, say
 
 __all__ = [
     "ENDED",
@@ -368,7 +368,7 @@ class Watchdog:
         )  # which explains itself
         why = self._explain_loss(error) if lost else None
         if why is not None:
-            print(f"accel: {why}", file=sys.stderr, flush=True)
+            say(f"accel: {why}")
         told = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         self.leave(f"exited after {told} at {error_site(error) or 'an unknown line'}")
 
@@ -593,7 +593,7 @@ class Watchdog:
         )
         if store.add("refused torch", 1) == 1:
             store.set("verdict/torch", text)
-            print(f"accel: {text}", file=sys.stderr, flush=True)
+            say(f"accel: {text}")
         store.add("ask", 1)
 
     def _apply_torch_verdict(self, store: Store) -> None:
@@ -617,7 +617,7 @@ class Watchdog:
             if store.check([key]):
                 lines.append(f"    stack of rank {peer.rank}:")
                 lines += [f"    {line}" for line in store.get(key).decode().splitlines()]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        say("\n".join(lines))
 
     # --- records ---
 

@@ -9,7 +9,6 @@ from accel_state.config.codec import variables as variables
 from accel_state.config.default_config import default_config_file as default_config_file
 from accel_state.config.default_config import load_config_from_file as load_config_from_file
 from accel_state.config.default_config import write_basic_config as write_basic_config
-from accel_state.config.external_variables import OTHER_VARIABLES as OTHER_VARIABLES
 from accel_state.config.files import DefaultFile as DefaultFile
 from accel_state.config.files import default_path as default_path
 from accel_state.config.files import find_default as find_default
@@ -35,7 +34,6 @@ from accel_state.config.sections.deepspeed import DeepSpeedSection as DeepSpeedS
 from accel_state.config.sections.dynamo import DynamoSection as DynamoSection
 from accel_state.config.sections.fp8 import Fp8Section as Fp8Section
 from accel_state.config.sections.fsdp import FsdpSection as FsdpSection
-from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES as DEVICE_LIST_VARIABLES
 from accel_state.config.sections.mpirun import MpirunSection as MpirunSection
 from accel_state.config.sections.parallelism import ParallelismSection as ParallelismSection
 from accel_state.config.sections.runtime import RuntimeSection as RuntimeSection

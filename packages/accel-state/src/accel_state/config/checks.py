@@ -219,7 +219,7 @@ def _one_process(merged: _MergedOptions) -> None:
         )
         merged.values["num_processes"] = 1
     elif merged.origin("num_processes") > merged.origin("distributed_type"):
-        merged.drop_weaker("distributed_type", "num_processes", None, "")
+        merged.values["distributed_type"] = None  # the number says it all, so this is worth no note
     else:
         merged.drop_weaker(
             "num_processes", "distributed_type", 1, f"NO is one process; {merged.remedy('distributed_type')}"

@@ -59,6 +59,7 @@ class Host:
         python: interpreter that runs scripts.
         open_mpi: whether ``mpirun`` is Open MPI's; other implementations have other flags.
         peer_to_peer: whether peer-to-peer transfers between GPUs work; if not, NCCL must be configured.
+        named: whether the host name leads to this machine; if not, gloo must be told which interface to use.
         cpus: the CPU cores of each rank of this machine; empty: any.
     """
 
@@ -67,6 +68,7 @@ class Host:
     python: str = sys.executable
     open_mpi: bool = True
     peer_to_peer: bool = True
+    named: bool = True
     cpus: tuple[frozenset[int], ...] = ()
 
 
@@ -308,7 +310,7 @@ def plan(
         if _needs_no_supervisor(config):
             alone = ProcessSpec(0, python_target, changes, drop, cpus=_cpus(host, 0))
             return LaunchPlan((alone,), "direct", world)
-        changes |= _attempt(config, attempt)
+        changes |= _attempt(config, attempt) | {RANK_PREFIXED: ""}
         return LaunchPlan(
             (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0), _cpus(host, 0)),),
             "ranks",
@@ -319,6 +321,8 @@ def plan(
     if "PYTHONUNBUFFERED" not in environ:
         common["PYTHONUNBUFFERED"] = "1"  # output to a pipe would be buffered in blocks of 8 KiB
     common[RANK_PREFIXED] = "1"
+    if not host.named and "GLOO_SOCKET_IFNAME" not in environ:
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo takes it, too, after a warning of every rank
     specs = tuple(
         ProcessSpec(
             rank,

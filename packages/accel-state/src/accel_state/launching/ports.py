@@ -1,14 +1,15 @@
-"""The rendezvous port: chosen and reserved, so that two launches on one host never collide."""
+"""Where ranks meet: a port that is reserved, so that two launches on one host never collide, and the host name."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 from accel_state.errors import LaunchError, PortError
 
-__all__ = ["is_port_in_use", "reserve_port"]
+__all__ = ["host_name_is_local", "is_port_in_use", "reserve_port"]
 
 
 @contextlib.contextmanager
@@ -43,6 +44,25 @@ def reserve_port(wanted: int | None = None) -> Iterator[int]:
 def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether something on this host listens on ``port`` (29500 if not given)."""
     return _someone_listens(int(port) if port is not None else 29500)
+
+
+def host_name_is_local() -> bool:
+    """Whether the host name resolves to an address of this machine, at which ranks can listen."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(map(_can_listen, found))
+
+
+def _can_listen(found: tuple[Any, ...]) -> bool:
+    family, kind, protocol, _, address = found
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _someone_listens(port: int) -> bool:

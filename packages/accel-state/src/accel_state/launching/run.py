@@ -38,7 +38,7 @@ from accel_state.launching.plan import (
     plan_world,
     watches,
 )
-from accel_state.launching.ports import reserve_port
+from accel_state.launching.ports import host_name_is_local, reserve_port
 from accel_state.launching.ranks.command import run_command
 from accel_state.launching.ranks.processes import CommandProcess, start_command
 from accel_state.launching.ranks.spare_processes import SparePool
@@ -48,7 +48,7 @@ from accel_state.launching.target import Target, check_target
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.watching.tracebacks import fold_frames
-from accel_state.messages import folded, without_secrets
+from accel_state.messages import say, without_secrets
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -356,14 +356,16 @@ def _prepare(
         world = plan_world(config, accelerators, sources)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
-        note = (
+        say(
             "accel: peer-to-peer transfers between RTX 40 series GPUs fail with this driver: "
-            f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
+            f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither"
         )
-        sys.stderr.write(folded(note, sys.stderr))
     _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
-    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
+    apart = world.local_size == 1 or world.machines > 1 or sys.platform != "linux"
+    named = apart or host_name_is_local()
+    host = Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, named=named, cpus=cpus)
+    return host, world
 
 
 def _check_supervision(config: LaunchConfig, target: Target, world: World, *, joins: bool) -> None:

@@ -16,8 +16,8 @@ from accel_state.clusters.topology import Topology, detect
 from accel_state.communication.channel import Channel, Channels, CheckSettings
 from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
-from accel_state.config.external_variables import misspelt_variables
 from accel_state.config.launched import launched_config
+from accel_state.config.unknown_variables import misspelt_variables
 from accel_state.constants import NAMES_TOLD
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError

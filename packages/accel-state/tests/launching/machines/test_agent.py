@@ -53,6 +53,7 @@ def test_another_program_at_the_port_is_named(place):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.wide
 def test_a_name_without_an_address_is_named():
     place = "--master-addr=no.such.host.invalid --master-port=1 --nnodes=2 --node-rank=1"
     done = agent("--connect-timeout=1", words=place.split())

@@ -62,6 +62,7 @@ def test_other_signals_end_both(number, code, tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.wide
 def test_a_command_that_ignores_ctrl_c_is_killed(tmp_path):
     body = 'signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint("ready", flush=True)\ntime.sleep(60)'
     with Terminal(command(body), environ(), str(tmp_path)) as terminal:

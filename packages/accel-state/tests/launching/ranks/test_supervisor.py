@@ -231,6 +231,27 @@ def test_what_ctrl_c_causes_is_not_a_failure(launcher):
 
 
 @posix
+def test_ctrl_c_while_interpreters_start_shows_nothing_of_them(launcher):
+    script = launcher.script("""
+        def interrupted(number, frame):
+            print("Fatal Python error: init_import_site: Failed to import the site module", file=sys.stderr)
+            print("Python runtime state: initialized", file=sys.stderr)
+            print("Traceback (most recent call last):", file=sys.stderr)
+            print('  File "<frozen site>", line 626, in main', file=sys.stderr)
+            print("KeyboardInterrupt", file=sys.stderr)
+            os._exit(1)
+        signal.signal(signal.SIGINT, interrupted)
+    """)
+    process = interrupted(launcher, script, 2)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-2:] == [
+        "accel: interrupted; ranks have 5 s to exit, Ctrl-C again kills them", "accel: ended by Ctrl-C"
+    ]  # fmt: skip
+    assert "Python" not in err
+
+
+@posix
 def test_an_error_while_a_rank_ends_after_ctrl_c_is_shown(launcher):
     script = launcher.script("""
         def interrupted(number, frame):
@@ -260,6 +281,7 @@ def test_second_ctrl_c_kills(launcher):
     assert "interrupted again; killing" in err
 
 
+@pytest.mark.wide
 @posix
 def test_ranks_that_are_slow_to_end_after_ctrl_c_change_no_exit_code(launcher):
     process = interrupted_while_ranks_ignore_it(launcher)
@@ -506,6 +528,7 @@ def test_a_reader_that_goes_away_ends_the_ranks_as_in_a_pipeline(launcher):
     assert process.returncode != 0
 
 
+@pytest.mark.wide
 @posix
 def test_a_slow_reader_gets_everything(launcher):
     script = launcher.script("sys.stdout.write(('z' * 99 + '\\n') * 600)")
@@ -516,6 +539,7 @@ def test_a_slow_reader_gets_everything(launcher):
     assert out.count("z" * 99 + "\n") == 1200
 
 
+@pytest.mark.wide
 @posix
 def test_a_reader_that_has_paused_does_not_hold_up_signals(launcher):
     # accel launch ... 2>&1 | less

@@ -50,6 +50,7 @@ def test_ranks_without_progress_are_shown_and_ended(launcher):
     assert "failed" not in done.stderr, "that they end is not an error of theirs"
 
 
+@pytest.mark.wide
 def test_progress_of_one_rank_is_progress(launcher):
     body = "pulse.joined()\nif rank == 0:\n    for _ in range(30):\n        time.sleep(0.1); pulse.beat()\n"
     done = run(launcher, "--step_timeout", "2", body=body)
@@ -85,6 +86,7 @@ def test_a_stalled_run_is_restarted(launcher):
     assert "restarting all ranks (1 of 1)" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_rank_that_ignores_the_end_is_killed(launcher):
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\npulse.joined()\nsleeper()\n"
     done = run(launcher, "--step_timeout", "1", body=body)
@@ -92,6 +94,7 @@ def test_a_rank_that_ignores_the_end_is_killed(launcher):
     assert "did not exit in time; killing" in done.stderr
 
 
+@pytest.mark.wide
 def test_a_single_rank_is_watched_too(launcher):
     done = launcher.run("--step_timeout", "1", launcher.script(JOIN + "pulse.joined()\nsleeper()\n"))
     assert done.returncode == 124
@@ -168,6 +171,7 @@ def test_ranks_that_others_start_cannot_be_watched(launcher):
     assert "--step_timeout: another program starts the ranks of this run" in done.stderr
 
 
+@pytest.mark.wide
 def test_being_asked_does_no_harm_to_busy_threads_or_to_a_rank_that_ends():
     code = """
 import os, threading, time
@@ -200,6 +204,7 @@ raise SystemExit(7)
         monitor.close()
 
 
+@pytest.mark.wide
 def test_a_process_that_is_stopped_does_not_answer(tmp_path):
     monitor = Monitor(1, Limits(step=1))
     try:

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -75,27 +76,76 @@ def test_progress_bars_redraw_in_place():
     assert written(bar, tty=True) == b"[a]  0%\r[a] 50%\r[a] 100%\n"
 
 
+def shown_of(data, tmp_path, *, tty, prefix="[a] "):
+    """What a console shows of a rank's standard error, and its log file."""
+    console = Console(sink := Terminal(tty), sink)
+    reading, writing = os.pipe()
+    with open(tmp_path / "rank_0.log", "wb", 0) as log:
+        output = RankOutput(prefix, console, log)
+        output.forward("stderr", os.fdopen(reading, "rb", 0))
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(data)
+        output.finish(20)
+    return sink.getvalue(), (tmp_path / "rank_0.log").read_bytes()
+
+
+BAR = b"\r 0%\r50%\r100%\n"
+NESTED = b"\router 0%\n\rinner 0%\x1b[A\n\rinner 9%\x1b[A\n\r        \x1b[A\router 9%\n"
+
+
 @pytest.mark.parametrize(
-    "pieces",
+    ("data", "terminal", "shared", "file"),
     [
-        [b"\r", b" 0%\r", b"50%\r", b"100%", b"\n"],
-        [b" 0%\r", b"50%\r", b"100%\r", b"\n"],
-        [b"\r", b"0%", b"\r", b"100%\n"],
-        [b"\r", b"50%\r", b"1", b"00%", b"\r"],  # its writer has died
+        (BAR, BAR.removeprefix(b"\r"), b"[a]  0%\x1b[K\r[a] 50%\x1b[K\r[a] 100%\x1b[K\r[a] 100%\n", b"100%\n"),
+        (
+            NESTED, NESTED.removeprefix(b"\r").replace(b"\n\r", b"\n"), b"".join(
+                b"[a] %s\x1b[K\r" % state for state in (b"outer 0%", b"inner 0%", b"inner 9%", b"outer 9%")
+            ) + b"[a] outer 9%\n", b"outer 9%\n",
+        ),
     ],
-)
-def test_a_bar_leaves_one_line_in_a_log(pieces):
+)  # fmt: skip
+def test_bars_on_a_terminal_on_one_that_ranks_share_and_in_files(
+    tmp_path, monkeypatch, data, terminal, shared, file
+):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown_of(data, tmp_path, tty=True, prefix="") == (terminal, file)
+    (tmp_path / "rank_0.log").unlink()
+    assert shown_of(data, tmp_path, tty=True) == (shared, file)  # nothing that moves to another line
+    (tmp_path / "rank_0.log").unlink()
+    assert shown_of(data, tmp_path, tty=False) == (b"[a] " + file, file)
+
+
+def test_a_bar_that_has_ended_is_shown_although_nothing_follows():
     console = Console(sink := Terminal(False), sink)
-    for piece in pieces:
-        console.write("stderr", "[a] ", piece)
-    console.end_bar("stderr", "[a] ")
+    reading, writing = os.pipe()
+    output = RankOutput("[a] ", console)
+    output.forward("stderr", os.fdopen(reading, "rb", 0))
+    with os.fdopen(writing, "wb", 0) as pipe:
+        pipe.write(b"\r50%\r100%")
+        pipe.write(b"\n")
+        until = time.monotonic() + 20
+        while not sink.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert sink.getvalue() == b"[a] 100%\n"
+    output.finish(20)
     assert sink.getvalue() == b"[a] 100%\n"
+
+
+def test_a_traceback_that_is_dropped_takes_no_bar_with_it():
+    console = Console(sink := Terminal(False), sink)
+    reading, writing = os.pipe()
+    output = RankOutput("", console, hold=True)
+    output.forward("stderr", os.fdopen(reading, "rb", 0))
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(b"\r50%Traceback (most recent call last):\n  File\nValueError: no\n")
+    output.finish(20)
+    output.drop_held()
+    assert sink.getvalue() == b"50%\n"
 
 
 def test_another_ranks_line_takes_the_place_of_a_bar_on_a_terminal():
     bar = [("[a] ", b"50%\r"), ("[b] ", b"hello\n"), ("[a] ", b"60%\r")]
     assert written(bar, tty=True) == b"[a] 50%\r\r\x1b[2K[b] hello\n[a] 60%\r"
-    assert written(bar) == b"[b] hello\n"
 
 
 def test_bars_of_several_ranks_leave_nothing_behind_on_a_terminal():
@@ -126,6 +176,14 @@ def test_messages_of_the_launcher_stand_on_their_own_line():
     console.write("stdout", "[a] ", b"unfinished")
     console.say("accel: note")
     assert sink.getvalue() == b"[a] unfinished\naccel: note\n"
+
+
+def test_what_a_rank_says_is_folded_on_a_terminal_behind_its_prefix(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    said = [("[a] ", b"accel: rank 0 waits for rank 1 at train.py:12\n"), ("[a] ", b"x" * 40 + b"\n")]
+    folded = b"[a] accel: rank 0 waits for\n[a] rank 1 at train.py:12\n"
+    assert written(said, tty=True) == folded + b"[a] " + b"x" * 40 + b"\n"
+    assert written(said) == b"".join(prefix.encode() + piece for prefix, piece in said)
 
 
 def test_text_streams_can_be_written_to():

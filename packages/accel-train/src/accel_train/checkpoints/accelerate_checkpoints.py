@@ -76,7 +76,8 @@ def read(
         CorruptCheckpointError: a file cannot be read.
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"
-    checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
+    lazy = any(map(prepared.plan.strategy.states.is_divided, prepared.prepared_models))
+    checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in, lazy=lazy)
     _check_parts(prepared, checkpoint, parts)
     shared: dict[str, Any] = {}
     for index, optimizer in enumerate(prepared.optimizers if "optimizers" in parts else ()):

@@ -425,8 +425,10 @@ def _target(prepared: Prepared, output_dir: str | Path | None) -> Path:
             raise OptionError(problem)
         return folder / f"checkpoint_{config.iteration}"
     if output_dir is None:
+        project = "…" if config.project_dir is None else repr(str(config.project_dir))
         raise OptionError(
-            "save_state() needs a folder, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+            "save_state() needs a folder: save_state('checkpoints/step_100'); or, to number the folders, Accelerator("
+            f"project_config=ProjectConfiguration(project_dir={project}, automatic_checkpoint_naming=True))."
         )
     return accel_ckpt.location(output_dir)
 

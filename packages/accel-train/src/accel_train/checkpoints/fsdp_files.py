@@ -3,7 +3,8 @@
 With FULL_STATE_DICT rank 0 writes ``pytorch_model_fsdp.bin`` and ``optimizer.bin`` (from the second model on
 ``pytorch_model_fsdp_1.bin`` and so on). With SHARDED_STATE_DICT every rank writes its parts into folders of PyTorch's
 distributed checkpoint, ``pytorch_model_fsdp_0`` with all names under ``model``, and ``optimizer_0`` with all names
-under ``optimizer``. ``Accelerator.save_state`` uses another format: its checkpoints are verified, and fit any strategy.
+under ``optimizer``. Files of each rank, ``pytorch_model_fsdp_0_rank0.bin`` and so on, are only read.
+``Accelerator.save_state`` uses another format: its checkpoints are verified, and fit any strategy.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_ckpt import CheckpointNotFoundError, StateMismatchError
+from accel_ckpt.coordination.ranks import default_coordinator, do_together
+from accel_ckpt.foreign.dcp import is_dcp_folder
+from accel_ckpt.foreign.rank_files import RankFiles, rank_files
 from accel_ckpt.format.reader import read_pickled
+from accel_ckpt.training.tree_fill import check_tree, fill_tree
 from accel_state.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_train.errors import OptionError
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -55,7 +60,7 @@ def save_fsdp_model(
         output_dir: an existing or a new folder.
         model_index: number of the model, for the names of files.
         adapter_only: save only the adapter's weights of a PEFT model, under PEFT's names.
-        use_dcp: must stay True: files per rank, which only the same number of ranks could read, are not written.
+        use_dcp: must stay True: files of each rank are read, but not written.
 
     Raises:
         OptionError: ``use_dcp`` is False.
@@ -77,13 +82,22 @@ def load_fsdp_model(
 
     ``input_dir`` may also be the folder ``pytorch_model_fsdp_0`` itself. Files are read without running code from them.
 
+    Args:
+        fsdp_plugin: its ``state_dict_type`` is FULL_STATE_DICT or SHARDED_STATE_DICT.
+        accelerator: the ``Accelerator`` that prepared the model.
+        model: the prepared model.
+        input_dir: the folder.
+        model_index: number of the model, for the names of files.
+        adapter_only: load only the adapter's weights of a PEFT model.
+        use_dcp: where there are both, False reads the files ``pytorch_model_fsdp_0_rank*.bin``, and True the folder.
+
     Returns:
         Missing and unexpected names, as ``Module.load_state_dict`` returns them.
 
     Raises:
-        CheckpointNotFoundError: the files do not exist.
+        CheckpointNotFoundError: the files, or those of some ranks, do not exist.
+        CorruptCheckpointError: the file of a rank is damaged, or belongs to another save.
         StateMismatchError: they hold other names or shapes.
-        OptionError: ``use_dcp`` is False.
     """
     files = _StateFiles("model", model_index, input_dir, fsdp_plugin, accelerator, use_dcp)
     state = files.read(lambda: _model_state(model, adapter_only, full=False))
@@ -111,7 +125,7 @@ def save_fsdp_optimizer(
         model: the prepared model.
         output_dir: an existing or a new folder.
         optimizer_index: number of the optimizer, for the names of files.
-        use_dcp: must stay True.
+        use_dcp: must stay True: files of each rank are read, but not written.
 
     Raises:
         OptionError: ``use_dcp`` is False.
@@ -141,12 +155,12 @@ def load_fsdp_optimizer(
         input_dir: the folder, or the folder ``optimizer_0`` inside it.
         optimizer_index: number of the optimizer, for the names of files.
         adapter_only: has no effect: an optimizer of an adapter's parameters has only their states.
-        use_dcp: must stay True.
+        use_dcp: where there are both, False reads the files ``optimizer_0_rank*.bin``, and True the folder.
 
     Raises:
-        CheckpointNotFoundError: the files do not exist.
+        CheckpointNotFoundError: the files, or those of some ranks, do not exist.
+        CorruptCheckpointError: the file of a rank is damaged, or belongs to another save.
         StateMismatchError: they hold other names or shapes.
-        OptionError: ``use_dcp`` is False.
     """
     files = _StateFiles("optimizer", optimizer_index, input_dir, fsdp_plugin, accelerator, use_dcp)
     plain, inner = plain_module(model), _inner(optimizer)
@@ -163,7 +177,7 @@ class _StateFiles:
         folder: the folder of the checkpoint; for reading also that of the state itself.
         plugin: says which of the two it is.
         accelerator: the ``Accelerator`` that prepared the model.
-        use_dcp: must be True.
+        use_dcp: False: the files of each rank, which are only read.
     """
 
     def __init__(
@@ -175,15 +189,11 @@ class _StateFiles:
         accelerator: Any,
         use_dcp: bool,
     ) -> None:
-        if not use_dcp:
-            raise OptionError(
-                "use_dcp=False asks for one file per rank, which only the same number of ranks can read; leave it "
-                "True: any number of ranks can read PyTorch's distributed checkpoints"
-            )
         self._what = what
         self._folder = Path(folder)
         self._kind = plugin.state_dict_type.name
         self._accelerator = accelerator
+        self._use_dcp = use_dcp
         self.full = self._kind == "FULL_STATE_DICT"
         name = FSDP_MODEL_NAME if what == "model" else OPTIMIZER_NAME
         numbered = f"{name}_{index}" if index or not self.full else name
@@ -191,6 +201,11 @@ class _StateFiles:
 
     def write(self, state: dict[str, Any]) -> None:
         """Write a state; all ranks return when it is complete."""
+        if not self._use_dcp:
+            raise OptionError(
+                "use_dcp=False asks for files of each rank, which are read here, but not written. Leave it True; or "
+                "call save_state(), in which each rank also writes its own file"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self.full:
             save({self._what: state}, checkpoint_id=self._path)
@@ -210,7 +225,10 @@ class _StateFiles:
         path = self._path
         if not self.full and self._folder.name == path.name:
             path = self._folder
-        if not (path if self.full else path / ".metadata").is_file():
+        is_there = path.is_file() if self.full else is_dcp_folder(path)
+        if not self.full and not (is_there and self._use_dcp) and rank_files(path):
+            return self._read_ranks(path, own_parts())
+        if not is_there:
             what = "does not exist" if self.full else "is no folder of a distributed checkpoint"
             raise CheckpointNotFoundError(
                 f"{path} {what}, which state_dict_type={self._kind} expects; {self._folder} has "
@@ -224,6 +242,19 @@ class _StateFiles:
         except CheckpointException as error:
             reasons = sorted({str(failure[0]) for failure in error.failures.values()})
             raise StateMismatchError(f"{path} does not fit: {'; '.join(reasons)}") from error
+        return state
+
+    def _read_ranks(self, stem: Path, own: dict[str, Any]) -> dict[str, Any]:
+        """Read this rank's parts from the files of each rank into `own`, once all ranks have found that they fit."""
+
+        def checked() -> dict[str, Any]:
+            tree = RankFiles(stem).tree
+            saved = {key: tree[key] for key in own if key in tree}
+            check_tree(saved, own)
+            return saved
+
+        saved = do_together(checked, default_coordinator(), doing=f"reading {stem}_rank*.bin")
+        state: dict[str, Any] = fill_tree(saved, own)
         return state
 
     def reading_options(self, strict: bool = True) -> StateDictOptions:

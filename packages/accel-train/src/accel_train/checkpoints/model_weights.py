@@ -1,4 +1,4 @@
-"""Saved weights of one model for strategies: from a checkpoint of this library, or read whole from another's."""
+"""Saved weights of one model for strategies: from a checkpoint of this library, or of another program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import accel_ckpt
 from accel_ckpt.format.memory import own_memory
+from accel_ckpt.format.saved_tensors import SavedTensor, fill_all, verify_all
 from accel_ckpt.parts import fill_part
 
 __all__ = ["CheckpointModel", "WholeModel"]
@@ -47,14 +48,15 @@ class CheckpointModel:
 
 
 class WholeModel:
-    """A model that was read whole.
+    """A model of another program's checkpoint.
 
     Args:
-        weights: its state dict under canonical names.
+        weights: its state dict under canonical names; `SavedTensor` in the place of what is not read yet.
     """
 
     def __init__(self, weights: dict[str, Any]) -> None:
         self._weights = weights
+        self._saved = {name: value for name, value in weights.items() if isinstance(value, SavedTensor)}
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -63,12 +65,19 @@ class WholeModel:
 
     def whole(self) -> dict[str, Any]:
         """The state dict."""
-        return self._weights
+        if not self._saved:
+            return self._weights
+        return self._weights | {name: saved.read() for name, saved in self._saved.items()}
 
     def check(self, targets: Mapping[str, Any]) -> None:
-        """Do nothing: everything was checked when it was read."""
+        """Check the files of which this rank reads its part; the others were checked when they were read."""
+        verify_all(self._pairs(targets))
 
     def fill(self, targets: Mapping[str, Any]) -> None:
         """Copy this rank's part to each target."""
-        for name, target in targets.items():
-            fill_part(target, own_memory(self._weights[name]))
+        fill_all(self._pairs(targets))
+        for name in targets.keys() - self._saved.keys():
+            fill_part(targets[name], own_memory(self._weights[name]))
+
+    def _pairs(self, targets: Mapping[str, Any]) -> list[tuple[SavedTensor, Any]]:
+        return [(saved, targets[name]) for name, saved in self._saved.items() if name in targets]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from accel_state.log import get_logger
 from accel_state.seeding import check_rng_state, derive_rng_state, get_rng_state, set_rng_state
 from accel_train.ranks import Ranks
-from accel_train.setup.draws import share_draws
+from accel_train.setup.shared_draws import share_draws
 from accel_train.state_part import SavedTrees, StatePart, Trees
 
 __all__ = ["RandomStates"]

@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader
 from accel_state.enums import RNGType
 from accel_state.messages import warn
 from accel_state.seeding import synchronize_rng_states
-from accel_train.data.epoch import Restored
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import Indexes, PreparedLoader
-from accel_train.data.position import batches_of_stream, check_fits, refuse_short
-from accel_train.data.reading_states import (
+from accel_train.data.position_checks import batches_of_stream, check_fits, refuse_short
+from accel_train.data.reading_random_states import (
     ReadingSource,
     begin_own_reading,
     begin_shared_reading,
@@ -33,6 +32,7 @@ from accel_train.data.reading_states import (
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
 from accel_train.data.sampling.index_streams import ArithmeticStream
+from accel_train.data.saved_position import Restored
 from accel_train.data.stateful import is_position, read_with_positions
 from accel_train.data.torch_iterator import torch_iterator
 from accel_train.data.workers import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel_train.data.reading_states import ReadingStates
+from accel_train.data.reading_random_states import ReadingStates
 from accel_train.data.rng_replay import Randomness, SharedDraws
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.permutations import Record

@@ -14,10 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel_state.messages import warn
 from accel_train.data.active_loaders import ActiveLoaders
-from accel_train.data.epoch import Epoch, Restored, read
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.iteration import NOT_COUNTED, Iteration
-from accel_train.data.position import check_fits
+from accel_train.data.position_checks import check_fits
 from accel_train.data.rng_replay import Randomness, generators_of
 from accel_train.data.sampling.batches import (
     SamplerPlan,
@@ -31,6 +30,7 @@ from accel_train.data.sampling.samplers import innermost_sampler, samplers_of
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
 from accel_train.data.sampling.token_batches import TokenBatchSampler
+from accel_train.data.saved_position import Epoch, Restored, read
 from accel_train.data.stateful import is_stateful
 from accel_train.data.torchdata_instance import TorchdataInstance
 from accel_train.data.transfer import BatchTransfer, DirectTransfer

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data.combined import CombinedLoader
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.position import check_lengths, check_workers, steps_to
+from accel_train.data.position_checks import check_lengths, check_workers, steps_to
 from accel_train.data.sampling.batches import SkipBatchSampler
 from accel_train.data.sampling.samplers import loader_options
 from accel_train.data.shard import DataLoaderShard

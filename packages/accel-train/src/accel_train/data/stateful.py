@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, get_worker_info
 
 from accel_train.data.iterable import IterableDatasetShard
-from accel_train.data.reading_states import ReadingStates, read_with
+from accel_train.data.reading_random_states import ReadingStates, read_with
 from accel_train.data.rng_replay import Randomness, generators_of
 from accel_train.data.torch_iterator import torch_iterator
 from accel_train.data.workers import Noted, RecordRngState, RestoreWorkerRng, WithoutNotes

@@ -29,9 +29,9 @@ from accel_state.messages import warn
 from accel_state.operations.collectives import gather, reduce
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
-from accel_train.loop.first_windows import FirstWindows, check_trains, compare_whole_gradients
 from accel_train.loop.observers import StepObserver
 from accel_train.loop.trained_places import TrainedPlaces
+from accel_train.loop.usual_mistakes import FirstWindows, check_trains, compare_whole_gradients
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Strategy

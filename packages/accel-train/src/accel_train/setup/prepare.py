@@ -26,9 +26,9 @@ from accel_train.loop.scheduler import AcceleratedScheduler, follow
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DataLoaderConfiguration
 from accel_train.plugins.base import SectionPlugin
-from accel_train.setup.draws import share_draws
-from accel_train.setup.packing import warn_of_packing
+from accel_train.setup.packing_warning import warn_of_packing
 from accel_train.setup.prepared import Prepared, mark_prepared
+from accel_train.setup.shared_draws import share_draws
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
 from accel_train.strategies.pickling import refuse_pickles

@@ -15,7 +15,7 @@ from accel_train.precision.base import Precision
 from accel_train.precision.restoring import restore_model
 from accel_train.setup.compile import compile_model
 from accel_train.setup.unwrap import plain_module
-from accel_train.strategies.fsdp2.start import place_whole
+from accel_train.strategies.fsdp2.initial_values import place_whole
 from accel_train.strategies.wrappers import reduced_by_fsdp
 
 __all__ = ["Steps", "place_model"]

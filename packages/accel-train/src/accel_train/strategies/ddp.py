@@ -20,7 +20,8 @@ from accel_train.offload.tensors import Kinded, of_kind
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.ranks import Ranks
 from accel_train.strategies import frozen_parameters
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.base import ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.local_training import LocalTraining, why_not_saved
 from accel_train.strategies.power_sgd import PowerSGDHooks
 from accel_train.strategies.replicas import Replicas

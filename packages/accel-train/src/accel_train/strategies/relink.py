@@ -173,36 +173,19 @@ def _is_freed(parameter: Tensor) -> bool:
     return parameter.layout == torch.strided and parameter.untyped_storage().size() == 0
 
 
-def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimizer) -> Any:
+def _divided(value: Any, old: Tensor, new: Any, optimizer: torch.optim.Optimizer) -> Any:
     """State of an old parameter as that of the new one: divided among ranks as the new one is."""
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != old.shape:
         return value
-    if hasattr(new, "device_mesh") and hasattr(new, "placements"):
-        if is_sharded(value):
-            return _divided_again(value, new)
-        from torch.distributed.tensor import distribute_tensor
-
-        # Every rank has the same whole value, so nothing needs to be sent.
-        return distribute_tensor(value.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
-    if value.shape == new.shape:
+    if is_sharded(value) or value.shape != new.shape:
+        raise PrepareError(
+            f"{type(optimizer).__name__} already has state of shape {tuple(value.shape)} for a parameter that this "
+            f"rank holds as {tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load "
+            "the state with load_state()."
+        )
+    if not is_sharded(new):
         return value.to(new.device)
-    raise PrepareError(
-        f"{type(optimizer).__name__} already has state of shape {tuple(value.shape)} for a parameter that this rank "
-        f"holds as {tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load the "
-        "state with load_state()."
-    )
+    from torch.distributed.tensor import distribute_tensor
 
-
-@torch.no_grad()
-def _divided_again(value: Any, new: Any) -> Tensor:
-    """State that tensor parallelism has divided, divided over the dimensions that sharding has added, as it does."""
-    local, mesh = value.to_local(), new.device_mesh
-    for place, placement in enumerate(new.placements):
-        if placement.is_replicate() or mesh.mesh_dim_names[place] in value.device_mesh.mesh_dim_names:
-            continue
-        parts = local.chunk(mesh.size(place), placement.dim)
-        index = mesh.get_local_rank(place)
-        local = parts[index] if index < len(parts) else local.narrow(placement.dim, 0, 0)
-    found = torch.zeros_like(new.detach(), dtype=value.dtype)
-    found.to_local().copy_(local)  # type: ignore[attr-defined]
-    return found
+    # Every rank has the same whole value, so nothing needs to be sent.
+    return distribute_tensor(value.to(new.device), new.device_mesh, new.placements, src_data_rank=None)

@@ -22,7 +22,7 @@ from accel_ckpt.parts import Part, is_divided, is_leaf, shape_of
 from accel_ckpt.tensor_storage import why_not_plain
 from accel_train.errors import PrepareError
 from accel_train.state_part import StatePart
-from accel_train.strategies.whole import whole_parameters
+from accel_train.strategies.whole_parameters import whole_parameters
 from accel_train.strategies.window_gradients import WindowGradients
 
 __all__ = [

@@ -15,8 +15,9 @@ from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import TorchTensorParallelPlugin
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.fsdp2.start import share_values
+from accel_train.strategies.base import ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
+from accel_train.strategies.fsdp2.initial_values import share_values
 from accel_train.strategies.gradients import average, divide_like_parameter
 from accel_train.strategies.relink import step_both_kinds
 from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation

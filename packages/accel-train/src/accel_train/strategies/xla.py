@@ -17,7 +17,8 @@ from accel_state.trees import recursively_apply
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins.xla import XlaPlugin
-from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.base import ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.gradients import average
 from accel_train.strategies.state_adapter import StateAdapter
 

@@ -387,6 +387,7 @@ def rest_of(mixed, batches):
     return found, mixed.counts
 
 
+@pytest.mark.wide(only=["31-*", "18-*"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", ["map", "stream", "shuffled stream"])
 @pytest.mark.parametrize("taken", [0, 1, 7, 18, 31])
@@ -482,6 +483,7 @@ def test_the_seed_comes_from_the_state():
     assert named(resumed, 20) == named(saved, 20)
 
 
+@pytest.mark.wide(but=["1"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers(workers):
     whole = mixture(workers=workers, steps=20)
@@ -521,6 +523,7 @@ def test_random_orders_continue_with_the_random_state():
     assert named(resumed, 40) == expected
 
 
+@pytest.mark.wide(but=["True-7-*"])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("begins", [False, True])

@@ -59,6 +59,7 @@ def test_the_number_of_batches_is_known():
     assert len(loader) == len(list(loader)) > 10
 
 
+@pytest.mark.wide(only=["2-*-2"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("epoch", [0, 2])

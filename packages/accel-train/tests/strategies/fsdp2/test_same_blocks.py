@@ -150,9 +150,9 @@ def one_leaves_out(rank, number, late):
 @pytest.mark.parametrize(
     ("rank", "number", "late", "comes"),
     [
-        (0, 1, 2, "'blocks.2'"),
+        pytest.param(0, 1, 2, "'blocks.2'", marks=pytest.mark.wide),
         (1, 1, 2, "'blocks.2'"),
-        (1, 2, 3, "the end of it"),
+        pytest.param(1, 2, 3, "the end of it", marks=pytest.mark.wide),
         pytest.param(1, 0, 2, "'blocks.1'", marks=pytest.mark.full),
     ],
 )
@@ -174,7 +174,7 @@ def one_evaluates(rank):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.wide), 1])
 def test_a_call_on_one_rank_alone_is_an_error(rank):
     with pytest.raises(
         worlds.RankError, match=r"after its beginning this rank comes to 'blocks.0', and others do not"

@@ -160,6 +160,7 @@ def divided(groups, mask, mask_type):
     return part.whole(found, 0).detach(), gradients
 
 
+@pytest.mark.wide(only=["grouped-*", "padded-*"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("groups", "padded", "mask_type"),

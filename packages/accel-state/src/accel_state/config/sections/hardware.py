@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from accel_state.config.option import option
 from accel_state.config.sections.common import CommonOptions
 from accel_state.enums import DistributedType
 
-__all__ = ["DEVICE_LIST_VARIABLES", "PROCESSES_PER", "HardwareOptions"]
+__all__ = ["PROCESSES_PER", "HardwareOptions"]
 
 PROCESSES_PER = ("gpu", "cpu", "auto")
 """Words of torchrun's ``--nproc_per_node``; ``auto``: accelerators where there are any, else CPUs."""
-
-DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
-    {
-        "cuda": "CUDA_VISIBLE_DEVICES",
-        "xpu": "ZE_AFFINITY_MASK",
-        "mlu": "MLU_VISIBLE_DEVICES",
-        "sdaa": "SDAA_VISIBLE_DEVICES",
-        "musa": "MUSA_VISIBLE_DEVICES",
-        "npu": "ASCEND_RT_VISIBLE_DEVICES",
-        "hpu": "HABANA_VISIBLE_MODULES",
-        "neuron": "NEURON_RT_VISIBLE_CORES",
-    }
-)
-"""Device type to the driver variable that is set from ``gpu_ids``."""
 
 _BUILT_IN = tuple(
     member.value

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from accel_state import environment
-from accel_state.messages import first_line
+from accel_state.messages import first_line, say
 
 __all__ = ["main", "read_state"]
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             with _meeting(args, own) as meeting:
                 return _run(args, own, meeting)
         except _UnreachableError as error:
-            sys.stderr.write(f"accel: error: {error}\n")
+            say(f"accel: error: {error}")
             return 1
 
 
@@ -94,9 +94,7 @@ def _healthy(args: Any, own: argparse.Namespace) -> bool:
     command = [sys.executable, "-m", _MODULE_OF_PROBE, "--processes", str(args.nproc_per_node)]
     probe = subprocess.run([*command, *(["--cpu"] if own.cpu else [])], check=False)
     if probe.returncode:
-        sys.stderr.write(
-            f"accel: error: {socket.gethostname()} failed the health probe, so it does not join the run\n"
-        )
+        say(f"accel: error: {socket.gethostname()} failed the health probe, so it does not join the run")
     return probe.returncode == 0
 
 
@@ -332,7 +330,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-            sys.stderr.write(f"accel: rank {rank} failed first, with exit code {code}\n")
+            say(f"accel: rank {rank} failed first, with exit code {code}")
             return code
         except SignalException as error:
             return 128 + int(error.sigval)
@@ -344,7 +342,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
             # When the rendezvous closes, torch's agent returns None, which its launcher (2.13) takes for a result.
             if not own.spares or not meeting.has_ended():
                 raise
-            sys.stderr.write(f"accel: the run has ended; {socket.gethostname()} was a spare machine\n")
+            say(f"accel: the run has ended; {socket.gethostname()} was a spare machine")
             return 0
         except RendezvousConnectionError as error:
             raise _UnreachableError(

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from accel_state.messages import say
+
 __all__ = ["find_device_faults", "find_faults", "main"]
 
 _SHARED = Path("/dev/shm")
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     faults = list(find_faults(given.processes, given.cpu))
     for fault in faults:
-        sys.stderr.write(f"accel: {fault}\n")
+        say(f"accel: {fault}")
     return 1 if faults else 0
 
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import errno
 import io
+import math
 import os
 import select
 import sys
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import IO, Literal, Protocol, TextIO
 
 from accel_state.host.colors import Colors, wants_colors
+from accel_state.launching.watching.redrawn_lines import LastStates
 from accel_state.launching.watching.tracebacks import HEADER
-from accel_state.messages import folded
+from accel_state.messages import message
 
 __all__ = ["Console", "RankOutput", "StreamName", "TextSink", "open_log"]
 
@@ -33,8 +35,9 @@ _CAN_POLL = sys.platform != "win32"
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = HEADER.encode()
-_BEGINNINGS = (_HEADER, b'  File "')
-"""First lines of what the report shows: of a traceback, and of a syntax error in the script, which has no header."""
+_BEGINNINGS = (_HEADER, b'  File "', b"Fatal Python error: init_")
+"""First lines of what the report shows: of a traceback, of a syntax error in the script, which has no header, and of an
+interpreter that was interrupted or failed while it started."""
 _HELD = 5.0
 """Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once.
 
@@ -59,8 +62,6 @@ class ByteSink(Protocol):
 class Console:
     """Standard output and error of the launcher, shared by all ranks; lines never mix.
 
-    In a file or a pipe, of a line that is redrawn (a progress bar) only the last state is written.
-
     Args:
         stdout: sink of the ranks' standard output.
         stderr: sink of the ranks' standard error and of the launcher's own messages.
@@ -77,9 +78,13 @@ class Console:
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
         self._colors = {name: wants_colors(sink.isatty()) for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
-        self._bars: dict[tuple[str, StreamName], bytes] = {}
+        self._bars: set[tuple[str, StreamName]] = set()
         # One lock per cursor: a paused reader of standard output must not block messages to the terminal.
         self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
+
+    def redraws(self, stream: StreamName) -> bool:
+        """Whether a later text can take the place of a line: on terminals and in notebooks."""
+        return self._terminal[stream] or isinstance(self._sinks[stream], TextSink)
 
     def colors(self, stream: StreamName) -> Colors:
         """The colours of a stream."""
@@ -97,48 +102,29 @@ class Console:
         sink, cursor = self._sinks[stream], self._cursor[stream]
         with self._locks[cursor]:
             line, owner = self._lines.get(cursor), (prefix, stream)
-            redraws = self._terminal[stream] or isinstance(sink, TextSink)
-            if not redraws and (owner in self._bars or piece.endswith(b"\r")):
-                piece = self._last_state(owner, piece)
-                if not piece:
-                    return
             data = b""
             if line is not None and line.owner != owner:
                 data = line.ending(on_terminal=self._terminal[stream])
                 line = None
+            if line is None and self._terminal[stream]:
+                text = piece.decode(errors="surrogateescape")
+                piece = message(text, sink, prefix).removeprefix(prefix).encode(errors="surrogateescape")
             line = line or _Line(owner, redrawn=owner in self._bars)
             data += line.extend(prefix.encode(), piece)
             if piece.endswith(b"\n"):
                 self._lines.pop(cursor, None)
-                self._bars.pop(owner, None)
+                self._bars.discard(owner)
             else:
                 self._lines[cursor] = line
             if piece.endswith(b"\r"):
-                self._bars[owner] = b""  # it will be redrawn, even after another writer has used the line
+                self._bars.add(owner)  # it will be redrawn, even after another writer has used the line
             sink.write(data)
             sink.flush()
-
-    def _last_state(self, owner: tuple[str, StreamName], piece: bytes) -> bytes:
-        """The line that a piece of a redrawn line ends; empty: it does not end yet, and its state is kept."""
-        state = self._bars.pop(owner, b"")
-        overwrites = state.endswith(b"\r") and piece not in (b"\r", b"\n")
-        text = piece if overwrites else state.rstrip(b"\r") + piece
-        if text.endswith(b"\n"):
-            return text
-        self._bars[owner] = text
-        return b""
-
-    def end_bar(self, stream: StreamName, prefix: str) -> None:
-        """Write the last state of a line that its writer has not ended."""
-        if self._bars.get((prefix, stream), b"").strip():
-            self.write(stream, prefix, b"\n")
 
     def say(self, text: str) -> None:
         """Print a message of the launcher on a separate line of standard error."""
         sink = self._sinks["stderr"]
-        if self._terminal["stderr"]:  # tracebacks in it keep their lines
-            lines = text.split("\n")
-            text = "\n".join(folded(line, sink) if line.startswith("accel: ") else line for line in lines)
+        text = message(text, sink)
         cursor = self._cursor["stderr"]
         with self._locks[cursor]:
             line = self._lines.pop(cursor, None)
@@ -181,10 +167,13 @@ class _Line:
 class RankOutput:
     """Forwards the streams of one rank, one thread per stream.
 
+    Of a line that is redrawn (a progress bar) files and pipes get the last state. On a terminal that ranks share, the
+    bars of a rank have one line, because a nested bar would move the cursor over lines of other ranks.
+
     Args:
         prefix: prefix of each line; may be empty.
         console: destination of the lines.
-        log: log file that receives the unchanged output, or ``None``.
+        log: log file that receives the output without prefixes, or ``None``.
         logged: the streams that are written to the log file.
         rank: the rank. Torch prefixes each line of its tracebacks with ``[rankN]: ``, which is removed.
         hold: keep a traceback back for five seconds. If the rank ends by then, its supervisor decides between
@@ -216,6 +205,10 @@ class RankOutput:
         self._logged = logged
         self._log_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._states: dict[StreamName, LastStates] = {"stdout": LastStates(), "stderr": LastStates()}
+        self._shared: dict[StreamName, LastStates] = {
+            stream: LastStates(math.inf) for stream in self._states if prefix and console.redraws(stream)
+        }
         self._showing: set[StreamName] = set()
         self._pipes: dict[StreamName, IO[bytes]] = {}
         self._after_end: int | None = None
@@ -284,8 +277,11 @@ class RankOutput:
         try:
             with pipe:
                 while self._after_end is None or self._after_end > 0:
-                    if splitter.pending and not _readable(pipe, _PARTIAL_AFTER):
-                        self._show(stream, splitter.take_pending())
+                    states = self._states[stream]
+                    if (splitter.pending or states.undecided) and not _readable(pipe, _PARTIAL_AFTER):
+                        if splitter.pending:
+                            self._show(stream, splitter.take_pending())
+                        self._write(stream, LastStates.settle)
                         continue
                     self._showing.discard(stream)
                     if stream == "stderr" and self._held_since is not None:
@@ -308,7 +304,7 @@ class RankOutput:
                         self._show(stream, splitter.take_pending())
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
-                self._console.end_bar(stream, self._prefixes[stream])
+                self._write(stream, LastStates.end)
         except BrokenPipeError:
             # The reader of our output is gone. Closing the pipe gives the rank a broken pipe at its next print,
             # as if it wrote to the reader directly.
@@ -337,19 +333,39 @@ class RankOutput:
             if header and self.tail and not self.tail[-1].endswith(b"\n"):  # a bar has not ended its line
                 self._show(stream, bar + b"\n")
                 piece = header + rest
-            self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
+                self._write(stream, LastStates.end)  # before the traceback is held back
                 self.traceback_at = time.monotonic()
+            self.tail.append(piece[:_TAIL_WIDTH])
             if self._hold and self._held_since is None and piece.startswith(_BEGINNINGS):
                 self._held_since = time.monotonic()
-        self._write_log(stream, piece)  # whole lines, so that the two streams never mix within a line
+        self._write(stream, lambda states: states.feed(piece), piece)
+
+    def _write(self, stream: StreamName, take: Callable[[LastStates], bytes], piece: bytes = b"") -> None:
+        """Show output of a rank.
+
+        Args:
+            stream: where the rank wrote it.
+            take: gives the lines that can be shown now.
+            piece: as it was written, for a terminal that this rank has for itself.
+        """
+        lines = take(self._states[stream])
+        if lines:
+            self._write_log(stream, lines)  # whole lines, so that the two streams never mix within a line
+        shown = lines.splitlines(keepends=True)
+        if stream in self._shared:
+            shared = self._shared[stream]
+            shown = [*take(shared).splitlines(keepends=True), shared.drawn()]
+        elif self._console.redraws(stream):
+            shown = [piece]
         if stream == "stderr" and self._held_since is not None:
-            self._held.append(piece)
+            self._held += shown
             # A progress bar shows that the rank goes on, and a long text is no traceback.
             if piece.endswith(b"\r") or len(self._held) > _TAIL_LINES:
                 self.show_held()
             return
-        self._console.write(stream, self._prefixes[stream], piece)
+        for text in filter(None, shown):
+            self._console.write(stream, self._prefixes[stream], text)
 
 
 def _patience() -> float:

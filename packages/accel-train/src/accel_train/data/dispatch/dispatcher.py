@@ -11,17 +11,17 @@ from accel_state.operations.scatter import Scatterer
 from accel_state.world.process import PartialState
 from accel_train.data.dispatch.cut import Round, cut_round
 from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_error, send_stop
-from accel_train.data.epoch import Restored
 from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
 from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.iterators import LoaderIterator, TimedIterator, early_end
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.position import refuse_short
+from accel_train.data.position_checks import refuse_short
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
 from accel_train.data.sampling.permutations import OrderSource, Record
 from accel_train.data.sampling.shared_seed import Alone
+from accel_train.data.saved_position import Restored
 from accel_train.ranks import Ranks
 
 __all__ = ["DataLoaderDispatcher", "DispatchIteration", "is_plain"]

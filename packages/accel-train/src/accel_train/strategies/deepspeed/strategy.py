@@ -19,7 +19,8 @@ from accel_train.offload.host_copies import HostMemory, Offloaded
 from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.state_part import StatePart
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
+from accel_train.strategies.base import ModelSteps, Parts, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.deepspeed.changes import NewParameterGuard
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import DeepSpeedGradients

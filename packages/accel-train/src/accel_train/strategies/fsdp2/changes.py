@@ -17,7 +17,7 @@ from accel_ckpt.parts import is_sharded, reshard
 from accel_state.log import get_logger
 from accel_state.operations.collectives import broadcast
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.start import agree
+from accel_train.strategies.fsdp2.initial_values import agree
 
 __all__ = ["ParameterWatch"]
 

@@ -18,7 +18,7 @@ from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.precision.base import Precision
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
-from accel_train.strategies.fsdp2.start import lay_out, widen
+from accel_train.strategies.fsdp2.initial_values import lay_out, widen
 from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 

@@ -23,19 +23,19 @@ from accel_train.optimizer_parameters import parameters_of
 from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import (
-    Capabilities,
     ModelSteps,
     Parts,
     Strategy,
     StrategyOptions,
 )
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.fsdp2.changes import ParameterWatch
 from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin
 from accel_train.strategies.fsdp2.expert_lists import ListedExperts, divide_list
 from accel_train.strategies.fsdp2.expert_tokens import Tokens
 from accel_train.strategies.fsdp2.experts import StackedExperts, check_experts, divide
+from accel_train.strategies.fsdp2.initial_values import Start, place_whole, read_parts
 from accel_train.strategies.fsdp2.same_blocks import SameBlocks
-from accel_train.strategies.fsdp2.start import Start, place_whole, read_parts
 from accel_train.strategies.fsdp2.unreduced_gradients import FSDPGradients
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import link_parts, step_both_kinds

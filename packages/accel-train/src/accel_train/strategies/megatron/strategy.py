@@ -14,7 +14,8 @@ from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.optimizer_parameters import parameter_ids, parameters_of
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, StrategyOptions
+from accel_train.strategies.base import ModelSteps, Parts, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.engines import EngineStates, EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
 from accel_train.strategies.megatron.engine import MegatronEngine

@@ -23,9 +23,10 @@ from accel_train.plugins import (
     TorchTensorParallelPlugin,
 )
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.base import ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.fsdp2.divider import Divider, Units, check_plugin, mixed_precision_policy
-from accel_train.strategies.fsdp2.start import Start, read_parts
+from accel_train.strategies.fsdp2.initial_values import Start, read_parts
 from accel_train.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_train.strategies.gradients import combine_norms, scale_down
 from accel_train.strategies.pickling import refuse_pickles_of_stages

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from accel_train.data.reading_states import ReadingSource, ReadingStates, begin_shared_reading, may_draw
+from accel_train.data.reading_random_states import (
+    ReadingSource,
+    ReadingStates,
+    begin_shared_reading,
+    may_draw,
+)
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.shared_seed import Alone
 from accel_train.ranks import Ranks

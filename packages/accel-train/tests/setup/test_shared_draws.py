@@ -8,7 +8,7 @@ import torch
 
 from accel_state import PartialState, set_seed
 from accel_train.ranks import Ranks
-from accel_train.setup.draws import share_draws
+from accel_train.setup.shared_draws import share_draws
 from testkit import worlds
 
 PAIRS = (0, 0, 1, 1)

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_train import Accelerator, AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
-from accel_train.loop.guard import StepGuard, StepGuardOptions
-from accel_train.strategies.base import Capabilities, Strategy
+from accel_train.loop.step_guard import StepGuard, StepGuardOptions
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.capabilities import Capabilities
 from accel_train.strategies.deepspeed.strategy import DeepSpeedStrategy
 from accel_train.strategies.megatron.strategy import MegatronStrategy
 from testkit import worlds

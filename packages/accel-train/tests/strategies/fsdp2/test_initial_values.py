@@ -9,7 +9,7 @@ import accel_ckpt
 from accel_ckpt.errors import CheckpointNotFoundError, StateMismatchError
 from accel_state import PartialState
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.start import (
+from accel_train.strategies.fsdp2.initial_values import (
     Start,
     agree,
     check_files,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from accel_state.errors import NotAvailableError
-from accel_train.data.epoch import Restored
+from accel_train.data.saved_position import Restored
 from accel_train.errors import DataError
 from accel_train.ranks import Ranks
 

@@ -94,6 +94,7 @@ def test_a_stream_is_not_continued_by_another_number_of_workers(kind, before, af
     assert fresh.state_dict()["batches_yielded"] == 0  # nothing was loaded
 
 
+@pytest.mark.wide(but=["3-3-dispatched"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (0, 1), (1, 0), (3, 3)])
 def test_the_same_workers_read_the_rest_exactly(kind, before, after):
@@ -104,6 +105,7 @@ def test_the_same_workers_read_the_rest_exactly(kind, before, after):
     assert sorted(samples) == list(range(SIZE))
 
 
+@pytest.mark.wide
 def test_skipping_by_hand_is_refused_too():
     _, state = left_after(prepare(stream(2), stateful=False), 4)
     fresh = prepare(stream(3), stateful=False)
@@ -113,6 +115,7 @@ def test_skipping_by_hand_is_refused_too():
     assert len(list(fresh)) == 39  # an epoch from its beginning means the same for any workers
 
 
+@pytest.mark.wide
 def test_between_epochs_anything_may_change():
     loader = prepare(stream(2))
     list(loader)
@@ -281,6 +284,7 @@ def load_and_read(loader, state):
     return next(iter(loader))
 
 
+@pytest.mark.wide(only=["*-41"])
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [10, 41])
 @pytest.mark.parametrize("kind", LOADERS)
@@ -300,6 +304,7 @@ def test_data_of_another_length_is_refused_inside_an_epoch(ranks, kind, size):
     assert len([*same]) == len([*prepare(LOADERS[kind](40), **READERS[ranks])]) - 7
 
 
+@pytest.mark.wide(only=["*-41"])
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [10, 41])
 @pytest.mark.parametrize("kind", LOADERS)
@@ -352,6 +357,7 @@ def test_a_source_of_a_mixture_with_other_data():
             mixture(size).load_state_dict(state)
 
 
+@pytest.mark.wide(only=["*-rank 0-*", "base_*"])
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("ranks", READERS)

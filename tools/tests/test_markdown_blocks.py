@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import blocks, worlds
+from testkit import markdown_blocks, worlds
 
 
 @pytest.fixture
@@ -22,23 +22,23 @@ def page(tmp_path):
 def _run(page: Path) -> list[str]:
     folder = page.parent / "run"
     folder.mkdir(exist_ok=True)
-    worlds.run(blocks.run_page, 1, str(page), str(folder))
+    worlds.run(markdown_blocks.run_page, 1, str(page), str(folder))
     return sorted(path.name for path in folder.iterdir() if path.name != ".commands")
 
 
 def test_parse_finds_language_line_indent_and_marks(page):
     text = 'a\n~~~python title="b.py"\nx = 1\n~~~\n\n'
     text += "    <!-- test: skip=why not -->\n    ~~~bash\n    ls\n    ~~~\n"
-    first, second = blocks.parse(page(text))
+    first, second = markdown_blocks.parse(page(text))
     assert (first.language, first.line, first.text, first.file) == ("python", 3, "x = 1\n", "b.py")
     assert (second.language, second.line, second.text) == ("bash", 8, "ls\n")
-    assert blocks.skip_reason(second) == "why not"
+    assert markdown_blocks.skip_reason(second) == "why not"
 
 
 @pytest.mark.parametrize("text", ["~~~python\nx = 1\n", "<!-- test: skpi=x -->\n~~~python\n~~~\n"])
 def test_parse_refuses_open_fences_and_misspelt_markers(page, text):
     with pytest.raises(ValueError, match=r"not closed|not understood"):
-        blocks.parse(page(text))
+        markdown_blocks.parse(page(text))
 
 
 def test_blocks_share_a_namespace_and_a_folder(page):
@@ -100,7 +100,7 @@ def test_a_page_can_be_left_out_as_a_whole(page):
     file = page(
         "# Title\n\n<!-- test: skip-page=sketches -->\n\n~~~bash\ntouch a\n~~~\n~~~bash\ntouch b\n~~~\n"
     )
-    assert {blocks.skip_reason(block) for block in blocks.parse(file)} == {"sketches"}
+    assert {markdown_blocks.skip_reason(block) for block in markdown_blocks.parse(file)} == {"sketches"}
     assert _run(file) == []
 
 
@@ -109,5 +109,5 @@ def test_commands_are_those_under_test(page):
 
 
 def test_a_snippet_line_stands_for_the_file_in_docs(page):
-    block = blocks.parse(page("~~~python\n--8<--\nexamples/digits.py\n--8<--\n~~~\n"))[0]
+    block = markdown_blocks.parse(page("~~~python\n--8<--\nexamples/digits.py\n--8<--\n~~~\n"))[0]
     assert block.text == (Path(__file__).parents[2] / "docs" / "examples" / "digits.py").read_text()

@@ -63,7 +63,7 @@ class Restored:
         ranks: how many ranks read different samples.
         index: the index of the rank that saved it; None: the same as here.
         batches_yielded: batches of this rank since the epoch began.
-        position: in the data; see `accel_train.data.position`.
+        position: in the data; see `accel_train.data.position_checks`.
         draw: the random draws for the order.
         options: options of the loader on which the position depends: ``num_workers``, ``batch_size``, ``drop_last`` and
             the ``lengths`` of its data.

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils.data import SequentialSampler
 
-from accel_train.data.epoch import Epoch, read
 from accel_train.data.iteration import Iteration
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import ArithmeticStream
 from accel_train.data.sampling.layout import BatchLayout
 from accel_train.data.sampling.permutations import order_source
 from accel_train.data.sampling.shared_seed import Alone
+from accel_train.data.saved_position import Epoch, read
 from accel_train.errors import DataError
 from accel_train.ranks import Ranks
 
