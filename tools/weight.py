@@ -63,12 +63,17 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_642),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_647),
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_737),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
-    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_870),
-    Part("accel-train: core", 13_000, _train(""), limit=15_081),
+    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_873),
+    Part("accel-train: core", 13_000, _train(""), limit=15_092),
     Part("accel-train: data", 5_000, _train("data"), limit=5_176),
+    Part(
+        "proofs",
+        1_800,
+        (f"{_source('accel_cli')}/proof", f"{_source('accel_cli')}/commands/prove.py", *_train("proof")),
+    ),
 )
 OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_500
 # What a user may leave alone: together 12,500 lines, and none of them more than 2,500.
@@ -94,8 +99,8 @@ OPTIONS = (
     ),
 )
 OTHERS = (
-    Part("tools", 12_500, ("tools",), limit=15_301),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=94_903),
+    Part("tools", 12_500, ("tools",), limit=15_306),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=95_260),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accel_cli.proof.compare import ORDER, Recorded, Step, differences
+from accel_cli.proof.compare import ORDER, Recorded, StepRecord, differences
 from accel_cli.proof.findings import examine, failed
-from accel_cli.proof.runs import SEED, Run
+from accel_cli.proof.runs import SEED, ProofRun
 
 torch.manual_seed(0)
 PARTS = [
@@ -22,11 +22,12 @@ MEAN = {name: (PARTS[0][name] + PARTS[1][name]) / 2 for name in PARTS[0]}
 def step(gradients=MEAN, **other):
     weights = {name: 1 - 0.1 * value for name, value in gradients.items()}
     facts = {
-        "optimizer": 0, "losses": [1.0], "items": [0], "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
+        "optimizer": 0, "losses": [1.0], "items": [0],
+        "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
         "norms": [3.0], "rates": [0.1], "metrics": [{"loss": 1.0}], "gradients": gradients, "weights": weights,
         "own": [], "places": {"losses": "train.py:7", "metrics": "train.py:9"},
     }  # fmt: skip
-    return Step(**facts | other)
+    return StepRecord(**facts | other)
 
 
 def recorded(size, *steps, name="ddp", **about):
@@ -60,7 +61,7 @@ def scaled(factor, parts=MEAN):
 
 
 def test_a_loss_that_the_script_scales():
-    here = ranks(scaled(2), [scaled(2, part) for part in PARTS], losses=[2.0])
+    here = ranks(scaled(2), [scaled(2, part) for part in PARTS], losses=[2.0], norms=[6.0])
     [finding] = examine(ONE, here, here).findings
     assert finding.kind == "scaled loss"
     assert "(train.py:7) is x2" in finding.text
@@ -169,10 +170,10 @@ def test_rounding_is_no_difference():
 
 def test_a_run_that_fails():
     said = "accel_train.errors.PrepareError: no plan for Net"
-    assert failed(Run("tp", [], said, 1)).reason == said
-    [finding] = failed(Run("ddp", [], f"Traceback\n{said}\n", 1)).findings
+    assert failed(ProofRun("tp", [], said, 1)).reason == said
+    [finding] = failed(ProofRun("ddp", [], f"Traceback\n{said}\n", 1)).findings
     assert finding.kind == "fails"
     assert said in finding.text
-    [finding] = failed(Run("fsdp2", [], "ZeroDivisionError: division by zero", 1)).findings
+    [finding] = failed(ProofRun("fsdp2", [], "ZeroDivisionError: division by zero", 1)).findings
     assert "--use_fsdp" in finding.advice
-    assert failed(Run("ddp", [], "", 7)).differ == ORDER
+    assert failed(ProofRun("ddp", [], "", 7)).differ == ORDER

@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> None:
 
 def _draw_by_sample() -> None:
     """Let a dataset that draws, such as one that augments images, draw the same for a sample on any rank."""
-    fetch = _MapDatasetFetcher.fetch
+    fetch: Any = _MapDatasetFetcher.fetch
 
     def seeded(self: Any, indices: Any) -> Any:
         numbers = indices if isinstance(indices, list) else [indices]
@@ -57,7 +57,7 @@ def _draw_by_sample() -> None:
             return fetch(self, indices)
         collate, auto = self.collate_fn, self.auto_collation
         self.collate_fn = lambda samples: samples
-        samples = []
+        samples: list[Any] = []
         try:
             for number in numbers:
                 before = random.getstate(), np.random.get_state()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.proof.runs import RankRecord, Run
+from accel_cli.proof.runs import ProofRun, RankRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDER", "Difference", "Recorded", "Step", "differences", "distance"]
+__all__ = ["ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance"]
 
 ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics")
 """What is compared, in the order in which a fault shows."""
@@ -25,7 +25,7 @@ _TINY = 1e-7
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One optimizer step of a run, of all ranks together.
 
     Attributes:
@@ -70,10 +70,10 @@ class Recorded:
     about: Mapping[str, Any]
     size: int
     seeds: Sequence[int]
-    steps: Sequence[Step]
+    steps: Sequence[StepRecord]
 
     @classmethod
-    def of(cls, run: Run) -> Recorded:
+    def of(cls, run: ProofRun) -> Recorded:
         """Merge the records of all ranks."""
         first = run.ranks[0].about
         indexes: dict[int, RankRecord] = {}
@@ -95,7 +95,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Mismatch:
     """A value that is not that of the reference.
 
     Attributes:
@@ -114,7 +114,7 @@ class Difference:
     relative: float
 
 
-def differences(reference: Recorded, other: Recorded, bound: float) -> list[Difference]:
+def differences(reference: Recorded, other: Recorded, bound: float) -> list[Mismatch]:
     """All differences, in the order of steps and then of ``ORDER``.
 
     Args:
@@ -122,7 +122,7 @@ def differences(reference: Recorded, other: Recorded, bound: float) -> list[Diff
         other: another one, with the same samples in each step.
         bound: relative differences up to this are none.
     """
-    found: list[Difference] = []
+    found: list[Mismatch] = []
     for number, (right, step) in enumerate(zip(reference.steps, other.steps, strict=False)):
         of_step = [
             *_of_samples(number, right, step),
@@ -148,7 +148,7 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
 
 def _step(
     number: int, ranks: Sequence[RankRecord], readers: Sequence[RankRecord], computing: Sequence[RankRecord]
-) -> Step:
+) -> StepRecord:
     told = [rank.about["steps"][number] for rank in readers]
     first, first_about = ranks[0].about["steps"][number], ranks[0].about
     gradients: dict[str, Tensor] = {}
@@ -163,7 +163,7 @@ def _step(
     own_rows = [
         Counter() if first_about["divides_sequences"] else Counter(one.get("rows", [])) for one in told
     ]
-    return Step(
+    return StepRecord(
         optimizer=first["optimizer"],
         losses=[loss for loss in losses if loss is not None],
         items=items,
@@ -202,36 +202,34 @@ def _mean(backward: Sequence[Sequence[float | None]]) -> float | None:
     return total / max(1.0, sum(count for count in items if count is not None))
 
 
-def _of_samples(number: int, right: Step, step: Step) -> Iterator[Difference]:
+def _of_samples(number: int, right: StepRecord, step: StepRecord) -> Iterator[Mismatch]:
     if right.rows and step.rows and right.rows != step.rows:
         missing = (right.rows - step.rows).total()
-        yield Difference("samples", number, "", step, right, missing / max(1, right.rows.total()) or 1.0)
+        yield Mismatch("samples", number, "", step, right, missing / max(1, right.rows.total()) or 1.0)
 
 
-def _of_numbers(
-    kind: str, number: int, right: Sequence[float], found: Sequence[float]
-) -> Iterator[Difference]:
+def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[float]) -> Iterator[Mismatch]:
     for place, (one, other) in enumerate(zip(right, found, strict=False)):
         relative = abs(other - one) / max(abs(one), 1e-12)
-        yield Difference(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
+        yield Mismatch(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
     if len(right) != len(found):
-        yield Difference(kind, number, "", len(found), len(right), float("inf"))
+        yield Mismatch(kind, number, "", len(found), len(right), float("inf"))
 
 
 def _of_tensors(
     kind: str, number: int, right: Mapping[str, Tensor], found: Mapping[str, Tensor]
-) -> Iterator[Difference]:
+) -> Iterator[Mismatch]:
     scale = _TINY * max((float(value.double().norm()) for value in right.values()), default=0.0)
     for name, value in right.items():
         other = found.get(name)
         relative = float("inf") if other is None else distance(other, value, scale)
-        yield Difference(kind, number, name, other, value, relative)
+        yield Mismatch(kind, number, name, other, value, relative)
 
 
 def _of_metrics(
     number: int, right: Sequence[Mapping[str, float]], found: Sequence[Mapping[str, float]]
-) -> Iterator[Difference]:
+) -> Iterator[Mismatch]:
     for one, other in zip(right, found, strict=False):
         for name in one.keys() & other.keys():
             relative = abs(other[name] - one[name]) / max(abs(one[name]), 1e-12)
-            yield Difference("metrics", number, name, other[name], one[name], relative)
+            yield Mismatch("metrics", number, name, other[name], one[name], relative)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_cli.proof.compare import ORDER, Difference, Recorded, Step, differences, distance
-from accel_cli.proof.runs import SEED, STRATEGIES, Run
+from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance
+from accel_cli.proof.runs import SEED, STRATEGIES, ProofRun
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Finding", "Verdict", "examine", "failed"]
+__all__ = ["Cause", "Verdict", "examine", "failed"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Cause:
     """What is wrong.
 
     Attributes:
@@ -46,7 +46,7 @@ class Verdict:
 
     name: str
     differ: Sequence[str] = ()
-    findings: Sequence[Finding] = ()
+    findings: Sequence[Cause] = ()
     reason: str = ""
 
     @property
@@ -66,7 +66,7 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None) -> Ver
     bound = max(reference.bound, other.bound, _reorder(reference, apart))
     found = differences(reference, other, bound)
     kinds = list(dict.fromkeys(difference.kind for difference in found))
-    findings: list[Finding] = []
+    findings: list[Cause] = []
     if found:
         first = [one for one in found if (one.step, one.kind) == (found[0].step, found[0].kind)]
         findings.append(_explain(first, found, reference, other, apart, bound))
@@ -75,7 +75,7 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None) -> Ver
     return Verdict(other.name, kinds, findings)
 
 
-def failed(run: Run) -> Verdict:
+def failed(run: ProofRun) -> Verdict:
     """The verdict on a run that failed, although one process did not.
 
     Plain data parallelism takes every loop; another strategy may say that it does not take this model.
@@ -84,7 +84,7 @@ def failed(run: Run) -> Verdict:
     if run.name != "ddp" and any(f"{name}:" in said for name in _REFUSALS):
         return Verdict(run.name, reason=said)
     advice = f"run it alone: accel launch --cpu --num_processes 2 {' '.join(STRATEGIES[run.name])}"
-    return Verdict(run.name, ORDER, [Finding("fails", f"fails on two ranks: {said}", advice.rstrip())])
+    return Verdict(run.name, ORDER, [Cause("fails", f"fails on two ranks: {said}", advice.rstrip())])
 
 
 _REFUSALS = ("IncompatibleOptionsError", "OptionError", "PrepareError", "ConfigError", "LaunchError")
@@ -102,13 +102,13 @@ def _reorder(reference: Recorded, apart: Recorded | None) -> float:
 
 
 def _explain(
-    first: Sequence[Difference],
-    found: Sequence[Difference],
+    first: Sequence[Mismatch],
+    found: Sequence[Mismatch],
     reference: Recorded,
     other: Recorded,
     apart: Recorded | None,
     bound: float,
-) -> Finding:
+) -> Cause:
     kind = first[0].kind
     if kind == "samples":
         return _of_samples(first[0])
@@ -117,7 +117,7 @@ def _explain(
     if kind == "norms":
         return _of_norm(first[0], reference, other)
     if kind == "rates":
-        return Finding(
+        return Cause(
             "schedule",
             f"the learning rate of step {first[0].step + 1} is {first[0].found:.6g}, and {first[0].expected:.6g} on "
             "one process",
@@ -125,7 +125,7 @@ def _explain(
         )
     if kind == "weights":
         return _of_weights(first, other)
-    return Finding(
+    return Cause(
         "metric",
         f"the logged {first[0].name} is {first[0].found:.6g}, and {first[0].expected:.6g} on one process"
         f"{_at(reference.steps[first[0].step], 'metrics')}",
@@ -134,17 +134,17 @@ def _explain(
     )
 
 
-def _of_samples(difference: Difference) -> Finding:
-    found: Step = difference.found
+def _of_samples(difference: Mismatch) -> Cause:
+    found: StepRecord = difference.found
     if len(found.own_rows) > 1 and all(rows == found.own_rows[0] for rows in found.own_rows):
-        return Finding(
+        return Cause(
             "same samples",
             f"all ranks read the same {found.own_rows[0].total()} samples in step {difference.step + 1}",
             "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the rank",
         )
-    right: Step = difference.expected
+    right: StepRecord = difference.expected
     twice = (found.rows - right.rows).total()
-    return Finding(
+    return Cause(
         "other samples",
         f"step {difference.step + 1} reads {(right.rows - found.rows).total()} of its samples not, and {twice} others "
         "or twice",
@@ -153,13 +153,13 @@ def _of_samples(difference: Difference) -> Finding:
 
 
 def _of_gradients(
-    first: Difference,
-    found: Sequence[Difference],
+    first: Mismatch,
+    found: Sequence[Mismatch],
     reference: Recorded,
     other: Recorded,
     apart: Recorded | None,
     bound: float,
-) -> Finding:
+) -> Cause:
     """Whether the loss is no mean over rows, or what ranks did with their parts."""
     step = first.step
     right, here = reference.steps[step], other.steps[step]
@@ -167,7 +167,7 @@ def _of_gradients(
     if any(
         one and abs(one - other) > 1e-9 * one for one, other in zip(right.items, here.items, strict=False)
     ):
-        return Finding(
+        return Cause(
             "other items",
             f"the losses of step {step + 1}{_at(right, 'losses')} are sums over {sum(here.items):g} items, and over "
             f"{sum(right.items):g} on one process",
@@ -177,28 +177,29 @@ def _of_gradients(
         )
     own = apart.steps[0].own if apart is not None and step == 0 and apart.steps else ()
     halves = _mean_of(own)
-    if halves and not _far(
-        here.gradients, halves, max(bound, 1e-6)
-    ):  # ranks have averaged what each has computed
+    # Ranks have averaged what each has computed, and perhaps clipped it.
+    if halves and _factor(here.gradients, halves, bound) is not None:
         factor = _factor(halves, right.gradients, bound)
         if factor is None:
             return _no_mean_over_rows(reference, right, own, bound)
+        if right.norms and here.norms:  # before clipping
+            factor = here.norms[0] / right.norms[0]
         if not math.isclose(factor, 1, rel_tol=1e-6):
             times = f"x{other.size}" if math.isclose(factor, other.size, rel_tol=1e-6) else f"x{factor:.6g}"
-            return Finding(
+            return Cause(
                 "scaled loss",
                 f"the loss on each rank{_at(right, 'losses')} is {times} of that of one process, for all parameters",
                 "ranks average losses: pass the plain mean over this rank's samples to accelerator.backward(), without "
                 "the number of processes",
             )
     if not wrong:
-        return Finding(
+        return Cause(
             "loss",
             f"the loss of step {step + 1} is {first.found:.6g}, and {first.expected:.6g} on one process"
             f"{_at(right, 'losses')}, with the same gradients",
             "what backward() is given is not what the model computed from this rank's samples",
         )
-    kinds: dict[str, list[Difference]] = {}
+    kinds: dict[str, list[Mismatch]] = {}
     for one in wrong:
         kinds.setdefault(_what_happened(one, [_sum_of(rank) for rank in own], other.size, bound), []).append(
             one
@@ -216,7 +217,7 @@ def _of_gradients(
     advice = _ADVICE.get(
         next(iter(kinds)).split(" (")[0], "look at what the script does with this parameter by rank"
     )
-    return Finding(next(iter(kinds)), f"gradients of step {step + 1} are wrong; {'; '.join(texts)}", advice)
+    return Cause(next(iter(kinds)), f"gradients of step {step + 1} are wrong; {'; '.join(texts)}", advice)
 
 
 _ADVICE = {
@@ -227,7 +228,7 @@ _ADVICE = {
 }
 
 
-def _what_happened(one: Difference, own: Sequence[Mapping[str, Tensor]], size: int, bound: float) -> str:
+def _what_happened(one: Mismatch, own: Sequence[Mapping[str, Tensor]], size: int, bound: float) -> str:
     """The factor, or the part, that explains a wrong gradient."""
     if one.found is None:
         return "missing"
@@ -255,6 +256,8 @@ def _what_happened(one: Difference, own: Sequence[Mapping[str, Tensor]], size: i
 def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> float | None:
     """The number by which all gradients differ; None: there is none."""
     names = [name for name in right if name in found]
+    if any(found[name].shape != right[name].shape for name in names):
+        return None
     whole = sum(float((right[name].double() ** 2).sum()) for name in names)
     if not whole:
         return None
@@ -264,26 +267,26 @@ def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: flo
 
 
 def _no_mean_over_rows(
-    reference: Recorded, right: Step, own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
-) -> Finding:
+    reference: Recorded, right: StepRecord, own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
+) -> Cause:
     """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
     place = _at(right, "losses")
     shares = _shares(right.gradients, own, max(bound, 1e-6))
     if shares is not None:
         parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
-        return Finding(
+        return Cause(
             "unequal counts",
             f"the loss{place} is a mean over items of which ranks have different numbers ({parts} in the first batch), "
             "and each rank counts as much",
             "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
         )
     if reference.about["normalises_batches"]:
-        return Finding(
+        return Cause(
             "batch norm",
             "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch",
             "convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
         )
-    return Finding(
+    return Cause(
         "contrasts rows",
         f"the loss{place} depends on which rows are in a batch together, so ranks compute another one than one process",
         "nothing, if it compares the rows of a batch by design; gather the features to compare all of them",
@@ -310,19 +313,16 @@ def _shares(
         return None  # any gradient would be explained
     solved = torch.linalg.lstsq(matrix, wanted.unsqueeze(1), driver="gelsd").solution
     shares = [float(solved[rank * passes]) for rank in range(len(own))]
-    explained = distance((matrix @ solved).flatten(), wanted) <= bound
-    return (
-        shares
-        if explained and all(share > 0 for share in shares) and math.isclose(sum(shares), 1, rel_tol=1e-3)
-        else None
-    )
+    if distance((matrix @ solved).flatten(), wanted) > bound or min(shares) <= 0:
+        return None
+    return [share / sum(shares) for share in shares]  # clipping has scaled all of them
 
 
-def _of_norm(difference: Difference, reference: Recorded, other: Recorded) -> Finding:
+def _of_norm(difference: Mismatch, reference: Recorded, other: Recorded) -> Cause:
     found, right = difference.found, difference.expected
     factor = found / right if right else math.inf
     counted = math.isclose(factor, math.sqrt(max(2, other.size)), rel_tol=1e-4)
-    return Finding(
+    return Cause(
         "norm",
         f"the norm of equal gradients in step {difference.step + 1} is {found:.6g}, and {right:.6g} on one process"
         + (": it counts what every rank holds once for each" if counted else "")
@@ -331,10 +331,10 @@ def _of_norm(difference: Difference, reference: Recorded, other: Recorded) -> Fi
     )
 
 
-def _of_weights(first: Sequence[Difference], other: Recorded) -> Finding:
+def _of_weights(first: Sequence[Mismatch], other: Recorded) -> Cause:
     names = [one.name for one in first]
     everything = len(names) == len(other.steps[first[0].step].weights)
-    return Finding(
+    return Cause(
         "weights",
         f"after step {first[0].step + 1} the weights of {'all parameters' if everything else _some(names)} differ, "
         "with equal gradients and rates",
@@ -342,10 +342,10 @@ def _of_weights(first: Sequence[Difference], other: Recorded) -> Finding:
     )
 
 
-def _shared_noise(other: Recorded) -> Finding | None:
+def _shared_noise(other: Recorded) -> Cause | None:
     alike = len(set(other.seeds)) == 1 and other.seeds[0] != SEED
     if other.size > 1 and other.about["noise"]["drawn"] and alike:
-        return Finding(
+        return Cause(
             "shared noise",
             "all ranks have the same seed and draw noise for their samples, so in a real run samples of different "
             "ranks get the same noise",
@@ -361,16 +361,20 @@ def _mean_of(own: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]
     if len(own) < 2 or not all(own):
         return {}
     sums = [_sum_of(rank) for rank in own]
-    return {
-        name: sum(one[name] for one in sums) / len(own)
-        for name in sums[0]
-        if all(name in one for one in sums)
-    }  # type: ignore[misc]
+    names = [name for name in sums[0] if all(name in one for one in sums)]
+    return {name: _added([one[name] for one in sums]) / len(own) for name in names}
 
 
 def _sum_of(passes: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for one in passes for name in one)
-    return {name: sum(one[name].double() for one in passes if name in one) for name in names}  # type: ignore[misc]
+    return {name: _added([one[name] for one in passes if name in one]) for name in names}
+
+
+def _added(values: Sequence[Tensor]) -> Tensor:
+    total = values[0].double()
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> bool:
@@ -378,7 +382,7 @@ def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float)
     return any(distance(found[name], right[name], scale) > bound for name in right if name in found)
 
 
-def _at(step: Step, kind: str) -> str:
+def _at(step: StepRecord, kind: str) -> str:
     place = step.places.get(kind)
     return f" ({place})" if place else ""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accel_cli.proof.compare import Recorded
 from accel_cli.proof.findings import Verdict, examine, failed
-from accel_cli.proof.runs import STRATEGIES, Run, run
+from accel_cli.proof.runs import STRATEGIES, ProofRun, run
 from accel_state.errors import LaunchError
 from accel_state.launching.target import Target
 
@@ -44,7 +44,7 @@ def prove(
         LaunchError: the script fails on one process.
     """
 
-    def start(name: str, ranks: int, flags: Sequence[str], exact: bool) -> Run:
+    def start(name: str, ranks: int, flags: Sequence[str], exact: bool) -> ProofRun:
         tell(f"{name}: {target.name}")
         place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}"
         return run(name, ranks, flags, target, environ, place, steps=steps, double=exact)

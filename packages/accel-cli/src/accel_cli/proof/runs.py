@@ -15,7 +15,7 @@ from accel_state.launching.target import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SEED", "STRATEGIES", "RankRecord", "Run", "run"]
+__all__ = ["SEED", "STRATEGIES", "ProofRun", "RankRecord", "run"]
 
 SEED = 1_234_567_891
 """Of a script that sets none."""
@@ -41,7 +41,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProofRun:
     """One run.
 
     Attributes:
@@ -76,7 +76,7 @@ def run(
     *,
     steps: int,
     double: bool,
-) -> Run:
+) -> ProofRun:
     """Run the script once.
 
     Args:
@@ -102,7 +102,7 @@ def run(
     output = (folder / "output").read_text(errors="replace")
     found = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     complete = all(path.exists() for path in found)
-    return Run(name, [_read(path) for path in found] if complete else [], output, code)
+    return ProofRun(name, [_read(path) for path in found] if complete else [], output, code)
 
 
 def _read(path: Path) -> RankRecord:

@@ -14,7 +14,7 @@ __all__ = ["RowNoise"]
 
 _SIZED = {torch.rand: 0, torch.randn: 0, torch.randint: 2, torch.normal: 2}
 """Functions that draw a new tensor, and the position of its size."""
-_LIKE = {
+_LIKE: dict[Any, Callable[..., Tensor]] = {
     torch.rand_like: Tensor.uniform_,
     torch.randn_like: Tensor.normal_,
     torch.randint_like: Tensor.random_,

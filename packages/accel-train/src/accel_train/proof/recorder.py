@@ -72,7 +72,7 @@ class StepRecorder(StepObserver):
         self._prepared = prepared
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_ends, always_call=True)
-        self.noise.__enter__()  # until the process ends, with the last step of the job
+        self.noise.__enter__()  # type: ignore[no-untyped-call] # until the process ends, with the last step of the job
 
     @property
     def place(self) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class StepRecorder(StepObserver):
             for parameter in here.plan.strategy.plain(model).parameters():
                 if parameter.requires_grad and id(parameter) not in self._own:
                     self._own[id(parameter)] = []
-                    parameter.register_hook(self._noting(id(parameter)))
+                    parameter.register_hook(self._noting(id(parameter)))  # type: ignore[no-untyped-call]
 
     def _noting(self, number: int) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
@@ -158,8 +158,8 @@ class StepRecorder(StepObserver):
         for name, parameter in self._named():
             if id(parameter) in own and parameter.grad is not None:
                 self._tensors[f"{step}/gradient/{name}"] = _whole(parameter.grad)
-                for number, own in enumerate(self._own.get(id(parameter), ())):
-                    self._tensors[f"{step}/own {number}/{name}"] = own
+                for number, gradient in enumerate(self._own.get(id(parameter), ())):
+                    self._tensors[f"{step}/own {number}/{name}"] = gradient
         self._own.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
