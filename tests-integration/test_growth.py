@@ -112,7 +112,6 @@ def expected(regime: str, ranks: int, first: bool) -> dict[str, int]:
         "gather_object alike": one if apart else gathered[PICKLED],
         "gather_object": gathered[PICKLED],
         "broadcast_object_list": one + (STEP * steps(ranks) if first else PICKLED + SENT),
-        "load_state": 2 * one,
     }
 
 
@@ -135,6 +134,7 @@ def test_what_ranks_receive(tmp_path, regime, ranks):
         assert one <= costs["reduce small"].received <= one + small
         assert 3 * one <= costs["step 4"].received - costs["step 6"].received <= 3 * (one + small)
         assert_saves(costs, regime, ranks, first)
+        assert_loads(costs, 3, regime, ranks, first)
         assert costs["save_state again"] == costs["save_state"]._replace(
             from_store=costs["save_state again"].from_store, at_store=costs["save_state again"].at_store
         )
@@ -154,6 +154,17 @@ def assert_saves(costs, regime, ranks, first):
         assert received == 7 * one + STEP
 
 
+def assert_loads(costs, agreements, regime, ranks, first):
+    """The first rank gives the manifest and the shared trees to all; a tree sends them."""
+    data = costs["load_state"].received - agreements * agreement(regime, ranks, first)
+    if regime != "above 128":  # it travels in the agreement, as far as there is room
+        assert 0 <= data < 20_000, data
+    elif first:
+        assert 0 <= data <= STEP * steps(ranks)
+    else:
+        assert 2000 < data < 20_000
+
+
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize(
     "regime", ["up to 8", pytest.param("up to 128", marks=pytest.mark.wide), "above 128"]
@@ -166,7 +177,7 @@ def test_what_fsdp_receives(tmp_path, regime, ranks):
         for number in (2, 6):
             assert costs[f"step {number}"].collectives == 3
             assert 3 * parts <= costs[f"step {number}"].received <= 3 * (parts + 500 * ranks)
-        assert costs["load_state"].received == 3 * agreement(regime, ranks, first)
+        assert_loads(costs, 4, regime, ranks, first)
         assert_saves(costs, regime, ranks, first)
 
 

@@ -1,6 +1,7 @@
 """The methods of `Accelerator` that log: they have the parameters of Accelerate's, and hand over."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,7 @@ def test_calls_are_handed_over(tmp_path):
             from accel_train import ProjectConfiguration
 
             self._trackers = Trackers()
+            self._accumulator = SimpleNamespace(observers=[])
             self.project_configuration = ProjectConfiguration(logging_dir="logs")
 
     view = View()

@@ -264,7 +264,7 @@ def test_ctrl_c_while_the_script_imports_a_library(tmp_path, from_terminal):
     script = tmp_path / "train.py"
     script.write_text("import heavy\n")
     words = ["-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", "train.py"]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(library.parent), *sys.path])}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(library.parent), *sys.path]), "COLUMNS": "400"}
 
     def wait_for_ranks():
         until = time.monotonic() + 30

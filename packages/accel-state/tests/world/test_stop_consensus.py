@@ -132,17 +132,15 @@ def test_ranks_that_wait_ask_for_no_more_in_a_larger_world(monkeypatch):
     ranks[0].consensus.request("SIGTERM on rank 0")
     time.sleep(0.3)  # fifteen looks
     assert not any(len(keys) > 1 for _, keys in seen)
-    looks = {keys[0] for name, keys in list(seen) if keys[0].startswith("look/")}
-    asked = [keys[0] for name, keys in list(seen) if name == "check" and keys[0].startswith("passed/")]
-    assert len(looks) >= 3
-    assert len(asked) <= size * len(looks)
+    assert not [keys[0] for name, keys in list(seen) if keys[0].startswith("passed/") and name == "check"]
     ranks.append(Rank(size - 1, size, store))
     assert {rank.consensus.should_stop() for rank in ranks} == {False}
     assert {rank.consensus.decision.stop_after for rank in ranks} == {1}
     close(ranks)
 
 
-def test_a_rank_that_ended_before_it_was_counted_holds_nobody_up():
+def test_a_rank_that_ended_before_it_was_counted_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(stop_consensus, "_PATIENCE", 0.1)
     store = dist.HashStore()
     dist.PrefixStore("1", dist.PrefixStore("stop", store)).set("passed/1", "5")
     first = Rank(0, 2, store)

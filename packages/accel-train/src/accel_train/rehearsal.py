@@ -131,7 +131,7 @@ class _RehearsedLoaders(ActiveLoaders):
         super().__init__()
         self._training = training
 
-    def yielded(self, loader: object, batch: Any) -> None:
+    def yielded(self, loader: object, batch: Any = None) -> None:
         """See the base class."""
         super().yielded(loader, batch)
         self._training.end_if_done()

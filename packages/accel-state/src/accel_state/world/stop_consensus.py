@@ -236,8 +236,9 @@ class StopConsensus:
         return decision
 
     def _count(self, store: Store) -> StopDecision | None:
-        if store.add("posted", 0) < self._size:
-            return None
+        return None if store.add("posted", 0) < self._size else self._highest(store)
+
+    def _highest(self, store: Store) -> StopDecision:
         keys = [f"passed/{rank}" for rank in range(self._size)]
         return StopDecision(max(map(int, store.multi_get(keys))) + 1, store.get("asked").decode())
 
@@ -253,6 +254,8 @@ class StopConsensus:
                 return StopDecision(None, f"rank {rank} is gone")
         if late:
             missing = [rank for rank in range(self._size) if not store.check([f"passed/{rank}"])]
+            if not missing:  # a rank has ended before it was counted
+                return self._highest(store)
             return StopDecision(
                 None,
                 f"ranks {missing} have not answered for {_PATIENCE:g} s; they may be stuck, or do not listen for "

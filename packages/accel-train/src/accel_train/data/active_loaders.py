@@ -74,8 +74,8 @@ class ActiveLoaders:
             entry.iterators += known.iterators
             entry.last_yield = known.last_yield
 
-    def yielded(self, loader: object, batch: Any) -> None:
-        """Record that `loader` returns a batch now."""
+    def yielded(self, loader: object, batch: Any = None) -> None:
+        """Record that `loader` returns a batch now, which those that observe a training look at."""
         self._clock = clock = self._clock + 1
         entry = self._entries.get(id(loader))
         if entry is not None:

@@ -1,6 +1,6 @@
 """Recording the first steps of a training on each rank, for a comparison with those of one process.
 
-``accel prove`` starts the script with ``ACCELERATE_PROOF``, the path of a job. Each rank writes ``rank-<n>.json`` and
+``accel prove`` puts the path of a job into the environment. Each rank writes ``rank-<n>.json`` and
 ``rank-<n>.safetensors`` beside it, and ends after the steps of the job.
 """
 
@@ -237,7 +237,7 @@ class _Batches(ActiveLoaders):
         super().__init__()
         self._recorder = recorder
 
-    def yielded(self, loader: object, batch: Any) -> None:
+    def yielded(self, loader: object, batch: Any = None) -> None:
         """See the base class."""
         super().yielded(loader, batch)
         self._recorder.read(batch)
