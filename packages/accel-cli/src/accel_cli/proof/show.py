@@ -9,7 +9,7 @@ from accel_cli.proof.compare import ORDER
 from accel_cli.proof.findings import Verdict
 from accel_cli.render import show_text
 
-__all__ = ["as_json", "show"]
+__all__ = ["as_json", "in_words", "show"]
 
 
 def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
@@ -28,14 +28,20 @@ def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
         cells = [_cell(verdict, kind).center(len(kind)) for kind in ORDER]
         print(f"{verdict.name:{width}}  " + "  ".join(cells))
     for verdict in verdicts:
-        if verdict.reason:
+        lines = in_words(verdict)
+        if lines:
             print()
-            show_text(f"{verdict.name}: not run. {verdict.reason}")
-        for finding in verdict.findings:
-            print()
-            mark = "wrong" if finding.is_fault else "note"
-            show_text(f"{verdict.name}: {mark}, {finding.kind}: {finding.text}")
-            show_text(f"  {finding.advice}")
+        for line in lines:
+            show_text(line)
+
+
+def in_words(verdict: Verdict) -> list[str]:
+    """What is wrong under a strategy, and what to change; or why it was not run."""
+    lines = [f"{verdict.name}: not run. {verdict.reason}"] if verdict.reason else []
+    for cause in verdict.findings:
+        mark = "wrong" if cause.is_fault else "note"
+        lines += [f"{verdict.name}: {mark}, {cause.kind}: {cause.text}", f"  {cause.advice}"]
+    return lines
 
 
 def _cell(verdict: Verdict, kind: str) -> str:
