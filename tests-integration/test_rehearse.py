@@ -223,11 +223,24 @@ def test_a_rank_holds_what_it_holds_in_a_real_world(strategy, size, optimizer, s
         for name in ("parameters", "gradients", "optimizer"):
             assert memory[name] == real[name]
         assert rank.found["memory"]["peak of tensors"] > sum(memory.values())
+        assert_plans_the_files_of(rank, tmp_path / "state-real", size)
     assert len(section(ranks[0])["mesh"]) == (2 if machines == 2 or (strategy, size) == ("tp", 4) else 1)
     assert not list(tmp_path.glob("*-rehearsed/*"))
     assert list(tmp_path.glob("state-real/*"))
     notes = [finding.text for finding in find(ranks, size) if finding.kind == "note"]
     assert len(notes) == 2
+
+
+def assert_plans_the_files_of(rank, state, size):
+    """What a rehearsed rank would write of a state is what the real one has written."""
+    names = {path.name: path.stat().st_size for path in state.iterdir()}
+    of_ranks = {other: {name for name in names if f"-{other:05d}" in name} for other in range(size)}
+    of_all = names.keys() - {"manifest.json"}.union(*of_ranks.values())
+    written = of_ranks[rank.rank] | (of_all if rank.rank == 0 else set())
+    planned = rank.found["sections"]["save_state"]
+    assert planned["files"] == len(written), written
+    headers = sum(names[name] for name in written) - planned["bytes"]
+    assert abs(headers) < 4000 * len(written)
 
 
 def in_machines(path, arguments, nodes):

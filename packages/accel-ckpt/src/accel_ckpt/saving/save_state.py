@@ -23,7 +23,15 @@ from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan
 from accel_ckpt.saving.plan import convert_file_size_to_int
 from accel_state.messages import warn
 
-__all__ = ["StateCollector", "StateContent", "Tree", "begin_save", "save_collected", "save_training_state"]
+__all__ = [
+    "StateCollector",
+    "StateContent",
+    "Tree",
+    "begin_save",
+    "plan_save",
+    "save_collected",
+    "save_training_state",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +218,25 @@ def begin_save(
             "checkpoint holds those of the first rank, and a run that loads it continues with them on all ranks"
         )
     return transaction, plan
+
+
+def plan_save(content: StateContent, rank: int, ranks: int) -> tuple[StatePlan, Offer]:
+    """What a rank would write of a state, if all others hold what it holds or the rules of divided tensors say.
+
+    Args:
+        content: of this rank.
+        rank: this rank.
+        ranks: their number; no others need exist.
+
+    Returns:
+        The plan, and the description of the state that each rank gives to the others where these differ.
+
+    Raises:
+        UnsupportedValueError: together such ranks do not hold all of a tensor.
+    """
+    draft = content.draft(rank, leads=rank == 0, alone=ranks == 1)
+    offer = draft.offer()
+    return draft.plan([offer] * ranks, rank), offer
 
 
 def _own_group(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:

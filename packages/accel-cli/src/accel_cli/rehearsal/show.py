@@ -39,6 +39,13 @@ def facts(rank: Rehearsed, world: World) -> Facts:
                 "host": f"{readable_size(process['host'])} of this process, Python and torch included",
             }
         )
+    save = (found["sections"] or {}).get("save_state")
+    if save is not None:
+        shown["save_state"] = {
+            "this rank writes": f"{_count(save['files'], 'file')} of {readable_size(save['bytes'])}",
+            "planning": f"{save['seconds']:.2f} s of a processor",
+            "told to other ranks": f"32 bytes, or {readable_size(save['described in'])} if ranks differ",
+        }
     if found["given"]:
         shown["sent to collectives"] = {name: readable_size(size) for name, size in found["given"].items()}
     return shown
@@ -147,6 +154,7 @@ def as_json(findings: Sequence[RehearsalFinding], ranks: Sequence[Rehearsed], wo
                 "accelerators": accelerators(rank.found),
                 "bytes_given": rank.found["given"],
                 "collectives": len(rank.found["entered"]),
+                "save_state": (rank.found["sections"] or {}).get("save_state"),
             }
             for rank in ranks
         ],

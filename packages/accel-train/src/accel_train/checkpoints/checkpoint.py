@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from torch import nn
 
 import accel_ckpt
-from accel_ckpt.coordination.ranks import MainProcess, do_together, is_saving_process
+from accel_ckpt.coordination.ranks import MainProcess, SingleProcess, do_together, is_saving_process
 from accel_ckpt.format.memory import collector_paused
 from accel_ckpt.loading.load_state import read_for_all
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import is_sharded
+from accel_ckpt.saving.save_state import StateContent, plan_save
 from accel_state.messages import warn
 from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints
@@ -33,6 +36,7 @@ from accel_train.strategies.state_adapter import full_state_dict
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
+    from accel_state.world.rehearsal import Rehearsal
 
 __all__ = [
     "automatic_folder",
@@ -268,6 +272,7 @@ def save_state(
         divided = any(prepared.plan.strategy.states.is_divided(model) for model in prepared.prepared_models)
         directory = _target(prepared, output_dir)
         leaves_out(prepared, _SAVE, directory, together=divided)
+        _rehearse_save(prepared, prepared.process.rehearsal)
         config.iteration += 1
         return cast("SaveHandle", NotSaved(directory)) if asynchronous else directory
     saver = prepared.saver
@@ -320,6 +325,37 @@ def save_state(
     config.iteration += 1  # before anything else can fail: the name is taken
     prune()
     return saved
+
+
+def _rehearse_save(prepared: Prepared, rehearsal: Rehearsal) -> None:
+    """Plan a save as this rank would in the real world, and report what it would cost."""
+    process, named = prepared.process, named_models(prepared)
+    states = prepared.plan.strategy.states
+    began = time.process_time()
+    with rehearsal.aside():
+        trees = collect(prepared, parts_of(prepared, named), named, SingleProcess())
+        content = StateContent(
+            models=[states.model_state(*pair) for pair in zip(prepared.prepared_models, named, strict=True)],
+            shared=trees.shared,
+            per_rank=trees.own,
+            replicated=replicated_optimizers(
+                states, prepared.inner_optimizers, prepared.prepared_models, trees.shared
+            ),
+        )
+        try:
+            plan, offer = plan_save(content, process.process_index, process.num_processes)
+        except accel_ckpt.UnsupportedValueError as error:
+            rehearsal.note(
+                f"what a save would cost is not known, because ranks hold different tensors: {error}"
+            )
+            return
+    facts = {
+        "files": len(plan.texts) + len(plan.files),
+        "bytes": plan.nbytes,
+        "seconds": time.process_time() - began,
+        "described in": len(pickle.dumps(offer)),
+    }
+    rehearsal.sections[_SAVE] = lambda: facts
 
 
 def _saving_ranks(prepared: Prepared, asynchronous: bool, when_busy: WhenBusy) -> accel_ckpt.Coordinator:
