@@ -38,6 +38,8 @@ class Net(nn.Module):
         found = self.second(nn.functional.dropout(self.norm(self.first(x)).relu(), 0.1, self.training))
         if fault != "branch" or accelerator.is_main_process:
             found = found + self.skip(x)
+        if fault == "by rank" and accelerator.is_main_process:
+            found = found + 0.5 * self.skip(x).detach()
         return found
 
 model = Net()
@@ -91,13 +93,16 @@ def test_a_loop_that_is_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
-        ("counts", "unequal counts", "(train.py:50)"),
-        pytest.param("scaled loss", "scaled loss", "(train.py:50) is x2", marks=pytest.mark.wide),
+        ("counts", "unequal counts", "(train.py:52)"),
+        pytest.param("scaled loss", "scaled loss", "(train.py:52) is x2", marks=pytest.mark.wide),
         pytest.param("counts in windows", "unequal counts", "rank 0", marks=pytest.mark.wide),
         pytest.param("batch norm", "batch norm", "BatchNorm", marks=pytest.mark.full),
         pytest.param("same samples", "same samples", "the same 16 samples", marks=pytest.mark.full),
         pytest.param("schedule", "schedule", "learning rate of step 2", marks=pytest.mark.full),
-        pytest.param("metric", "metric", "(train.py:59)", marks=pytest.mark.full),
+        pytest.param("metric", "metric", "(train.py:61)", marks=pytest.mark.full),
+        pytest.param(
+            "by rank", "by rank", "(train.py:52) of the same samples is another", marks=pytest.mark.full
+        ),
         pytest.param("branch", "fails", "took no part in the loss", marks=pytest.mark.full),
         pytest.param("in-place change", "fails", "different gradients", marks=pytest.mark.full),
     ],

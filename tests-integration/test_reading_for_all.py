@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt import Checkpointer, CheckpointError
 from accel_train import Accelerator, ProjectConfiguration
 from testkit import worlds
 from testkit.object_storage import Objects, install, uri
@@ -59,7 +60,7 @@ def load(
     raised = ""
     try:
         accelerator.load_state(folder)
-    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+    except (CheckpointError, ValueError, TypeError) as error:
         raised = f"{type(error).__name__}: {error}"
     Objects.watch = None
     return raised, accelerator.unwrap_model(model).bias[0].item(), opened
@@ -123,6 +124,44 @@ def test_a_rank_that_is_given_another_folder_reads_that(tmp_path: Path) -> None:
     first, second = worlds.run(load, 2, str(folder), None, str(other))
     assert first[:2] == second[:2] == ("", 0.0)
     assert set(second[2]) >= SHARED
+
+
+def test_ranks_that_are_given_different_states_load_neither(tmp_path: Path) -> None:
+    folder, other = tmp_path / "c", tmp_path / "other"
+    worlds.run(save, 2, str(folder))
+    worlds.run(save, 2, str(other), None, 2)
+    first, second = worlds.run(load, 2, str(folder), None, str(other))
+    assert "CheckpointError" in first[0]
+    assert "other is another state than" in first[0]
+    assert second[0].startswith("StateMismatchError")
+    assert first[1] == second[1] == -1.0
+
+
+@pytest.mark.parametrize("folder", ["memory://bucket/../c", "s3://"])
+def test_what_is_no_folder_is_the_same_error_on_all(folder: str) -> None:
+    first, second = worlds.run(load, 2, folder, timeout=20)
+    assert first[0] == second[0]
+    assert first[0].startswith("ValueError")
+
+
+def steps_of(folder: str, own: bool) -> str:
+    """Load a step by number, on the second rank perhaps another one."""
+    dist.init_process_group("gloo")
+    state = {"step": 0}
+    checkpointer = Checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, {"step": step})
+    try:
+        checkpointer.load(state, 1 + (own and dist.get_rank()))
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return str(state["step"])
+
+
+def test_each_rank_loads_the_step_that_it_asks_for(tmp_path: Path) -> None:
+    assert worlds.run(steps_of, 2, str(tmp_path / "a"), False) == ["1", "1"]
+    for said in worlds.run(steps_of, 2, str(tmp_path / "b"), True):
+        assert "another state than" in said
 
 
 def test_a_state_that_the_main_process_saved_alone_is_read_by_each(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from accel_ckpt import (
     CorruptCheckpointError,
     Part,
     UnsafeCheckpointError,
+    UnsupportedValueError,
     load_checkpoint_in_model,
     merge_weights,
 )
@@ -135,7 +136,7 @@ def test_a_file_of_a_larger_world_is_refused(saved, tmp_path):
     mixed = shutil.copytree(saved[2,][0], tmp_path / "mixed")
     shutil.copy(saved[4,][0] / f"{MODEL}_rank3.bin", mixed)
     with pytest.raises(
-        CorruptCheckpointError, match=rf"mesh of 2 ranks, and {MODEL}_rank3\.bin is not of one"
+        UnsupportedValueError, match=rf"mesh of 2 ranks, and {MODEL}_rank3\.bin is not of one"
     ):
         RankFiles(mixed / MODEL)
 
@@ -213,12 +214,12 @@ def test_what_no_rank_saves_is_refused(tmp_path, shape, placement, local, messag
 def test_a_mesh_that_does_not_cover_the_ranks_is_refused(tmp_path):
     meshes = [mesh_of(**TWO | {"mesh": torch.tensor(ranks)}) for ranks in ([0, 1], [0, 3], [0, 0])]
     one, far, twice = (dtensor(torch.ones(1, 3), (2, 3), [Shard(0)], mesh) for mesh in meshes)
-    with pytest.raises(CorruptCheckpointError, match=r"mesh of 2 ranks, and .*_rank2\.bin is not of one"):
+    with pytest.raises(UnsupportedValueError, match=r"mesh of 2 ranks, and .*_rank2\.bin is not of one"):
         write(tmp_path, one, one, one)
     (tmp_path / f"{MODEL}_rank2.bin").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"_rank3\.bin is missing"):
         write(tmp_path, far, far)
-    with pytest.raises(CorruptCheckpointError, match=r"mesh of 2 ranks, and .*_rank1\.bin is not of one"):
+    with pytest.raises(UnsupportedValueError, match=r"mesh of 2 ranks, and .*_rank1\.bin is not of one"):
         write(tmp_path, twice, twice)
 
 

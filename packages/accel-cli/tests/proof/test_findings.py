@@ -131,10 +131,31 @@ def test_items():
 def test_samples():
     same = recorded(2, step(rows=Counter("aabb"), own_rows=[Counter("ab"), Counter("ab")]))
     assert kinds(examine(ONE, same, None)) == ["same samples"]
-    other = recorded(2, step(rows=Counter("abce"), own_rows=[Counter("ab"), Counter("ce")]))
-    [finding] = examine(ONE, other, None).findings
+    mixed = {"rows": Counter("abce"), "own_rows": [Counter("ab"), Counter("ce")]}
+    assert examine(ONE, recorded(2, step(**mixed)), None).findings == [], "padded to the longest of a batch"
+    [finding] = examine(ONE, recorded(2, step(losses=[2.0], **mixed)), None).findings
     assert finding.kind == "other samples"
-    assert "1 of its samples not" in finding.text
+    assert "lacks 1 samples of the step of one process, and has 1 others" in finding.text
+    twice = {"rows": Counter("abcdab"), "own_rows": [Counter("abc"), Counter("dab")]}
+    [finding] = examine(ONE, recorded(2, step(losses=[2.0], **twice)), None).findings
+    assert finding.kind == "repeated samples"
+    assert "drop_last" in finding.advice
+
+
+def test_a_loss_that_depends_on_the_rank_is_told_from_contrast():
+    other = recorded(1, step({name: value**3 for name, value in MEAN.items()}), name="one process")
+    here = ranks(losses=[1.1])
+    assert kinds(examine(other, here, here, ranks())) == ["contrasts rows"]
+    moved = [PARTS[0], {name: value + 1 for name, value in PARTS[1].items()}]
+    [finding] = examine(other, here, here, ranks(parts=moved)).findings
+    assert (finding.kind, finding.is_fault) == ("by rank", True)
+
+
+def test_what_has_no_equal_in_another_run_is_not_compared():
+    names = ("seconds", "samples_per_second", "step time", "Elapsed", "tokens/s", "throughput")
+    here = ranks(metrics=[{"loss": 1.0} | dict.fromkeys(names, 5.0)])
+    one = recorded(1, step(metrics=[{"loss": 1.0} | dict.fromkeys(names, 1.0)]), name="one process")
+    assert examine(one, here, here).findings == []
 
 
 def test_norms_rates_weights_and_metrics():
@@ -177,3 +198,8 @@ def test_a_run_that_fails():
     [finding] = failed(ProofRun("fsdp2", [], "ZeroDivisionError: division by zero", 1)).findings
     assert "--use_fsdp" in finding.advice
     assert failed(ProofRun("ddp", [], "", 7)).differ == ORDER
+    odd = failed(ProofRun("ddp", [], "ValueError: batch_size 3: split_batches=True cuts each batch", 1))
+    assert "odd" in odd.reason
+    told = ProofRun("ddp", [], "RuntimeError:\nsome tensors share memory\n", 1)
+    assert told.failure == "RuntimeError: some tensors share memory"
+    assert "without a step" in ProofRun("ddp", [], "done\n", 0).failure

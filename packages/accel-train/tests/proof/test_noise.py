@@ -15,6 +15,9 @@ DRAWS = {
     "randint": lambda x: torch.randint(0, 1000, (x.shape[0],)),
     "randint from 0": lambda x: torch.randint(1000, (x.shape[0],)),
     "normal": lambda x: torch.normal(1.0, 2.0, (x.shape[0], 3)),
+    "randint by name": lambda x: torch.randint(low=3, high=9, size=(x.shape[0], 2)),
+    "randint_like by name": lambda x: torch.randint_like(x, low=2, high=5),
+    "randint_like from 0": lambda x: torch.randint_like(x, high=5),
     "randn_like": torch.randn_like,
     "rand_like": lambda x: torch.rand_like(x, dtype=torch.float64),
     "randint_like": lambda x: torch.randint_like(x, 5, 900),
@@ -54,6 +57,21 @@ def test_other_tensors_and_generators_are_as_without():
         assert torch.equal(torch.randn(ROWS, generator=torch.Generator().manual_seed(5)), own)
     assert all(map(torch.equal, plain, again))
     assert noise.drawn == 0
+
+
+def test_bounds_leaves_and_sizes_are_those_of_the_call():
+    x = torch.ones(ROWS, 200)
+    with RowNoise(lambda: (ROWS, 1, 2)):
+        assert set(torch.randint_like(x, high=3).unique().tolist()) == {0, 1, 2}
+        assert set(torch.randint_like(x, 2, 4).unique().tolist()) == {2, 3}
+        leaf = torch.randn(ROWS, 2, requires_grad=True)
+        leaf.sum().backward()
+        assert leaf.grad is not None
+        assert torch.rand_like(x, requires_grad=True).requires_grad
+        assert torch.rand(()).shape == torch.randn(size=()).shape == torch.randint(0, 5, ()).shape == ()
+        assert torch.randint(low=0, high=5, size=(3,)).shape == (3,)
+        assert torch.empty(ROWS).bernoulli_(torch.ones(ROWS)).tolist() == [1.0] * ROWS
+        assert functional.dropout(x, 1.0).sum() == 0
 
 
 def test_nothing_is_replaced_before_the_first_batch():

@@ -50,6 +50,10 @@ def rank_files(stem: Path) -> dict[int, Path]:
     }
 
 
+class _OtherMeshError(UnsupportedValueError):
+    """Ranks divide tensors in several ways."""
+
+
 class RankFiles:
     """A model or an optimizer in the files of its ranks. Needs no process group; runs no code from the files.
 
@@ -58,7 +62,8 @@ class RankFiles:
 
     Raises:
         CheckpointNotFoundError: the file of a rank is missing.
-        CorruptCheckpointError: a file is damaged, or its mesh is not that of the ranks that have files.
+        CorruptCheckpointError: a file is damaged, or of another save.
+        UnsupportedValueError: its mesh is not that of the ranks that have files.
         UnsafeCheckpointError: reading a file would run code.
     """
 
@@ -148,7 +153,7 @@ class RankFiles:
         try:
             _changed(content, collect)
             steps = {name: float(value) for name, value in _steps(content)}
-        except (CorruptCheckpointError, CheckpointNotFoundError):
+        except (CorruptCheckpointError, CheckpointNotFoundError, _OtherMeshError):
             raise
         except (UnsupportedValueError, *DAMAGE) as error:
             raise CorruptCheckpointError(
@@ -168,9 +173,10 @@ class RankFiles:
                 f"there are the files of {len(files)}. Copy the files of all ranks to {path.parent}"
             )
         if files - members:
-            raise CorruptCheckpointError(
+            raise _OtherMeshError(
                 f"{path} was saved by a mesh of {count} ranks, and {self._files[min(files - members)].name} is not of "
-                f"one of them; files of another save are in {path.parent}. Move them away, or load another checkpoint"
+                "one of them. Either files of another save are beside it, or FSDP was combined with tensor "
+                "parallelism, where a tensor has a mesh of some ranks; such a state is read with use_dcp=True alone"
             )
         return RankMesh.of(ranks)
 

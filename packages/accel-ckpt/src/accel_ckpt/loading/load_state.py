@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_ckpt.coordination.ranks import Coordinator, broadcast
-from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingPartError,
+    StateMismatchError,
+)
 from accel_ckpt.folders.find import find_folder
 from accel_ckpt.folders.folder import OpenFolder
 from accel_ckpt.format import tagged_json
@@ -25,7 +30,6 @@ from accel_ckpt.format.state_files import EXTRA, is_part_file, model_stem, rank_
 from accel_ckpt.format.tagged_json import Tree
 from accel_ckpt.modules.versions import with_versions
 from accel_ckpt.parts import Leaf
-from accel_state.errors import AccelError
 
 __all__ = [
     "NamedTrees",
@@ -74,8 +78,10 @@ def _read_for_all(find: Callable[[], str | os.PathLike[str]]) -> ReadForAll | No
         if len(checkpoint.manifest.ranks) < checkpoint.manifest.world_size:
             return None
         return ReadForAll(str(checkpoint.directory), checkpoint.opened.text, checkpoint.text(_SHARED))
-    except (AccelError, OSError) as error:
-        logger.info("the first rank reads nothing for all: %s", error)  # each rank raises its own
+    except (
+        Exception
+    ) as error:  # the others wait for an answer; then each rank opens it, and raises what belongs to it
+        logger.info("the first rank reads nothing for all: %s", error)
         return None
 
 
@@ -90,16 +96,25 @@ def open_training_state(
     Args:
         directory: a folder that ``save_training_state`` wrote, or its URI.
         verify: check the checksum of every file that is read, before anything of it is returned.
-        known: what the first rank has read; of use if it is of the same folder.
+        known: what the first rank has read; of use if it is of the same folder. Another copy is read by itself.
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is not a complete training state.
         CheckpointVersionError: it was written by a newer version.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
+        StateMismatchError: it is not the state that the first rank reads.
     """
     folder = find_folder(directory)
-    if known is None or str(folder.absolute) != known.directory:
+    if known is None:
         return TrainingCheckpoint(folder.open(verify))
+    if str(folder.absolute) != known.directory:
+        opened = folder.open(verify)
+        if opened.text != known.manifest:
+            raise StateMismatchError(
+                f"{opened.directory} is another state than {known.directory}, which the first rank loads. Give the "
+                "same one on all ranks"
+            )
+        return TrainingCheckpoint(opened)
     return TrainingCheckpoint(folder.open(verify, known.manifest), {_SHARED: known.shared})
 
 

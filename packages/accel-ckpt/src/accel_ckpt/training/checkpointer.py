@@ -213,7 +213,8 @@ class Checkpointer:
         known = read_for_all(lambda: self.directory / f"{_PREFIX}{self._choose(step)}", ranks)
 
         def read() -> int:
-            chosen = self._choose(step) if known is None else int(known.directory.rpartition(_PREFIX)[2])
+            found_by_first = known is not None and step == "latest"
+            chosen = int(known.directory.rpartition(_PREFIX)[2]) if found_by_first else self._choose(step)
             checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}", known=known)
             content = _State(state)
             lazy = [_ABOUT, *content.optimizers]

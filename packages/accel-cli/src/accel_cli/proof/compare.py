@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics
 
 _BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, "torch.bfloat16": 5e-2}
 """Relative; sums of ranks are rounded in another order."""
+_OF_TIME = re.compile("time|second|elapsed|duration|speed|throughput|_s$|/s$|per_s", re.IGNORECASE)
+"""Names of logged values that no two runs have alike."""
 _TINY = 1e-7
 """Of the largest value of its kind: what is smaller is compared with that."""
 
@@ -231,5 +234,7 @@ def _of_metrics(
 ) -> Iterator[Mismatch]:
     for one, other in zip(right, found, strict=False):
         for name in one.keys() & other.keys():
+            if _OF_TIME.search(name):
+                continue
             relative = abs(other[name] - one[name]) / max(abs(one[name]), 1e-12)
             yield Mismatch("metrics", number, name, other[name], one[name], relative)

@@ -55,21 +55,27 @@ class Verdict:
         return any(finding.is_fault for finding in self.findings)
 
 
-def examine(reference: Recorded, other: Recorded, apart: Recorded | None) -> Verdict:
+def examine(
+    reference: Recorded, other: Recorded, apart: Recorded | None, swapped: Recorded | None = None
+) -> Verdict:
     """Compare a run on ranks with that of one process.
 
     Args:
         reference: the run of one process.
         other: the run on ranks.
         apart: a run on ranks that recorded what each rank's own samples contribute.
+        swapped: the same, where ranks had each other's samples.
     """
     bound = max(reference.bound, other.bound, _reorder(reference, apart))
     found = differences(reference, other, bound)
+    alone = {one.kind for one in found} == {"samples"}
+    if alone and not any(_read_alike(one.found) for one in found):
+        found = []  # padded to the longest of a batch, or of an evaluation in between: the training is the same
     kinds = list(dict.fromkeys(difference.kind for difference in found))
     findings: list[Cause] = []
     if found:
         first = [one for one in found if (one.step, one.kind) == (found[0].step, found[0].kind)]
-        findings.append(_explain(first, found, reference, other, apart, bound))
+        findings.append(_explain(first, found, reference, other, apart, swapped, bound))
     if (hint := _shared_noise(other)) is not None:
         findings.append(hint)
     return Verdict(other.name, kinds, findings)
@@ -81,9 +87,14 @@ def failed(run: ProofRun) -> Verdict:
     Plain data parallelism takes every loop; another strategy may say that it does not take this model.
     """
     said = run.failure
+    if "split_batches=True" in said:
+        return Verdict(
+            run.name, reason="the batch size of the script is odd, and two ranks divide its batches"
+        )
     if run.name != "ddp" and any(f"{name}:" in said for name in _REFUSALS):
         return Verdict(run.name, reason=said)
-    advice = f"run it alone: accel launch --cpu --num_processes 2 {' '.join(STRATEGIES[run.name])}"
+    flags = " ".join(["--cpu", "--num_processes", "2", *STRATEGIES[run.name]])
+    advice = f"start the script alone, with accel launch {flags}"
     return Verdict(run.name, ORDER, [Cause("fails", f"fails on two ranks: {said}", advice.rstrip())])
 
 
@@ -107,13 +118,14 @@ def _explain(
     reference: Recorded,
     other: Recorded,
     apart: Recorded | None,
+    swapped: Recorded | None,
     bound: float,
 ) -> Cause:
     kind = first[0].kind
     if kind == "samples":
         return _of_samples(first[0])
     if kind in ("losses", "gradients"):
-        return _of_gradients(first[0], found, reference, other, apart, bound)
+        return _of_gradients(first[0], found, reference, other, apart, swapped, bound)
     if kind == "norms":
         return _of_norm(first[0], reference, other)
     if kind == "rates":
@@ -136,18 +148,23 @@ def _explain(
 
 def _of_samples(difference: Mismatch) -> Cause:
     found: StepRecord = difference.found
-    if len(found.own_rows) > 1 and all(rows == found.own_rows[0] for rows in found.own_rows):
+    if _read_alike(found):
         return Cause(
             "same samples",
             f"all ranks read the same {found.own_rows[0].total()} samples in step {difference.step + 1}",
             "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the rank",
         )
     right: StepRecord = difference.expected
-    twice = (found.rows - right.rows).total()
+    missing, more = (right.rows - found.rows).total(), (found.rows - right.rows).total()
+    if not missing:
+        return Cause(
+            "repeated samples",
+            f"step {difference.step + 1} reads {more} samples twice, so that all ranks have batches of one size",
+            "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have fewer",
+        )
     return Cause(
         "other samples",
-        f"step {difference.step + 1} reads {(right.rows - found.rows).total()} of its samples not, and {twice} others "
-        "or twice",
+        f"step {difference.step + 1} lacks {missing} samples of the step of one process, and has {more} others",
         "let the prepared loader shuffle; a sampler of the script needs set_epoch(), and the same seed on all ranks",
     )
 
@@ -158,6 +175,7 @@ def _of_gradients(
     reference: Recorded,
     other: Recorded,
     apart: Recorded | None,
+    swapped: Recorded | None,
     bound: float,
 ) -> Cause:
     """Whether the loss is no mean over rows, or what ranks did with their parts."""
@@ -181,7 +199,7 @@ def _of_gradients(
     if halves and _factor(here.gradients, halves, bound) is not None:
         factor = _factor(halves, right.gradients, bound)
         if factor is None:
-            return _no_mean_over_rows(reference, right, own, bound)
+            return _no_mean_over_rows(reference, right, own, swapped, bound)
         if right.norms and here.norms:  # before clipping
             factor = here.norms[0] / right.norms[0]
         if not math.isclose(factor, 1, rel_tol=1e-6):
@@ -267,10 +285,24 @@ def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: flo
 
 
 def _no_mean_over_rows(
-    reference: Recorded, right: StepRecord, own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
+    reference: Recorded,
+    right: StepRecord,
+    own: Sequence[Sequence[Mapping[str, Tensor]]],
+    swapped: Recorded | None,
+    bound: float,
 ) -> Cause:
     """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
     place = _at(right, "losses")
+    if swapped is not None and swapped.steps:
+        there = [_sum_of(rank) for rank in swapped.steps[0].own]
+        if any(
+            _far(part, one, max(bound, 1e-6)) for part, one in zip(there, map(_sum_of, own), strict=False)
+        ):
+            return Cause(
+                "by rank",
+                f"the loss{place} of the same samples is another one on another rank",
+                "look for what depends on the rank: is_main_process, process_index, a draw without a seed",
+            )
     shares = _shares(right.gradients, own, max(bound, 1e-6))
     if shares is not None:
         parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
@@ -284,12 +316,14 @@ def _no_mean_over_rows(
         return Cause(
             "batch norm",
             "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch",
-            "convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+            "on GPUs convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which "
+            "does not run on CPUs; or normalise by channels, as GroupNorm does",
         )
     return Cause(
         "contrasts rows",
-        f"the loss{place} depends on which rows are in a batch together, so ranks compute another one than one process",
-        "nothing, if it compares the rows of a batch by design; gather the features to compare all of them",
+        f"the loss{place} depends on which rows are in a batch together, or on noise that has no row for each sample, "
+        "so ranks compute another one than one process",
+        "nothing, if that is by design; gather the features to compare the rows of all ranks",
         is_fault=False,
     )
 
@@ -354,6 +388,11 @@ def _shared_noise(other: Recorded) -> Cause | None:
             is_fault=False,
         )
     return None
+
+
+def _read_alike(step: StepRecord) -> bool:
+    """Whether all ranks that should read different samples read the same."""
+    return len(step.own_rows) > 1 and all(rows == step.own_rows[0] for rows in step.own_rows)
 
 
 def _mean_of(own: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:

@@ -44,10 +44,10 @@ def prove(
         LaunchError: the script fails on one process.
     """
 
-    def start(name: str, ranks: int, flags: Sequence[str], exact: bool) -> ProofRun:
+    def start(name: str, ranks: int, flags: Sequence[str], exact: bool, swap: bool = False) -> ProofRun:
         tell(f"{name}: {target.name}")
-        place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}"
-        return run(name, ranks, flags, target, environ, place, steps=steps, double=exact)
+        place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}{'-swapped' * swap}"
+        return run(name, ranks, flags, target, environ, place, steps=steps, double=exact, swap=swap)
 
     one = start("one process", 1, (), double)
     if not one.ranks and double:  # such as data in float32, which a model in float64 does not take
@@ -63,10 +63,18 @@ def prove(
         name: start(name, _RANKS, STRATEGIES[name], double) for name in dict.fromkeys(["ddp", *strategies])
     }
     recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
-    verdicts = [
-        examine(reference, recorded[name], recorded.get("ddp")) if name in recorded else failed(runs[name])
-        for name in strategies
-    ]
+    apart = recorded.get("ddp")
+
+    def judged(swapped: Recorded | None = None) -> list[Verdict]:
+        return [
+            examine(reference, recorded[name], apart, swapped) if name in recorded else failed(runs[name])
+            for name in strategies
+        ]
+
+    verdicts = judged()
+    if any(cause.kind == "contrasts rows" for verdict in verdicts for cause in verdict.findings):
+        again = start("ddp", _RANKS, STRATEGIES["ddp"], double, swap=True)
+        verdicts = judged(Recorded.of(again)) if again.ranks else verdicts
     facts = {
         "compared": f"{len(reference.steps)} steps on one process with those on {_RANKS} ranks",
         "precision": ", ".join(name.removeprefix("torch.") for name in reference.about["dtypes"]),

@@ -61,9 +61,13 @@ class ProofRun:
         """The last line of the output that says why the run has no records; empty if it has."""
         if self.ranks:
             return ""
+        if not self.code:
+            return "the script ended without a step of a prepared optimizer"
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line.split(":")[0]]
-        return (errors or lines or [f"exit code {self.code}"])[-1]
+        errors = [place for place, line in enumerate(lines) if "Error" in line.split(":")[0]]
+        if not errors:
+            return (lines or [f"exit code {self.code}"])[-1]
+        return " ".join(lines[errors[-1] : errors[-1] + 1 + lines[errors[-1]].endswith(":")])
 
 
 def run(
@@ -76,6 +80,7 @@ def run(
     *,
     steps: int,
     double: bool,
+    swap: bool = False,
 ) -> ProofRun:
     """Run the script once.
 
@@ -88,10 +93,11 @@ def run(
         folder: of this run, which does not exist yet.
         steps: optimizer steps after which it ends.
         double: in float64, where the script does not say otherwise.
+        swap: ranks have each other's samples.
     """
     folder.mkdir(parents=True)
     job = folder / "job.json"
-    job.write_text(json.dumps({"steps": steps, "double": double}))
+    job.write_text(json.dumps({"steps": steps, "double": double, "swap": swap}))
     argv = [
         sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", str(ranks), *flags, "-m",
         "accel_cli.proof.child", target.kind, target.name, *target.args,
@@ -101,7 +107,7 @@ def run(
         code = run_command(tuple(argv), variables, output=file)
     output = (folder / "output").read_text(errors="replace")
     found = [folder / f"rank-{rank}.json" for rank in range(ranks)]
-    complete = all(path.exists() for path in found)
+    complete = code == 0 and all(path.exists() for path in found)
     return ProofRun(name, [_read(path) for path in found] if complete else [], output, code)
 
 

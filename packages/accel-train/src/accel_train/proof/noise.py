@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["RowNoise"]
 
-_SIZED = {torch.rand: 0, torch.randn: 0, torch.randint: 2, torch.normal: 2}
-"""Functions that draw a new tensor, and the position of its size."""
+_SIZED = (torch.rand, torch.randn, torch.randint, torch.normal)
+"""Functions that draw a new tensor of a size."""
 _LIKE: dict[Any, Callable[..., Tensor]] = {
     torch.rand_like: Tensor.uniform_,
     torch.randn_like: Tensor.normal_,
@@ -67,16 +67,12 @@ class RowNoise(TorchFunctionMode):
             return drawn[index * rows : (index + 1) * rows].clone()
 
         if func in _SIZED:
-            at = (
-                1
-                if func is torch.randint and len(args) > 1 and not isinstance(args[1], int)
-                else _SIZED[func]
-            )
-            shape = kwargs.pop("size", args[at] if len(args) > at else ())
-            shape = tuple(args[at:]) if isinstance(shape, int) else tuple(shape)
-            if shape and shape[0] == rows:
-                return own(func(*args[:at], size=whole(shape), generator=self._generator, **kwargs))
-            return func(*args[:at], *([shape] if shape else []), **kwargs)
+            shape, before = _size_of(func, args, kwargs)
+            if not shape or shape[0] != rows:
+                return func(*args, **kwargs)
+            wanted = kwargs.pop("requires_grad", False)
+            drawn = own(func(*before, **kwargs | {"size": whole(shape), "generator": self._generator}))
+            return drawn.requires_grad_(wanted)
         has_rows = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dim() > 0 and args[0].shape[0] == rows
         )
@@ -85,9 +81,12 @@ class RowNoise(TorchFunctionMode):
         x: Tensor = args[0]
         if func in _LIKE:
             empty = torch.empty(whole(x.shape), dtype=kwargs.get("dtype") or x.dtype, device=x.device)
-            bounds = args[1:] if len(args) != 2 else (0, args[1])
-            return own(_LIKE[func](empty, *bounds, generator=self._generator))
-        if func in _FILLING:
+            bounds = [*args[1:], *(kwargs[name] for name in ("low", "high") if name in kwargs)]
+            if func is torch.randint_like and len(bounds) == 1:
+                bounds = [0, *bounds]
+            drawn = own(_LIKE[func](empty, *bounds, generator=self._generator))
+            return drawn.requires_grad_(kwargs.get("requires_grad", False))
+        if func in _FILLING and not any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
             drawn = func(x.new_empty(whole(x.shape)), *args[1:], generator=self._generator, **kwargs)
             with torch.no_grad():
                 return x.copy_(own(drawn))
@@ -95,7 +94,7 @@ class RowNoise(TorchFunctionMode):
             return (own(self._uniform(whole(x.shape))) < x).to(x.dtype)
         if func in _DROPOUT:
             _, p, training, inplace = _dropout_arguments(*args, **kwargs)
-            if training and p:
+            if training and 0 < p < 1:
                 kept = (own(self._uniform(whole(x.shape))) >= p).to(x.device, x.dtype) / (1 - p)
                 self.drawn -= 1
                 return x.mul_(kept) if inplace else x * kept
@@ -103,6 +102,20 @@ class RowNoise(TorchFunctionMode):
 
     def _uniform(self, shape: Sequence[int]) -> Tensor:
         return torch.rand(shape, generator=self._generator, dtype=torch.float32)
+
+
+def _size_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, ...], Sequence[Any]]:
+    """The size that a call asks for, empty if it is not known, and the arguments before it."""
+    if "size" in kwargs:
+        return tuple(kwargs["size"]), args
+    sequences = [place for place, value in enumerate(args) if isinstance(value, list | tuple)]
+    if sequences:
+        return tuple(args[sequences[0]]), args[: sequences[0]]
+    if func in (torch.rand, torch.randn) and args and all(type(value) is int for value in args):
+        return tuple(args), ()
+    return (), args
 
 
 def _dropout_arguments(

@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -45,7 +48,7 @@ class StepRecorder(StepObserver):
     """Records the steps of one `Accelerator`.
 
     Args:
-        job: path of the job, a JSON object with the number of ``steps``.
+        job: path of the job, a JSON object with the number of ``steps``, and whether ranks ``swap`` their samples.
 
     Attributes:
         ledger: for its loaders.
@@ -54,7 +57,8 @@ class StepRecorder(StepObserver):
 
     def __init__(self, job: Path) -> None:
         self._folder = job.parent
-        self._wanted = int(json.loads(job.read_text())["steps"])
+        told = json.loads(job.read_text())
+        self._wanted, self._swaps = int(told["steps"]), bool(told["swap"])
         self._prepared: Prepared | None = None
         self._taken: dict[int, int] = {}
         self._steps: list[dict[str, Any]] = []
@@ -70,6 +74,11 @@ class StepRecorder(StepObserver):
     def follow(self, prepared: Prepared) -> None:
         """Record what is prepared from now on."""
         self._prepared = prepared
+        if self._swaps:
+            batch, last = prepared.plan.strategy.batch, prepared.plan.strategy.batch.size - 1
+            indexes = tuple(last - index for index in batch.index_of)
+            prepared.plan.strategy.batch = replace(batch, index=last - batch.index, index_of=indexes)
+        atexit.register(self._write_what_there_is)
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_ends, always_call=True)
         self.noise.__enter__()  # type: ignore[no-untyped-call] # until the process ends, with the last step of the job
@@ -135,7 +144,10 @@ class StepRecorder(StepObserver):
     def logged(self, values: Mapping[str, Any]) -> None:
         """Values that the script logs."""
         numbers = {
-            name: float(value) for name, value in values.items() if isinstance(value, int | float | Tensor)
+            name: float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float | np.generic)
+            or (isinstance(value, Tensor) and value.numel() == 1)
         }
         self._now["metrics"].append(numbers)
         self._note_place("metrics")
@@ -184,18 +196,23 @@ class StepRecorder(StepObserver):
         return bool(taken) and (min(taken) >= self._wanted or max(taken) >= self._wanted + _MOST)
 
     def _end(self) -> None:
-        self.write()
         raise ProofEnd(0)
+
+    def _write_what_there_is(self) -> None:
+        """At the end of the process, which may have taken fewer steps."""
+        if self._steps:
+            self.write()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of all models by name, in an order that is the same on all ranks."""
         here = self._prepared
         assert here is not None, "asked after it was made"
-        return [
-            (f"model {number}.{name}" if len(here.prepared_models) > 1 else name, parameter)
-            for number, model in enumerate(here.prepared_models)
-            for name, parameter in NamedModel(here.plan.strategy.plain(model)).parameters().items()
-        ]
+        found: dict[int, tuple[str, nn.Parameter]] = {}  # tied ones have their first name
+        for number, model in enumerate(here.prepared_models):
+            mark = f"model {number}." if len(here.prepared_models) > 1 else ""
+            for name, parameter in NamedModel(here.plan.strategy.plain(model)).parameters().items():
+                found.setdefault(id(parameter), (mark + name, parameter))
+        return list(found.values())
 
     def write(self) -> None:
         """Write what was recorded."""
@@ -220,7 +237,10 @@ class StepRecorder(StepObserver):
                 "attention": self.noise.attention,
                 "seed": torch.initial_seed(),
             },
-            "normalises_batches": any(isinstance(module, _BatchNorm) for module in modules),
+            "normalises_batches": any(
+                isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+                for module in modules
+            ),
             "dtypes": sorted({str(parameter.dtype) for _, parameter in self._named()}),
         }
         save_file(
