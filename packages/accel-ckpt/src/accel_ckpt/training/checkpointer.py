@@ -213,8 +213,8 @@ class Checkpointer:
         known = read_for_all(lambda: self.directory / f"{_PREFIX}{self._choose(step)}", ranks)
 
         def read() -> int:
-            found_by_first = known is not None and step == "latest"
-            chosen = int(known.directory.rpartition(_PREFIX)[2]) if found_by_first else self._choose(step)
+            newest = None if known is None or step != "latest" else known.directory.rpartition(_PREFIX)[2]
+            chosen = self._choose(step) if newest is None else int(newest)
             checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}", known=known)
             content = _State(state)
             lazy = [_ABOUT, *content.optimizers]
