@@ -54,6 +54,8 @@ class ReadForAll(NamedTuple):
     """The text of its manifest."""
     shared: bytes
     """The text of its shared trees."""
+    checkpoint: TrainingCheckpoint | None = None
+    """On the first rank, what it has opened; not sent."""
 
 
 def read_for_all(find: Callable[[], str | os.PathLike[str]], ranks: Coordinator) -> ReadForAll | None:
@@ -68,19 +70,20 @@ def read_for_all(find: Callable[[], str | os.PathLike[str]], ranks: Coordinator)
     """
     if ranks.world_size == 1:
         return None
-    return broadcast(_read_for_all(find) if ranks.rank == 0 else None, ranks)  # type: ignore[no-any-return]
+    own = _read_for_all(find) if ranks.rank == 0 else None
+    told: ReadForAll | None = broadcast(own and own._replace(checkpoint=None), ranks)
+    return own or told
 
 
 def _read_for_all(find: Callable[[], str | os.PathLike[str]]) -> ReadForAll | None:
     try:
-        checkpoint = open_training_state(find())
+        found = open_training_state(find())
         # Each node may have a folder of its own, and the main process alone writes few files.
-        if len(checkpoint.manifest.ranks) < checkpoint.manifest.world_size:
+        if len(found.manifest.ranks) < found.manifest.world_size:
             return None
-        return ReadForAll(str(checkpoint.directory), checkpoint.opened.text, checkpoint.text(_SHARED))
-    except (
-        Exception
-    ) as error:  # the others wait for an answer; then each rank opens it, and raises what belongs to it
+        return ReadForAll(str(found.directory), found.opened.text, found.text(_SHARED), found)
+    except Exception as error:
+        # The others wait for an answer. Then each rank opens the state, and raises what belongs to it.
         logger.info("the first rank reads nothing for all: %s", error)
         return None
 
@@ -115,7 +118,9 @@ def open_training_state(
                 "same one on all ranks"
             )
         return TrainingCheckpoint(opened)
-    return TrainingCheckpoint(folder.open(verify, known.manifest), {_SHARED: known.shared})
+    return known.checkpoint or TrainingCheckpoint(
+        folder.open(verify, known.manifest), {_SHARED: known.shared}
+    )
 
 
 class TrainingCheckpoint:
@@ -130,7 +135,7 @@ class TrainingCheckpoint:
         self.opened = opened
         self._folder = opened.files
         self._check = opened.checks
-        self._texts = texts
+        self._texts = dict(texts)
         self._parsed: dict[str, dict[str, Any]] = {}
 
     def local_folder(self) -> Path:
@@ -271,14 +276,14 @@ class TrainingCheckpoint:
         """The file that describes trees, and what it holds, which is parsed once for all that ask for some of it."""
         path = inside(self._folder, f"{stem}.json")
         if stem not in self._parsed:
-            content = parse_json(self._texts[stem] if stem in self._texts else self.text(stem), str(path))
+            content = parse_json(self.text(stem), str(path))
             if not isinstance(content, dict):
                 raise CorruptCheckpointError(f"{path} does not hold trees by name")
             self._parsed[stem] = content
         return path, self._parsed[stem]
 
     def text(self, stem: str) -> bytes:
-        """Read the file that describes trees.
+        """The content of the file that describes trees, which is read once.
 
         Args:
             stem: of the file.
@@ -286,9 +291,11 @@ class TrainingCheckpoint:
         Raises:
             CorruptCheckpointError: it was damaged or changed after the save.
         """
-        path = inside(self._folder, f"{stem}.json")
-        self._check.fetch([path])
-        return read_text(path, self.opened.checksum(path.name))
+        if stem not in self._texts:
+            path = inside(self._folder, f"{stem}.json")
+            self._check.fetch([path])
+            self._texts[stem] = read_text(path, self.opened.checksum(path.name))
+        return self._texts[stem]
 
     def _state_files(self, stem: str) -> list[str]:
         return tensor_files(self.manifest.files, stem)

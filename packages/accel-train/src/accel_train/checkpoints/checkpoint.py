@@ -291,10 +291,8 @@ def save_state(
         raise
     if alone:
         _check_complete(prepared, known, trees)
-    states = prepared.plan.strategy.states
-    weights = [
-        states.model_state(model, name) for model, name in zip(prepared.prepared_models, named, strict=True)
-    ]
+    content, states = _content(prepared, named, trees), prepared.plan.strategy.states
+    weights: list[Any] = content["models"]
     if trainable_only:
         trees.progress["frozen"] = leave_out_frozen(weights, list(map(states.frozen, named)))
 
@@ -307,12 +305,7 @@ def save_state(
             accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
 
     parts: dict[str, Any] = {
-        "models": weights,
-        "shared": trees.shared,
-        "per_rank": trees.own,
-        "replicated": replicated_optimizers(
-            states, prepared.inner_optimizers, prepared.prepared_models, trees.shared
-        ),
+        **content,
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
         "before_write": run_hooks,
@@ -327,21 +320,29 @@ def save_state(
     return saved
 
 
+def _content(prepared: Prepared, named: Sequence[NamedModel], trees: Trees) -> dict[str, Any]:
+    """What a save holds of this rank: the arguments of `StateContent`."""
+    states = prepared.plan.strategy.states
+    return {
+        "models": [
+            states.model_state(model, name)
+            for model, name in zip(prepared.prepared_models, named, strict=True)
+        ],
+        "shared": trees.shared,
+        "per_rank": trees.own,
+        "replicated": replicated_optimizers(
+            states, prepared.inner_optimizers, prepared.prepared_models, trees.shared
+        ),
+    }
+
+
 def _rehearse_save(prepared: Prepared, rehearsal: Rehearsal) -> None:
     """Plan a save as this rank would in the real world, and report what it would cost."""
     process, named = prepared.process, named_models(prepared)
-    states = prepared.plan.strategy.states
     began = time.process_time()
     with rehearsal.aside():
         trees = collect(prepared, parts_of(prepared, named), named, SingleProcess())
-        content = StateContent(
-            models=[states.model_state(*pair) for pair in zip(prepared.prepared_models, named, strict=True)],
-            shared=trees.shared,
-            per_rank=trees.own,
-            replicated=replicated_optimizers(
-                states, prepared.inner_optimizers, prepared.prepared_models, trees.shared
-            ),
-        )
+        content = StateContent(**_content(prepared, named, trees))
         try:
             plan, offer = plan_save(content, process.process_index, process.num_processes)
         except accel_ckpt.UnsupportedValueError as error:
