@@ -37,9 +37,8 @@ def describe_usage_error(error: Any) -> str:
         return f"flag {error.option_name} does not exist{nearest}"
     if param is None or not hasattr(error.__cause__, "errors"):
         message = " ".join(error.format_message().split()).rstrip(".")
-        help_of_missing = getattr(param, "help", None)
-        if help_of_missing and "Choose from" not in message:
-            message += f" ({help_of_missing.partition('. ')[0].rstrip('.')})"
+        if (told := getattr(param, "help", None)) and "Choose from" not in message:
+            message += f" ({told.partition('. ')[0].rstrip('.')})"
         if error.ctx is not None and not message.endswith("?"):
             message += f"; {error.ctx.command_path} --help shows what it takes"
         return f"{message[:1].lower()}{message[1:]}"

@@ -10,8 +10,21 @@ import typer
 from accel_cli.dialect import Command
 from accel_cli.help_pages import write_rows
 from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_state.errors import ConfigError
 
-__all__ = ["SchemaCommand"]
+__all__ = ["SchemaCommand", "steps_of"]
+
+
+def steps_of(flags: ParsedFlags, default: int) -> int:
+    """The number that ``--steps`` gives.
+
+    Raises:
+        ConfigError: it is no whole number from 1.
+    """
+    text = str(flags.others.get("steps", default))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--steps {text} is not a number of steps; pass a whole number from 1")
+    return int(text)
 
 
 class SchemaCommand(Command):

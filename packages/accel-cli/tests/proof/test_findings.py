@@ -22,7 +22,7 @@ MEAN = {name: (PARTS[0][name] + PARTS[1][name]) / 2 for name in PARTS[0]}
 def step(gradients=MEAN, **other):
     weights = {name: 1 - 0.1 * value for name, value in gradients.items()}
     facts = {
-        "optimizer": 0, "losses": [1.0], "items": [0],
+        "losses": [1.0], "items": [0],
         "rows": Counter("abcd"), "own_rows": [Counter("ab"), Counter("cd")],
         "norms": [3.0], "rates": [0.1], "metrics": [{"loss": 1.0}], "gradients": gradients, "weights": weights,
         "own": [], "places": {"losses": "train.py:7", "metrics": "train.py:9"},

@@ -68,8 +68,6 @@ def read_for_all(find: Callable[[], str | os.PathLike[str]], ranks: Coordinator)
         find: returns the folder or URI of the state; called on the first rank.
         ranks: that load.
     """
-    if ranks.world_size == 1:
-        return None
     own = _read_for_all(find) if ranks.rank == 0 else None
     told: ReadForAll | None = broadcast(own and own._replace(checkpoint=None), ranks)
     return own or told
@@ -81,7 +79,8 @@ def _read_for_all(find: Callable[[], str | os.PathLike[str]]) -> ReadForAll | No
         # Each node may have a folder of its own, and the main process alone writes few files.
         if len(found.manifest.ranks) < found.manifest.world_size:
             return None
-        return ReadForAll(str(found.directory), found.opened.text, found.text(_SHARED), found)
+        shared = found._texts[_SHARED] = found.text(_SHARED)
+        return ReadForAll(str(found.directory), found.opened.text, shared, found)
     except Exception as error:
         # The others wait for an answer. Then each rank opens the state, and raises what belongs to it.
         logger.info("the first rank reads nothing for all: %s", error)
@@ -276,14 +275,14 @@ class TrainingCheckpoint:
         """The file that describes trees, and what it holds, which is parsed once for all that ask for some of it."""
         path = inside(self._folder, f"{stem}.json")
         if stem not in self._parsed:
-            content = parse_json(self.text(stem), str(path))
+            content = parse_json(self._texts[stem] if stem in self._texts else self.text(stem), str(path))
             if not isinstance(content, dict):
                 raise CorruptCheckpointError(f"{path} does not hold trees by name")
             self._parsed[stem] = content
         return path, self._parsed[stem]
 
     def text(self, stem: str) -> bytes:
-        """The content of the file that describes trees, which is read once.
+        """Read the file that describes trees.
 
         Args:
             stem: of the file.
@@ -291,11 +290,9 @@ class TrainingCheckpoint:
         Raises:
             CorruptCheckpointError: it was damaged or changed after the save.
         """
-        if stem not in self._texts:
-            path = inside(self._folder, f"{stem}.json")
-            self._check.fetch([path])
-            self._texts[stem] = read_text(path, self.opened.checksum(path.name))
-        return self._texts[stem]
+        path = inside(self._folder, f"{stem}.json")
+        self._check.fetch([path])
+        return read_text(path, self.opened.checksum(path.name))
 
     def _state_files(self, stem: str) -> list[str]:
         return tensor_files(self.manifest.files, stem)
@@ -359,10 +356,6 @@ class TrainingCheckpoint:
         files = self._files(self.manifest.models[index])
         views = self._mapped(path for path in files if path.suffix == ".safetensors")
         return (weights or self.weights(index)).state_dict(views)
-
-    def read_model(self, index: int) -> dict[str, Any]:
-        """The state dict of a model; see ``models``."""
-        return self.weights(index).state_dict()
 
     def models_with_extra(self) -> frozenset[int]:
         """The models whose state dicts have entries that are not tensors (``get_extra_state``)."""
@@ -481,7 +474,7 @@ class _Models(Sequence[dict[str, Any]]):
             raise IndexError(
                 f"the checkpoint {self._checkpoint.directory} holds {len(self)} models; {index} was asked for"
             )
-        return self._checkpoint.read_model(index % len(self))
+        return self._checkpoint.weights(index % len(self)).state_dict()
 
 
 class NamedTrees(Mapping[str, Tree]):

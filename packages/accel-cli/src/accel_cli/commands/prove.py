@@ -12,7 +12,7 @@ import typer
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
 from accel_cli.progress import progress
-from accel_cli.schema_command import SchemaCommand
+from accel_cli.schema_command import SchemaCommand, steps_of
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
@@ -66,7 +66,7 @@ def prove_script(context: typer.Context) -> int:
             environ,
             Path(folder),
             strategies=_strategies(flags),
-            steps=_steps(flags),
+            steps=steps_of(flags, default=3),
             double="single" not in flags.others,
             tell=shown.now,
         )
@@ -85,10 +85,3 @@ def _strategies(flags: ParsedFlags) -> list[str]:
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies names {name!r}; pass some of {', '.join(STRATEGIES)}")
     return names
-
-
-def _steps(flags: ParsedFlags) -> int:
-    text = str(flags.others.get("steps", "3"))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--steps {text} is not a number of steps; pass a whole number from 1")
-    return int(text)

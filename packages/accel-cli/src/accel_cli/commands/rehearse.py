@@ -13,7 +13,7 @@ import typer
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
 from accel_cli.progress import ProgressLine, progress
-from accel_cli.schema_command import SchemaCommand
+from accel_cli.schema_command import SchemaCommand, steps_of
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -96,7 +96,7 @@ def rehearse_script(context: typer.Context) -> int:
     target = target_of(config, flags)
     check_target(target, environ)
     world = plan_world(config, Accelerators())
-    steps = _steps(flags)
+    steps = steps_of(flags, default=1)
     show_output = "show_output" in flags.others
     ranks = []
     silent = "json" in flags.others
@@ -142,10 +142,3 @@ def _ranks(flags: ParsedFlags, size: int) -> list[int]:
         raise ConfigError(f"--rank {given['rank']} and --ranks {given['ranks']} exclude each other; pass one")
     flag = "rank" if "rank" in given else "ranks"
     return chosen_ranks(str(given.get(flag, "0")), size, f"--{flag}")
-
-
-def _steps(flags: ParsedFlags) -> int:
-    text = str(flags.others.get("steps", "1"))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--steps {text} is not a number of steps; pass a whole number from 1")
-    return int(text)

@@ -14,7 +14,7 @@ from accel_cli.proof.runs import ProofRun, RankRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance"]
+__all__ = ["ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance", "scale_of"]
 
 ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics")
 """What is compared, in the order in which a fault shows."""
@@ -32,7 +32,6 @@ class StepRecord:
     """One optimizer step of a run, of all ranks together.
 
     Attributes:
-        optimizer: its number.
         losses: the loss of each backward pass over the samples of all ranks.
         items: how many items each was the sum over, on all ranks; 0: the script has not said.
         rows: the samples that models were given, as hashes, and how often.
@@ -43,7 +42,6 @@ class StepRecord:
         places: the line of the script for ``losses``, ``norms`` and ``metrics``.
     """
 
-    optimizer: int
     losses: Sequence[float]
     items: Sequence[float]
     rows: Counter[str]
@@ -140,6 +138,11 @@ def differences(reference: Recorded, other: Recorded, bound: float) -> list[Mism
     return found
 
 
+def scale_of(values: Mapping[str, Tensor]) -> float:
+    """The norm below which a tensor among others is compared with this and not with its own norm."""
+    return _TINY * max((float(value.double().norm()) for value in values.values()), default=0.0)
+
+
 def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     """The norm of a difference in ratio to that of the right value, or to a scale if that is larger."""
     if value.shape != right.shape:
@@ -167,7 +170,6 @@ def _step(
         Counter() if first_about["divides_sequences"] else Counter(one.get("rows", [])) for one in told
     ]
     return StepRecord(
-        optimizer=first["optimizer"],
         losses=[loss for loss in losses if loss is not None],
         items=items,
         rows=sum(own_rows, Counter()),
@@ -222,7 +224,7 @@ def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[
 def _of_tensors(
     kind: str, number: int, right: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> Iterator[Mismatch]:
-    scale = _TINY * max((float(value.double().norm()) for value in right.values()), default=0.0)
+    scale = scale_of(right)
     for name, value in right.items():
         other = found.get(name)
         relative = float("inf") if other is None else distance(other, value, scale)

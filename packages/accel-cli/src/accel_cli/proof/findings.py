@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance
+from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance, scale_of
 from accel_cli.proof.runs import SEED, STRATEGIES, ProofRun
 
 if TYPE_CHECKING:
@@ -218,10 +218,9 @@ def _of_gradients(
             "what backward() is given is not what the model computed from this rank's samples",
         )
     kinds: dict[str, list[Mismatch]] = {}
+    sums = [_sum_of(rank) for rank in own]
     for one in wrong:
-        kinds.setdefault(_what_happened(one, [_sum_of(rank) for rank in own], other.size, bound), []).append(
-            one
-        )
+        kinds.setdefault(_what_happened(one, sums, other.size, bound), []).append(one)
     texts = []
     for what, those in kinds.items():
         names = [one.name for one in those]
@@ -250,23 +249,20 @@ def _what_happened(one: Mismatch, own: Sequence[Mapping[str, Tensor]], size: int
     """The factor, or the part, that explains a wrong gradient."""
     if one.found is None:
         return "missing"
-    right, found = one.expected.double().flatten(), one.found.double().flatten()
-    if right.shape != found.shape:
+    if one.found.shape != one.expected.shape:
         return f"of shape {list(one.found.shape)} instead of {list(one.expected.shape)}"
-    whole = float(right @ right)
-    if not float(found @ found):
+    if not one.found.any():
         return "zero"
-    if whole:
-        factor = float(found @ right) / whole
-        if distance(found, factor * right) <= max(bound, 1e-6):
-            for times in (size, 2):
-                if math.isclose(factor, times, rel_tol=1e-5) and times > 1:
-                    return f"summed over ranks, not averaged (x{times})"
-                if math.isclose(factor, 1 / times, rel_tol=1e-5) and times > 1:
-                    return f"divided once too often (x1/{times})"
-            return f"scaled by {factor:.6g}"
+    factor = _factor({one.name: one.found}, {one.name: one.expected}, bound)
+    if factor is not None:
+        for times in (size, 2):
+            if math.isclose(factor, times, rel_tol=1e-5) and times > 1:
+                return f"summed over ranks, not averaged (x{times})"
+            if math.isclose(factor, 1 / times, rel_tol=1e-5) and times > 1:
+                return f"divided once too often (x1/{times})"
+        return f"scaled by {factor:.6g}"
     for rank, part in enumerate(own):
-        if one.name in part and distance(found, part[one.name].double().flatten()) <= max(bound, 1e-6):
+        if one.name in part and distance(one.found, part[one.name]) <= max(bound, 1e-6):
             return f"only of the samples of rank {rank}"
     return "another value"
 
@@ -417,7 +413,7 @@ def _added(values: Sequence[Tensor]) -> Tensor:
 
 
 def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> bool:
-    scale = 1e-7 * max((float(value.double().norm()) for value in right.values()), default=0.0)
+    scale = scale_of(right)
     return any(distance(found[name], right[name], scale) > bound for name in right if name in found)
 
 

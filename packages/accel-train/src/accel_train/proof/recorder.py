@@ -162,9 +162,8 @@ class StepRecorder(StepObserver):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients that the optimizer steps with."""
-        assert self._prepared is not None, "an optimizer steps after its accelerator was made"
         if self._taken.get(id(optimizer), 0) >= self._wanted and self._is_done():
-            self._end()
+            raise ProofEnd(0)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         step = f"{len(self._steps)}"
         for name, parameter in self._named():
@@ -176,27 +175,21 @@ class StepRecorder(StepObserver):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that the step has left; the end, if it was the last."""
-        here = self._prepared
-        assert here is not None, "an optimizer steps after its accelerator was made"
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        number = next(i for i, each in enumerate(here.optimizers) if each is optimizer)
         for name, parameter in self._named():
             if id(parameter) in own:
                 self._tensors[f"{len(self._steps)}/weight/{name}"] = _whole(parameter)
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-        self._steps.append({"optimizer": number, "rates": rates, "places": self._places, **self._now})
+        self._steps.append({"rates": rates, "places": self._places, **self._now})
         self._now, self._places = defaultdict(list), {}
         self._taken[id(optimizer)] = self._taken.get(id(optimizer), 0) + 1
         if self._is_done():
-            self._end()
+            raise ProofEnd(0)
 
     def _is_done(self) -> bool:
         assert self._prepared is not None, "asked after it was made"
         taken = [self._taken.get(id(optimizer), 0) for optimizer in self._prepared.optimizers]
         return bool(taken) and (min(taken) >= self._wanted or max(taken) >= self._wanted + _MOST)
-
-    def _end(self) -> None:
-        raise ProofEnd(0)
 
     def _write_what_there_is(self) -> None:
         """At the end of the process, which may have taken fewer steps."""
@@ -223,15 +216,11 @@ class StepRecorder(StepObserver):
             module for model in here.prepared_models for module in here.plan.strategy.plain(model).modules()
         ]
         about = {
-            "strategy": here.plan.strategy.name,
             "index": index,
             "size": size,
             "loss_index": here.plan.strategy.loss.index,
             "divides_sequences": any(here.plan.mesh.degrees[name] > 1 for name in ("cp", "sp")),
             "steps": self._steps,
-            "after": dict(self._now),
-            "models": len(here.prepared_models),
-            "windows": here.accumulator.num_steps,
             "noise": {
                 "drawn": self.noise.drawn,
                 "attention": self.noise.attention,

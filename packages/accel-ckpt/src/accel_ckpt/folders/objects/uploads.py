@@ -33,9 +33,8 @@ class UploadDisk(Disk):
 
     def __init__(self, store: Store, folder: Path, prefix: str = "") -> None:
         self._store, self._folder, self._prefix = store, folder, prefix
-        at_once = requests_at_once()
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="accel-upload")
-        self._room = threading.BoundedSemaphore(at_once)
+        self._pool = ThreadPoolExecutor(requests_at_once(), thread_name_prefix="accel-upload")
+        self._room = threading.BoundedSemaphore(requests_at_once())
         self._numbers = itertools.count(1)
         self._open: dict[int, _Outgoing] = {}
         self._files: list[_Outgoing] = []
