@@ -12,18 +12,18 @@ from accel_cli.help_pages import write_rows
 from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.errors import ConfigError
 
-__all__ = ["SchemaCommand", "steps_of"]
+__all__ = ["SchemaCommand", "number_of"]
 
 
-def steps_of(flags: ParsedFlags, default: int) -> int:
-    """The number that ``--steps`` gives.
+def number_of(given: Mapping[str, Any], flag: str, default: int) -> int:
+    """The whole number from 1 that a flag gives, or its default.
 
     Raises:
-        ConfigError: it is no whole number from 1.
+        ConfigError: it is no such number.
     """
-    text = str(flags.others.get("steps", default))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--steps {text} is not a number of steps; pass a whole number from 1")
+    text = str(given.get(flag, default))
+    if flag in given and (not text.isdecimal() or int(text) < 1):
+        raise ConfigError(f"--{flag} {text} is not a number that it takes; pass a whole number from 1")
     return int(text)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeAlias, TypeVar, cast, overload
 
@@ -220,11 +219,9 @@ class Accelerator:
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
-        # In a proof ranks divide the batches of the script, so that they read the same samples as one process.
-        loaders = arguments.loader_config(dataloader_config, split_batches)
         self._options = PrepareOptions(
             device_placement=device_placement,
-            loaders=loaders if launched.runtime.proof is None else replace(loaders, split_batches=True),
+            loaders=arguments.loader_config(dataloader_config, split_batches),
             rng_types=arguments.rng_type_names(rng_types),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scale_scheduler=scale_scheduler,
@@ -232,9 +229,9 @@ class Accelerator:
             dynamo=dynamo,
         )
         given = Given(
-            mixed_precision="no"  # proofs are exact
-            if launched.runtime.proof is not None
-            else mixed_precision_name(mixed_precision, launched, selecting),
+            mixed_precision=mixed_precision_name(
+                mixed_precision if launched.runtime.proof is None else None, launched, selecting
+            ),
             strategy=selecting,
             parallelism=parallelism,
             handlers=handlers,

@@ -13,7 +13,7 @@ import typer
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
 from accel_cli.progress import ProgressLine, progress
-from accel_cli.schema_command import SchemaCommand, steps_of
+from accel_cli.schema_command import SchemaCommand, number_of
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -96,7 +96,7 @@ def rehearse_script(context: typer.Context) -> int:
     target = target_of(config, flags)
     check_target(target, environ)
     world = plan_world(config, Accelerators())
-    steps = steps_of(flags, default=1)
+    steps = number_of(flags.others, "steps", 1)
     show_output = "show_output" in flags.others
     ranks = []
     silent = "json" in flags.others

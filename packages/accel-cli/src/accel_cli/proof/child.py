@@ -1,12 +1,15 @@
-"""A rank of a proof: runs the script in the precision of the job.
+"""A rank of a proof: runs the script as the job says.
 
 ``python -m accel_cli.proof.child KIND NAME ARGUMENTS…``, with ``ACCELERATE_PROOF``: KIND is ``script`` or ``module``.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import random
+import resource
 import runpy
 import sys
 from collections.abc import Sequence
@@ -17,7 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from accel_cli.proof.runs import SEED
+from accel_cli.proof.runs import SEED, ProofJob
+from accel_cli.proof.scratch import enter
+from accel_cli.proof.smaller import cut_data, cut_models
 from accel_state.config.launched import launched_config
 from accel_state.seeding import set_seed
 
@@ -33,17 +38,27 @@ def main(words: Sequence[str]) -> None:
     kind, name, *arguments = words
     proof = launched_config().runtime.proof
     assert proof is not None, "started by accel prove"
-    if json.loads(Path(proof).read_text())["double"]:
+    job, folder = ProofJob(**json.loads(Path(proof).read_text())), Path(proof).parent
+    faulthandler.dump_traceback_later(job.limit, exit=True, file=(folder / f"stuck-{os.getpid()}").open("w"))
+    if sys.platform == "linux":  # elsewhere the limit counts other things, or does nothing
+        resource.setrlimit(resource.RLIMIT_DATA, (job.memory, resource.RLIM_INFINITY))
+    if job.double:
         torch.set_default_dtype(torch.float64)
+    if job.cut:
+        cut_data(job.cut == "odd", folder / "cut")
+    if job.layers:
+        cut_models(job.layers)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     set_seed(SEED)  # where the script sets none
     _draw_by_sample()
     sys.argv = [name, *arguments]
+    place = str(Path(name).resolve().parent)
+    enter(Path(job.files), job.since, job.overwrite)
     if kind == "module":
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(name).resolve().parent)
+        sys.path[0] = place
         runpy.run_path(name, run_name="__main__")
 
 

@@ -23,6 +23,7 @@ _BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, 
 """Relative; sums of ranks are rounded in another order."""
 _OF_TIME = re.compile("time|second|elapsed|duration|speed|throughput|_s$|/s$|per_s", re.IGNORECASE)
 """Names of logged values that no two runs have alike."""
+_INFINITE = 1e150
 _TINY = 1e-7
 """Of the largest value of its kind: what is smaller is compared with that."""
 
@@ -147,8 +148,10 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     """The norm of a difference in ratio to that of the right value, or to a scale if that is larger."""
     if value.shape != right.shape:
         return float("inf")
-    error = float((value.double() - right.double()).norm())
-    whole = max(float(right.double().norm()), scale)
+    # Gradients that have overflowed, which a scaler skips, are compared by where they are infinite.
+    found, wanted = (each.double().nan_to_num(_INFINITE, _INFINITE, _INFINITE) for each in (value, right))
+    error = float((found - wanted).norm())
+    whole = max(float(wanted.norm()), scale)
     return error / whole if whole else (0.0 if not error else float("inf"))
 
 

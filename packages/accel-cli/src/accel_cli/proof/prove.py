@@ -1,86 +1,277 @@
-"""Proving a script: its runs, and the verdict on each strategy."""
+"""Proving a script: its runs, and the verdict on each strategy and way."""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accel_bigmodel.device_maps.budget import available_host_memory
 from accel_cli.proof.compare import Recorded
-from accel_cli.proof.findings import Verdict, examine, failed
-from accel_cli.proof.runs import STRATEGIES, ProofRun, run
+from accel_cli.proof.findings import Cause, Verdict, examine, failed
+from accel_cli.proof.runs import STRATEGIES, ProofJob, ProofRun, run
+from accel_cli.proof.scratch import shadow
+from accel_cli.proof.server import RunServer
+from accel_cli.proof.ways import WAYS, Way
 from accel_state.errors import LaunchError
 from accel_state.launching.target import Target
 
-__all__ = ["prove"]
+__all__ = ["ProofOptions", "prove"]
 
-_RANKS = 2
+_FEW = 2
+"""Blocks of each stack, where all do not fit."""
+
+
+@dataclass(frozen=True)
+class ProofOptions:
+    """What a proof runs.
+
+    Attributes:
+        strategies: names of ``STRATEGIES``.
+        ways: names of ``WAYS``.
+        steps: optimizer steps of each prepared optimizer.
+        ranks: how many.
+        double: in float64 where the script can.
+        layers: blocks that a model keeps of each stack of equal ones; 0: all, if the machine's memory holds them.
+        resume_with: arguments that a start after a kill has besides.
+        limit: seconds that a run may take.
+        overwrite: the script may overwrite files that are older, outside of the current folder.
+    """
+
+    strategies: Sequence[str] = ("ddp", "fsdp2")
+    ways: Sequence[str] = ("written",)
+    steps: int = 3
+    ranks: int = 2
+    double: bool = True
+    layers: int = 0
+    resume_with: Sequence[str] = ()
+    limit: float = 600.0
+    overwrite: bool = False
 
 
 def prove(
     target: Target,
     environ: Mapping[str, str],
     folder: Path,
-    *,
-    strategies: Sequence[str],
-    steps: int,
-    double: bool,
+    options: ProofOptions,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Verdict], dict[str, str]]:
-    """Run a script on one process and under each strategy, and compare them.
+    """Run a script on one process and under each strategy in each way, and compare them.
 
     Args:
         target: the script or module, with its arguments.
         environ: the environment that the runs inherit.
         folder: an empty folder.
-        strategies: names of ``STRATEGIES``.
-        steps: optimizer steps of each prepared optimizer.
-        double: in float64 where the script can.
+        options: what to run.
         tell: receives progress messages.
 
     Returns:
-        The verdict on each strategy, and facts about the runs by name.
+        The verdict on each strategy and way, and facts about the runs by name.
 
     Raises:
         LaunchError: the script fails on one process.
     """
-
-    def start(name: str, ranks: int, flags: Sequence[str], exact: bool, swap: bool = False) -> ProofRun:
-        tell(f"{name}: {target.name}")
-        place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}{'-swapped' * swap}"
-        return run(name, ranks, flags, target, environ, place, steps=steps, double=exact, swap=swap)
-
-    one = start("one process", 1, (), double)
-    if not one.ranks and double:  # such as data in float32, which a model in float64 does not take
-        double = False
-        one = start("one process", 1, (), double)
-    if not one.ranks:
-        raise LaunchError(
-            f"{target.name} fails on one process, or ends before its first {steps} steps with a prepared optimizer: "
-            f"{one.failure}"
-        )
-    reference = Recorded.of(one)
-    runs = {
-        name: start(name, _RANKS, STRATEGIES[name], double) for name in dict.fromkeys(["ddp", *strategies])
-    }
-    recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
-    apart = recorded.get("ddp")
-
-    def judged(swapped: Recorded | None = None) -> list[Verdict]:
-        return [
-            examine(reference, recorded[name], apart, swapped) if name in recorded else failed(runs[name])
-            for name in strategies
-        ]
-
-    verdicts = judged()
-    if any(cause.kind == "contrasts rows" for verdict in verdicts for cause in verdict.findings):
-        again = start("ddp", _RANKS, STRATEGIES["ddp"], double, swap=True)
-        verdicts = judged(Recorded.of(again)) if again.ranks else verdicts
+    job = ProofJob(
+        steps=options.steps,
+        double=options.double,
+        layers=options.layers,
+        limit=options.limit,
+        memory=available_host_memory() // options.ranks,
+        since=time.time(),
+        overwrite=options.overwrite,
+    )
+    with RunServer(environ) as server:
+        proof = _Proof(server, target, environ, folder, options, tell, job)
+        reference = Recorded.of(proof.settle())
+        verdicts = [verdict for name in options.ways for verdict in proof.verdicts(WAYS[name])]
     facts = {
-        "compared": f"{len(reference.steps)} steps on one process with those on {_RANKS} ranks",
+        "compared": f"{len(reference.steps)} steps on one process with those on {options.ranks} ranks",
         "precision": ", ".join(name.removeprefix("torch.") for name in reference.about["dtypes"]),
     }
+    if proof.job.layers:
+        why = "" if options.layers else ": the machine's memory does not hold the models as they are"
+        facts["reduced"] = f"models keep {proof.job.layers} blocks of each stack of equal ones{why}"
     if reference.about["noise"]["drawn"]:
         facts["noise"] = "ranks drew that of their own rows from the same numbers as one process"
     if reference.about["noise"]["attention"]:
         facts["dropout"] = "that of attention was left out, because its kernels draw for all ranks alike"
     return verdicts, facts
+
+
+@dataclass
+class _Proof:
+    """The runs that were made, and what is left out of later ones.
+
+    Attributes:
+        job: of a run as the script is written.
+        runs: by the strategy, the number of ranks, the flags and the job.
+        refused: strategies that cannot take the model.
+    """
+
+    server: RunServer
+    target: Target
+    environ: Mapping[str, str]
+    folder: Path
+    options: ProofOptions
+    tell: Callable[[str], None]
+    job: ProofJob
+    runs: dict[tuple[str, int, Sequence[str], ProofJob], ProofRun] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+    def settle(self) -> ProofRun:
+        """Run the script on one process, smaller or less exact if it must be; and find out who divides batches.
+
+        Raises:
+            LaunchError: it fails.
+        """
+        one = self._run("one process", 1, self.job)
+        if one.lacks_memory and not self.job.layers:
+            self.job = replace(self.job, layers=_FEW)
+            one = self._run("one process", 1, self.job)
+        if (
+            not one.ranks and not one.stuck and self.job.double
+        ):  # as data in float32, which such a model does not take
+            self.job = replace(self.job, double=False)
+            one = self._run("one process", 1, self.job)
+        if not one.ranks:
+            advice = ". Proofs run on CPUs: use accelerator.device where the script names a GPU"
+            raise LaunchError(
+                f"{self.target.name} fails on one process, or ends before its first {self.job.steps} steps with a "
+                f"prepared optimizer: {one.failure}{advice if 'cuda' in one.failure.lower() else ''}"
+            )
+        plain = self._run("ddp", self.options.ranks, self.job)
+        if "split_batches=True" in plain.failure or (plain.ranks and self._rows(plain) < self._rows(one)):
+            job = replace(self.job, split=False)
+            divided = self._run("ddp", self.options.ranks, job)
+            if divided.ranks and self._rows(divided) == self._rows(one):
+                self.job = job
+        return one
+
+    @staticmethod
+    def _rows(run: ProofRun) -> int:
+        """How many samples the first step reads."""
+        return Recorded.of(run).steps[0].rows.total()
+
+    def verdicts(self, way: Way) -> list[Verdict]:
+        """Run the script in one way under each strategy."""
+        job = replace(self.job, **{**way.job, "steps": way.steps or self.job.steps})
+        ranks = way.ranks or self.options.ranks
+        names = [
+            name
+            for name in self.options.strategies
+            if name not in self.refused and (not way.only or name in way.only)
+        ]
+        if not names:
+            return []
+        one = self._run("one process", 1, job)
+        reason = self._why_not(way, one)
+        if reason:
+            found = [Verdict(name, reason=reason) for name in names]
+        elif way.resumes:
+            found = [
+                verdict for name in names for verdict in self._resumed(name, ranks, job, Recorded.of(one))
+            ]
+        else:
+            found = self._compared(names, ranks, way.flags, job, Recorded.of(one))
+        self.refused |= {verdict.name for verdict in found if verdict.reason and way is WAYS["written"]}
+        if way is WAYS["written"]:
+            return found
+        return [replace(verdict, name=f"{verdict.name}, {way.title}") for verdict in found]
+
+    def _run(
+        self,
+        name: str,
+        ranks: int,
+        job: ProofJob,
+        flags: Sequence[str] = (),
+        *,
+        more: Sequence[str] = (),
+        files: Path | None = None,
+        again: bool = False,
+    ) -> ProofRun:
+        if ranks == 1:  # who divides nothing
+            job = replace(job, split=True)
+        key = (name, ranks, (*STRATEGIES.get(name, ()), *flags), job)
+        if key not in self.runs or files or again:
+            self.tell(f"{name}: {self.target.name}")
+            place = self.folder / str(len(self.runs) + 1)
+            job = replace(job, files=str(files or shadow(Path.cwd(), place / "files")))
+            target = replace(self.target, args=(*self.target.args, *more))
+            made = run(self.server, name, ranks, key[2], target, self.environ, place, job)
+            self.runs[(*key[:3], job)] = made  # under a job of its own, if it is not to be found again
+            self.runs[key] = made
+        return self.runs[key]
+
+    def _why_not(self, way: Way, one: ProofRun) -> str:
+        """Why a way says nothing about the script; empty: it does."""
+        if not one.ranks:
+            return f"on one process the script fails so: {one.failure}"
+        if way.job.get("cut") and not (one.folder / "cut").exists():
+            return "no loader of the script could be shortened"
+        if "window" in way.job:
+            passes = [
+                len(each.ranks[0].about["steps"][0].get("losses", []))
+                for each in (one, self._run("one process", 1, self.job))
+            ]
+            if passes[0] == passes[1]:
+                return "the script has such windows, or no accumulate() block"
+        return ""
+
+    def _compared(
+        self, names: Sequence[str], ranks: int, flags: Sequence[str], job: ProofJob, reference: Recorded
+    ) -> list[Verdict]:
+        """Under each strategy."""
+        runs = {name: self._run(name, ranks, job, flags) for name in names}
+        recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
+        plain = self._run("ddp", ranks, job)
+        apart = Recorded.of(plain) if plain.ranks else None
+
+        def judged(swapped: Recorded | None = None) -> list[Verdict]:
+            return [
+                examine(reference, recorded[name], apart, swapped) if name in recorded else failed(runs[name])
+                for name in names
+            ]
+
+        verdicts = judged()
+        if any(cause.kind == "contrasts rows" for verdict in verdicts for cause in verdict.findings):
+            swapped = self._run("ddp", ranks, replace(job, swap=True))
+            verdicts = judged(Recorded.of(swapped)) if swapped.ranks else verdicts
+        if any(verdict.has_fault and verdict.name in recorded for verdict in verdicts):
+            again = self._run("one process", 1, job, again=True)
+            differ = examine(reference, Recorded.of(again), None).differ if again.ranks else ["end"]
+            if differ:
+                text = f"two runs of the script on one process differ in their {differ[0]}"
+                cause = Cause(
+                    "not repeatable", text, "set_seed(0), and take no order of data from a clock or a set"
+                )
+                verdicts = [replace(each, findings=[cause]) if each.has_fault else each for each in verdicts]
+        return verdicts
+
+    def _resumed(self, name: str, ranks: int, job: ProofJob, reference: Recorded) -> list[Verdict]:
+        """Kill the ranks after a saved state; start again, and on one process."""
+        killed = self._run(name, ranks, replace(job, kills=True))
+        done = killed.saved
+        if done is None:
+            reason = f"it saves no state before the last of {job.steps} steps"
+            return [Verdict(name, reason=reason) if killed.ranks else failed(killed)]
+        rest = replace(reference, steps=reference.steps[done:])
+        verdicts = []
+        for label, strategy, world in (("", name, ranks), (" on one process", "one process", 1)):
+            files = killed.folder / f"files {world}"
+            shutil.copytree(killed.folder / "files", files, symlinks=True)
+            here = files / Path.cwd().name
+            later, more = replace(job, first=done, steps=job.steps - done), self.options.resume_with
+            again = self._run(strategy, world, later, more=more, files=here)
+            if not again.ranks:
+                text = f"killed after step {done + 1}, it does not start again{label}: {again.failure}"
+                cause = Cause("does not resume", text, "start it so yourself, with accel launch")
+                verdicts.append(Verdict(name, ["losses"], [cause]))
+                continue
+            recorded = Recorded.of(again)
+            if done and not examine(replace(reference, steps=reference.steps[:1]), recorded, None).differ:
+                reason = "with these arguments the script begins again; see --resume_with"
+                return [Verdict(name, reason=reason)]
+            verdicts.append(replace(examine(rest, recorded, None), name=name + label))
+        return verdicts

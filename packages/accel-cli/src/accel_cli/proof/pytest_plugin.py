@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,27 +18,20 @@ __all__ = ["prove"]
 def prove(tmp_path: Path) -> Callable[..., list[Verdict]]:
     """Return a function that proves a script, and fails the test with what is wrong.
 
-    It takes the path of the script and its arguments, and by name ``strategies`` (``["ddp", "fsdp2"]``), ``steps`` (3)
-    and ``double`` (True: in float64, where the script can). It returns the verdict on each strategy; one that cannot
-    take the model has a ``reason``, and fails no test.
+    It takes the path of the script and its arguments, and by name what `accel_cli.proof.prove.ProofOptions` has:
+    ``strategies`` (``["ddp", "fsdp2"]``), ``ways`` (``["written"]``) and ``steps`` (3). It returns the verdict on each
+    strategy and way; one that cannot take the model has a ``reason``, and fails no test.
     """
 
-    def run(
-        script: str | Path,
-        *arguments: str,
-        strategies: Sequence[str] = ("ddp", "fsdp2"),
-        steps: int = 3,
-        double: bool = True,
-    ) -> list[Verdict]:
+    def run(script: str | Path, *arguments: str, **options: Any) -> list[Verdict]:
+        from accel_cli.proof.prove import ProofOptions
         from accel_cli.proof.prove import prove as compare
         from accel_cli.proof.show import in_words
         from accel_state.environment import snapshot
         from accel_state.launching.target import Target
 
         target = Target(str(script), arguments)
-        verdicts, _ = compare(
-            target, snapshot(), tmp_path / "proof", strategies=strategies, steps=steps, double=double
-        )
+        verdicts, _ = compare(target, snapshot(), tmp_path / "proof", ProofOptions(**options))
         if any(verdict.has_fault for verdict in verdicts):
             pytest.fail("\n".join(line for verdict in verdicts for line in in_words(verdict)), pytrace=False)
         return verdicts

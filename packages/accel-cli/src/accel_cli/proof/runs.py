@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_state.launching.ranks.command import run_command
+from accel_cli.proof.server import RunServer
+from accel_state.config.codec import rank_environment
+from accel_state.config.flags import parse_flags
+from accel_state.config.merge import resolve
 from accel_state.launching.target import Target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SEED", "STRATEGIES", "ProofRun", "RankRecord", "run"]
+__all__ = ["SEED", "STRATEGIES", "ProofJob", "ProofRun", "RankRecord", "run"]
 
 SEED = 1_234_567_891
 """Of a script that sets none."""
@@ -30,6 +33,50 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "pp": ("--use_parallelism_config", "--parallelism_config_pp_size", "2"),
 }  # fmt: skip
 """Name → the flags of ``accel launch`` for two ranks."""
+
+_NO_MEMORY = ("not enough memory: you tried to allocate", "MemoryError", "Cannot allocate memory", "SIGKILL")
+_PLACE = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+"""Of a frame that `faulthandler` writes."""
+
+
+@dataclass(frozen=True)
+class ProofJob:
+    """What a run does to the script; the child and the recorder of its `Accelerator` read it.
+
+    Attributes:
+        steps: optimizer steps after which it ends.
+        double: in float64, where the script does not say otherwise.
+        precision: mixed precision, instead of the script's.
+        split: ranks divide the batches of loaders; else the script divides them.
+        swap: ranks have each other's samples.
+        window: micro-batches of an ``accumulate()`` window; 0: the script's.
+        cut: the data of loaders: ``even``: two batches, but one sample less where they do not train; ``odd``: one
+            sample less everywhere; empty: the script's.
+        kills: end by a signal at the first step after a saved state.
+        first: how many steps were taken before, by a run that was killed.
+        layers: blocks that a model keeps of each stack of equal ones; 0: all.
+        limit: seconds that it may take.
+        memory: bytes that each process may allocate.
+        since: time of the proof's start; files that are older are not overwritten.
+        overwrite: but with this.
+        files: the folder that stands for the current one.
+    """
+
+    steps: int
+    double: bool = True
+    precision: str = "no"
+    split: bool = True
+    swap: bool = False
+    window: int = 0
+    cut: str = ""
+    kills: bool = False
+    first: int = 0
+    layers: int = 0
+    limit: float = 600.0
+    memory: int = 1 << 62
+    since: float = 0.0
+    overwrite: bool = False
+    files: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,18 +96,24 @@ class ProofRun:
         ranks: their records; none if the script failed before the end of its steps.
         output: of the script.
         code: its exit code.
+        folder: of the run.
+        stuck: where it was at the end of its time; empty: it ended before.
     """
 
     name: str
     ranks: Sequence[RankRecord]
     output: str
     code: int
+    folder: Path
+    stuck: str = ""
 
     @property
     def failure(self) -> str:
         """The last line of the output that says why the run has no records; empty if it has."""
         if self.ranks:
             return ""
+        if self.stuck:
+            return self.stuck
         if not self.code:
             return "the script ended without a step of a prepared optimizer"
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
@@ -69,46 +122,73 @@ class ProofRun:
             return (lines or [f"exit code {self.code}"])[-1]
         return " ".join(lines[errors[-1] : errors[-1] + 1 + lines[errors[-1]].endswith(":")])
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the run failed because the machine has not enough memory."""
+        return not self.ranks and (self.code == -9 or any(sign in self.output for sign in _NO_MEMORY))
+
+    @property
+    def saved(self) -> int | None:
+        """After how many steps a run that was to be killed had saved a state; None: it had not."""
+        path = self.folder / "saved.json"
+        return int(json.loads(path.read_text())) if path.exists() else None
+
 
 def run(
+    server: RunServer,
     name: str,
     ranks: int,
     flags: Sequence[str],
     target: Target,
     environ: Mapping[str, str],
     folder: Path,
-    *,
-    steps: int,
-    double: bool,
-    swap: bool = False,
+    job: ProofJob,
 ) -> ProofRun:
     """Run the script once.
 
     Args:
+        server: forks its processes.
         name: of the run.
         ranks: processes.
         flags: of ``accel launch``.
         target: the script or module, with its arguments.
         environ: what it inherits.
-        folder: of this run, which does not exist yet.
-        steps: optimizer steps after which it ends.
-        double: in float64, where the script does not say otherwise.
-        swap: ranks have each other's samples.
+        folder: of this run.
+        job: what else.
+
+    Raises:
+        ConfigError: the flags do not fit each other.
     """
-    folder.mkdir(parents=True)
-    job = folder / "job.json"
-    job.write_text(json.dumps({"steps": steps, "double": double, "swap": swap}))
-    argv = [
-        sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", str(ranks), *flags, "-m",
-        "accel_cli.proof.child", target.kind, target.name, *target.args,
-    ]  # fmt: skip
-    variables = {**environ, "ACCELERATE_PROOF": str(job), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    with (folder / "output").open("wb") as file:
-        code = run_command(tuple(argv), variables, output=file)
-    output = (folder / "output").read_text(errors="replace")
+    folder.mkdir(parents=True, exist_ok=True)
+    path, config, output = folder / "job.json", folder / "config.yaml", folder / "output"
+    path.write_text(json.dumps(asdict(job)))
+    config.write_text("compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")  # nothing of the user's own
+    words = ["--num_processes", str(ranks), "--mixed_precision", job.precision, *flags]
+    variables = rank_environment(resolve(str(config), environ, parse_flags(words)).local(), environ)
+    variables |= {"ACCELERATE_PROOF": str(path), "WANDB_MODE": "disabled", "GLOO_SOCKET_IFNAME": "lo"}
+    code = server.run([target.kind, target.name, *target.args], ranks, variables, output)
     found = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     complete = code == 0 and all(path.exists() for path in found)
-    return ProofRun(name, [_read(path) for path in found] if complete else [], output, code)
+    records = [_read(path) for path in found] if complete else []
+    said = output.read_text(errors="replace")
+    return ProofRun(name, records, said, code, folder, _stuck(folder, job.limit))
+
+
+def _stuck(folder: Path, limit: float) -> str:
+    """Where the script was at the end of its time: the innermost line that is in no installed package."""
+    for path in sorted(folder.glob("stuck-*")):
+        places = [place.groups() for place in _PLACE.finditer(path.read_text())]
+        own = [
+            place
+            for place in places
+            if not re.search(r"/(site-packages|lib/python[^/]*|accel_\w+)/", place[0])
+        ]
+        if places:
+            file, line, function = (own or places)[0]
+            return (
+                f"not at its end after {limit:g} s (--limit), but at {Path(file).name}:{line} in {function}"
+            )
+    return ""
 
 
 def _read(path: Path) -> RankRecord:

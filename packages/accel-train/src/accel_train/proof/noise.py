@@ -47,6 +47,10 @@ class RowNoise(TorchFunctionMode):
         self._generator = torch.Generator().manual_seed(0)
         self.drawn = self.attention = 0
 
+    def begin(self, step: int, backwards: int) -> None:
+        """Draw from here on what belongs to a step and to the number of backward passes that it has had."""
+        self._generator.manual_seed(step << 16 | backwards)
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -10,6 +10,8 @@ import atexit
 import hashlib
 import inspect
 import json
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -48,7 +50,9 @@ class StepRecorder(StepObserver):
     """Records the steps of one `Accelerator`.
 
     Args:
-        job: path of the job, a JSON object with the number of ``steps``, and whether ranks ``swap`` their samples.
+        job: path of the job, a JSON object with the number of ``steps``, and of those that were taken before a resume
+            (``first``), whether ranks ``split`` batches and ``swap`` their samples, the micro-batches of a ``window``
+            (0: the script's), and whether the process ``kills`` itself at the first step after a saved state.
 
     Attributes:
         ledger: for its loaders.
@@ -57,8 +61,8 @@ class StepRecorder(StepObserver):
 
     def __init__(self, job: Path) -> None:
         self._folder = job.parent
-        told = json.loads(job.read_text())
-        self._wanted, self._swaps = int(told["steps"]), bool(told["swap"])
+        self._job = json.loads(job.read_text())
+        self._wanted, self._saves = int(self._job["steps"]), 0
         self._prepared: Prepared | None = None
         self._taken: dict[int, int] = {}
         self._steps: list[dict[str, Any]] = []
@@ -73,8 +77,12 @@ class StepRecorder(StepObserver):
 
     def follow(self, prepared: Prepared) -> None:
         """Record what is prepared from now on."""
-        self._prepared = prepared
-        if self._swaps:
+        self._prepared, self._saves = prepared, prepared.project.iteration
+        loaders = prepared.options.loaders  # ranks read the same samples as one process
+        prepared.options.loaders = replace(loaders, split_batches=self._job["split"])
+        if self._job["window"]:
+            prepared.accumulator.num_steps = self._job["window"]
+        if self._job["swap"]:
             batch, last = prepared.plan.strategy.batch, prepared.plan.strategy.batch.size - 1
             indexes = tuple(last - index for index in batch.index_of)
             prepared.plan.strategy.batch = replace(batch, index=last - batch.index, index_of=indexes)
@@ -96,6 +104,8 @@ class StepRecorder(StepObserver):
         hashes = _hashes(batch)
         self.rows = len(hashes)
         self._now["rows"] += hashes
+        # A resumed run has not drawn what was drawn before.
+        self.noise.begin(self._job["first"] + len(self._steps), len(self._now["losses"]))
 
     # Forward
 
@@ -183,8 +193,19 @@ class StepRecorder(StepObserver):
         self._steps.append({"rates": rates, "places": self._places, **self._now})
         self._now, self._places = defaultdict(list), {}
         self._taken[id(optimizer)] = self._taken.get(id(optimizer), 0) + 1
+        self._end_if_saved()
         if self._is_done():
             raise ProofEnd(0)
+
+    def _end_if_saved(self) -> None:
+        """Die like a process that is killed, if a state was saved before this step."""
+        here = self._prepared
+        assert here is not None, "a step was taken"
+        if self._job["kills"] and here.project.iteration > self._saves:
+            here.saver.drain()
+            if here.process.process_index == 0:
+                (self._folder / "saved.json").write_text(json.dumps(len(self._steps) - 1))
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _is_done(self) -> bool:
         assert self._prepared is not None, "asked after it was made"
@@ -230,7 +251,10 @@ class StepRecorder(StepObserver):
                 isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
                 for module in modules
             ),
-            "dtypes": sorted({str(parameter.dtype) for _, parameter in self._named()}),
+            "dtypes": sorted(
+                {str(parameter.dtype) for _, parameter in self._named()}
+                | ({str(here.plan.precision.dtype)} if here.plan.precision.dtype else set())
+            ),
         }
         save_file(
             {name: tensor.contiguous() for name, tensor in self._tensors.items()},

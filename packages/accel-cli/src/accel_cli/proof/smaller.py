@@ -1,0 +1,98 @@
+"""Less of a script's data and of its models, made where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
+
+__all__ = ["cut_data", "cut_models"]
+
+_BATCHES = 2
+"""That an epoch has."""
+
+
+class _Cut(Subset[Any]):
+    """The first samples of a dataset, with the attributes of the dataset."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def cut_data(odd: bool, mark: Path) -> None:
+    """Let each epoch of loaders that the script makes end after two batches.
+
+    Loaders that train have whole batches: the first, and those that shuffle. Of others the last batch lacks a sample,
+    so that ranks cannot divide it. Loaders of streams, and with a sampler of the script's own, stay as they are.
+
+    Args:
+        odd: loaders that train lack a sample, too.
+        mark: a file that is made if a loader was cut.
+    """
+    make: Callable[..., None] = DataLoader.__init__
+    made: list[int] = []
+
+    def init(
+        self: Any,
+        dataset: Any,
+        batch_size: Any = 1,
+        shuffle: Any = None,
+        sampler: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        plain = type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
+        trains = bool(shuffle) or isinstance(sampler, RandomSampler) or not made
+        rows = _BATCHES * (batch_size or 0) - (odd or not trains)
+        whole = not args and kwargs.get("batch_sampler") is None and (sampler is None or plain)
+        if (
+            whole
+            and hasattr(dataset, "__getitem__")
+            and hasattr(dataset, "__len__")
+            and len(dataset) > rows > 0
+        ):
+            dataset = _Cut(dataset, range(rows))
+            if plain:
+                sampler.data_source = dataset
+            mark.touch()
+            made.append(rows)
+        make(self, dataset, batch_size, shuffle, sampler, *args, **kwargs)
+
+    DataLoader.__init__ = init  # type: ignore[method-assign] # this process runs nothing but the script
+
+
+def cut_models(layers: int) -> None:
+    """Keep so many blocks of each stack of equal ones: lists of modules whose parameters have the same shapes.
+
+    Models of transformers are made with so many layers in the first place.
+    """
+    make: Callable[..., None] = nn.ModuleList.__init__
+
+    def init(self: Any, modules: Iterable[nn.Module] | None = None) -> None:
+        blocks = list(modules or ())
+        kinds = {(type(block), *(tuple(value.shape) for value in block.parameters())) for block in blocks}
+        make(self, blocks[:layers] if len(kinds) == 1 and len(blocks[0].__dict__["_modules"]) > 1 else blocks)
+
+    nn.ModuleList.__init__ = init  # type: ignore[method-assign] # this process runs nothing but the script
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return
+    start: Callable[..., None] = PreTrainedModel.__init__
+
+    def smaller(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
+            count = getattr(config, name, None)
+            if isinstance(count, int) and count > layers:
+                setattr(config, name, layers)
+                for key, value in vars(config).items():
+                    if isinstance(value, list | tuple) and len(value) == count:
+                        setattr(config, key, value[:layers])
+        start(self, config, *args, **kwargs)
+
+    PreTrainedModel.__init__ = smaller
