@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ _BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, 
 """Relative; sums of ranks are rounded in another order."""
 _OF_TIME = re.compile("time|second|elapsed|duration|speed|throughput|_s$|/s$|per_s", re.IGNORECASE)
 """Names of logged values that no two runs have alike."""
-_INFINITE = 1e150
 _TINY = 1e-7
 """Of the largest value of its kind: what is smaller is compared with that."""
 
@@ -148,10 +148,10 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     """The norm of a difference in ratio to that of the right value, or to a scale if that is larger."""
     if value.shape != right.shape:
         return float("inf")
-    # Gradients that have overflowed, which a scaler skips, are compared by where they are infinite.
-    found, wanted = (each.double().nan_to_num(_INFINITE, _INFINITE, _INFINITE) for each in (value, right))
-    error = float((found - wanted).norm())
-    whole = max(float(wanted.norm()), scale)
+    if not right.isfinite().all() and not value.isfinite().all():
+        return 0.0  # a scaler skips the step of such gradients
+    error = float((value.double() - right.double()).norm())
+    whole = max(float(right.double().norm()), scale)
     return error / whole if whole else (0.0 if not error else float("inf"))
 
 
@@ -218,7 +218,8 @@ def _of_samples(number: int, right: StepRecord, step: StepRecord) -> Iterator[Mi
 
 def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[float]) -> Iterator[Mismatch]:
     for place, (one, other) in enumerate(zip(right, found, strict=False)):
-        relative = abs(other - one) / max(abs(one), 1e-12)
+        both = math.isfinite(one) or math.isfinite(other)
+        relative = abs(other - one) / max(abs(one), 1e-12) if both else 0.0
         yield Mismatch(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
     if len(right) != len(found):
         yield Mismatch(kind, number, "", len(found), len(right), float("inf"))
