@@ -46,6 +46,7 @@ class ProveCommand(SchemaCommand):
         "--layers N": "Blocks that models keep of each stack of equal ones. Default: all that the memory holds.",
         "--resume_with ARGS": "Arguments with which a start goes on from a checkpoint, in quotes. Default: the same.",
         "--limit SECONDS": "Time that each run may take. Default: 600.",
+        "--devices": "On the accelerators of this machine. Default: on CPUs.",
         "--overwrite": "Let the script overwrite files outside of the current folder.",
         "--json": "Print the report as JSON.",
         "--config_file FILE": "Configuration file to read.",
@@ -102,6 +103,7 @@ def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:
         layers=number_of(given, "layers", 0),
         resume_with=tuple(shlex.split(str(given.get("resume_with", "")))),
         limit=float(number_of(given, "limit", 600)),
+        devices="devices" in given,
         overwrite="overwrite" in given,
     )
 

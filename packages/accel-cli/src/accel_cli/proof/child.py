@@ -24,6 +24,7 @@ from accel_cli.proof.runs import SEED, ProofJob
 from accel_cli.proof.scratch import enter
 from accel_cli.proof.smaller import cut_data, cut_models
 from accel_state.config.launched import launched_config
+from accel_state.environment import get_int_from_env
 from accel_state.seeding import set_seed
 
 __all__ = ["main"]
@@ -45,7 +46,7 @@ def main(words: Sequence[str]) -> None:
     if job.double:
         torch.set_default_dtype(torch.float64)
     if job.cut:
-        cut_data(job.cut == "odd", folder / "cut")
+        cut_data(job.cut == "odd", folder / "cut", 1 if job.split else get_int_from_env(["WORLD_SIZE"], 1))
     if job.layers:
         cut_models(job.layers)
     torch.set_num_threads(1)

@@ -37,6 +37,7 @@ class ProofOptions:
         layers: blocks that a model keeps of each stack of equal ones; 0: all, if the machine's memory holds them.
         resume_with: arguments that a start after a kill has besides.
         limit: seconds that a run may take.
+        devices: ranks use this machine's accelerators, instead of CPUs.
         overwrite: the script may overwrite files that are older, outside of the current folder.
     """
 
@@ -48,6 +49,7 @@ class ProofOptions:
     layers: int = 0
     resume_with: Sequence[str] = ()
     limit: float = 600.0
+    devices: bool = False
     overwrite: bool = False
 
 
@@ -78,6 +80,7 @@ def prove(
         double=options.double,
         layers=options.layers,
         limit=options.limit,
+        devices=options.devices,
         memory=available_host_memory() // options.ranks,
         since=time.time(),
         overwrite=options.overwrite,
@@ -156,7 +159,7 @@ class _Proof:
 
     def verdicts(self, way: Way) -> list[Verdict]:
         """Run the script in one way under each strategy."""
-        job = replace(self.job, **{**way.job, "steps": way.steps or self.job.steps})
+        job = replace(self.job, **{**way.job, "steps": max(way.steps, self.job.steps)})
         ranks = way.ranks or self.options.ranks
         names = [
             name

@@ -57,6 +57,7 @@ class ProofJob:
         layers: blocks that a model keeps of each stack of equal ones; 0: all.
         limit: seconds that it may take.
         memory: bytes that each process may allocate.
+        devices: on accelerators, instead of CPUs.
         since: time of the proof's start; files that are older are not overwritten.
         overwrite: but with this.
         files: the folder that stands for the current one.
@@ -74,6 +75,7 @@ class ProofJob:
     layers: int = 0
     limit: float = 600.0
     memory: int = 1 << 62
+    devices: bool = False
     since: float = 0.0
     overwrite: bool = False
     files: str = ""
@@ -162,8 +164,9 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     path, config, output = folder / "job.json", folder / "config.yaml", folder / "output"
     path.write_text(json.dumps(asdict(job)))
-    config.write_text("compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")  # nothing of the user's own
+    config.write_text("compute_environment: LOCAL_MACHINE\n")  # nothing of the user's own
     words = ["--num_processes", str(ranks), "--mixed_precision", job.precision, *flags]
+    words += [] if job.devices else ["--cpu"]
     variables = rank_environment(resolve(str(config), environ, parse_flags(words)).local(), environ)
     variables |= {"ACCELERATE_PROOF": str(path), "WANDB_MODE": "disabled", "GLOO_SOCKET_IFNAME": "lo"}
     code = server.run([target.kind, target.name, *target.args], ranks, variables, output)

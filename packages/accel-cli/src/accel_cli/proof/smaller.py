@@ -24,7 +24,7 @@ class _Cut(Subset[Any]):
         return getattr(self.dataset, name)
 
 
-def cut_data(odd: bool, mark: Path) -> None:
+def cut_data(odd: bool, mark: Path, readers: int) -> None:
     """Let each epoch of loaders that the script makes end after two batches.
 
     Loaders that train have whole batches: the first, and those that shuffle. Of others the last batch lacks a sample,
@@ -33,6 +33,7 @@ def cut_data(odd: bool, mark: Path) -> None:
     Args:
         odd: loaders that train lack a sample, too.
         mark: a file that is made if a loader was cut.
+        readers: how many ranks have such a batch each.
     """
     make: Callable[..., None] = DataLoader.__init__
     made: list[int] = []
@@ -48,7 +49,7 @@ def cut_data(odd: bool, mark: Path) -> None:
     ) -> None:
         plain = type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
         trains = bool(shuffle) or isinstance(sampler, RandomSampler) or not made
-        rows = _BATCHES * (batch_size or 0) - (odd or not trains)
+        rows = _BATCHES * readers * (batch_size or 0) - (odd or not trains)
         whole = not args and kwargs.get("batch_sampler") is None and (sampler is None or plain)
         if (
             whole

@@ -17,7 +17,7 @@ class Way:
 
     Attributes:
         title: for the report.
-        steps: optimizer steps; 0: as many as asked for.
+        steps: at least so many optimizer steps.
         job: fields of `runs.ProofJob` that differ.
         ranks: how many ranks there are, instead of two; 0: as many as asked for.
         flags: of ``accel launch``, on ranks.
