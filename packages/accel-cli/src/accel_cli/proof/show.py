@@ -26,7 +26,7 @@ def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
     print(f"{'':{width}}  " + "  ".join(ORDER))
     for verdict in verdicts:
         cells = [_cell(verdict, kind).center(len(kind)) for kind in ORDER]
-        print(f"{verdict.name:{width}}  " + "  ".join(cells))
+        print(f"{verdict.name:{width}}  " + "  ".join(cells).rstrip())
     for verdict in verdicts:
         lines = in_words(verdict)
         if lines:
