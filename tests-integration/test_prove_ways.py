@@ -23,16 +23,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 what = sys.argv[1]
 set_seed(3)
-project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True)
+project = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=what != "no resume")
 accelerator = Accelerator(gradient_accumulation_steps=2, project_config=project)
 x = torch.randn(64, 16)
 y = x.sum(dim=1, keepdim=True)
-blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+
+def block():
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(16, 1)
 
     def forward(self, x):
@@ -75,7 +77,7 @@ for epoch in range(begin, 4):
         errors.append(gather(wrong))
     accelerator.log({"error": torch.cat(errors).mean().item()})
     model.train()
-    accelerator.save_state()
+    accelerator.save_state("run/last" if what == "no resume" else None)
 """
 
 
@@ -202,7 +204,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         "model = Net()\nopen('log.txt', 'a').write('more')\nassert 'week' in open('log.txt').read()\n"
         f"torch.save(model.state_dict(), {str(other / 'best.pt')!r})",
     )
-    said = refused(here, writes, TMPDIR=str(tmp_path / "here"))
+    said = refused(here, writes, TMPDIR=str(here))
     assert f"OverwriteError: the script overwrites {other / 'best.pt'}; pass --overwrite to allow it" in said
     assert {path.read_text() for path in (other / "best.pt", here / "log.txt")} == {"from last week"}
 

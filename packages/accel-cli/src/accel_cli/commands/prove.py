@@ -44,7 +44,7 @@ class ProveCommand(SchemaCommand):
         "--ranks N": "How many ranks: 2 or 4. Default: 2.",
         "--single": "In float32, as the script is written. Default: in float64, where the script can.",
         "--layers N": "Blocks that models keep of each stack of equal ones. Default: all that the memory holds.",
-        "--resume_with ARGS": "Arguments, in quotes, that let the script continue from a checkpoint. Default: none more.",
+        "--resume_with ARGS": "Arguments, in quotes, with which the script continues from a checkpoint.",
         "--limit SECONDS": "Time that each run may take. Default: 600.",
         "--devices": "On the accelerators of this machine. Default: on CPUs.",
         "--overwrite": "Let the script overwrite files outside of the current folder.",

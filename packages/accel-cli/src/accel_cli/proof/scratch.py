@@ -37,12 +37,14 @@ def shadow(folder: Path, place: Path) -> Path:
     own.mkdir(parents=True)
     if folder.parent != folder and os.access(folder.parent, os.R_OK):
         for entry in folder.parent.iterdir():
-            if entry != folder:
+            if entry != folder and not place.is_relative_to(entry):
                 (place / entry.name).symlink_to(entry)
     waiting, files = [(folder, own)], 0
     while waiting:
         real, copy = waiting.pop(0)
         for entry in sorted(real.iterdir()):
+            if place.is_relative_to(entry):
+                continue
             whole = entry.is_symlink() or entry.name.startswith(".") or files > _MOST
             if entry.is_dir() and not whole and os.access(entry, os.R_OK | os.X_OK):
                 (copy / entry.name).mkdir()

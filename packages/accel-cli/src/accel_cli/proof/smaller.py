@@ -68,16 +68,22 @@ def cut_data(odd: bool, mark: Path, readers: int) -> None:
 
 
 def cut_models(layers: int) -> None:
-    """Keep so many blocks of each stack of equal ones: lists of modules whose parameters have the same shapes.
+    """Keep so many blocks of each stack of equal ones: neighbours in a list whose parameters have the same shapes.
 
     Models of transformers are made with so many layers in the first place.
     """
     make: Callable[..., None] = nn.ModuleList.__init__
 
     def init(self: Any, modules: Iterable[nn.Module] | None = None) -> None:
-        blocks = list(modules or ())
-        kinds = {(type(block), *(tuple(value.shape) for value in block.parameters())) for block in blocks}
-        make(self, blocks[:layers] if len(kinds) == 1 and len(blocks[0].__dict__["_modules"]) > 1 else blocks)
+        kept: list[nn.Module] = []
+        before, alike = None, 0
+        for block in modules or ():  # made one after the other, if the script does not hold all
+            kind = (type(block), *(tuple(value.shape) for value in block.parameters()))
+            alike = alike + 1 if kind == before and any(block.children()) else 1
+            before = kind
+            if alike <= layers:
+                kept.append(block)
+        make(self, kept)
 
     nn.ModuleList.__init__ = init  # type: ignore[method-assign] # this process runs nothing but the script
     try:
