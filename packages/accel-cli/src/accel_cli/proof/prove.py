@@ -44,10 +44,10 @@ def prove(
         LaunchError: the script fails on one process.
     """
 
-    def start(name: str, ranks: int, flags: Sequence[str], exact: bool, swap: bool = False) -> ProofRun:
+    def start(name: str, ranks: int, flags: Sequence[str], exact: bool, probe: str = "") -> ProofRun:
         tell(f"{name}: {target.name}")
-        place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}{'-swapped' * swap}"
-        return run(name, ranks, flags, target, environ, place, steps=steps, double=exact, swap=swap)
+        place = folder / f"{name.replace(' ', '-')}-{'double' if exact else 'single'}{probe}"
+        return run(name, ranks, flags, target, environ, place, steps=steps, double=exact, probe=probe)
 
     one = start("one process", 1, (), double)
     if not one.ranks and double:  # such as data in float32, which a model in float64 does not take
@@ -65,16 +65,18 @@ def prove(
     recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
     apart = recorded.get("ddp")
 
-    def judged(swapped: Recorded | None = None) -> list[Verdict]:
+    def judged(**probes: Recorded) -> list[Verdict]:
         return [
-            examine(reference, recorded[name], apart, swapped) if name in recorded else failed(runs[name])
+            examine(reference, recorded[name], apart, **probes) if name in recorded else failed(runs[name])
             for name in strategies
         ]
 
     verdicts = judged()
-    if any(cause.kind == "contrasts rows" for verdict in verdicts for cause in verdict.findings):
-        again = start("ddp", _RANKS, STRATEGIES["ddp"], double, swap=True)
-        verdicts = judged(Recorded.of(again)) if again.ranks else verdicts
+    wanted = {probe for verdict in verdicts for cause in verdict.findings for probe in cause.wants}
+    kinds = {"swapped": ("ddp", _RANKS, STRATEGIES["ddp"]), "terms": ("one process", 1, ())}
+    probes = {probe: start(*kinds[probe], double, probe) for probe in sorted(wanted)}
+    if probes:
+        verdicts = judged(**{probe: Recorded.of(made) for probe, made in probes.items() if made.ranks})
     facts = {
         "compared": f"{len(reference.steps)} steps on one process with those on {_RANKS} ranks",
         "precision": ", ".join(name.removeprefix("torch.") for name in reference.about["dtypes"]),

@@ -24,7 +24,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp2": ("--use_fsdp", "--fsdp_version", "2"),
     "tp": ("--use_parallelism_config", "--parallelism_config_tp_size", "2"),
-    "cp": ("--use_fsdp", "--use_parallelism_config", "--parallelism_config_cp_size", "2"),
+    "cp": ("--use_parallelism_config", "--parallelism_config_cp_size", "2"),
     "ep": ("--use_fsdp", "--use_parallelism_config", "--parallelism_config_dp_shard_size", "2",
            "--parallelism_config_ep_size", "2"),
     "pp": ("--use_parallelism_config", "--parallelism_config_pp_size", "2"),
@@ -80,7 +80,7 @@ def run(
     *,
     steps: int,
     double: bool,
-    swap: bool = False,
+    probe: str = "",
 ) -> ProofRun:
     """Run the script once.
 
@@ -93,11 +93,11 @@ def run(
         folder: of this run, which does not exist yet.
         steps: optimizer steps after which it ends.
         double: in float64, where the script does not say otherwise.
-        swap: ranks have each other's samples.
+        probe: "swapped": ranks have each other's samples; "terms": terms of losses are recorded.
     """
     folder.mkdir(parents=True)
     job = folder / "job.json"
-    job.write_text(json.dumps({"steps": steps, "double": double, "swap": swap}))
+    job.write_text(json.dumps({"steps": steps, "double": double, "probe": probe}))
     argv = [
         sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", str(ranks), *flags, "-m",
         "accel_cli.proof.child", target.kind, target.name, *target.args,

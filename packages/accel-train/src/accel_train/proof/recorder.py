@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -48,7 +49,8 @@ class StepRecorder(StepObserver):
     """Records the steps of one `Accelerator`.
 
     Args:
-        job: path of the job, a JSON object with the number of ``steps``, and whether ranks ``swap`` their samples.
+        job: path of the job, a JSON object with the number of ``steps`` and a ``probe``: ranks have each other's
+            samples ("swapped"), or the gradient of each term of a loss is recorded ("terms").
 
     Attributes:
         ledger: for its loaders.
@@ -58,7 +60,7 @@ class StepRecorder(StepObserver):
     def __init__(self, job: Path) -> None:
         self._folder = job.parent
         told = json.loads(job.read_text())
-        self._wanted, self._swaps = int(told["steps"]), bool(told["swap"])
+        self._wanted, self._probe = int(told["steps"]), str(told["probe"])
         self._prepared: Prepared | None = None
         self._taken: dict[int, int] = {}
         self._steps: list[dict[str, Any]] = []
@@ -67,6 +69,8 @@ class StepRecorder(StepObserver):
         self._places: dict[str, str] = {}
         self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass of the first step
         self._depth = 0
+        self._read: list[str] = []  # rows that no forward with gradients has had yet
+        self._evaluates = False  # a forward without gradients has had them
         self.rows = 0
         self.ledger = _Batches(self)
         self.noise = RowNoise(lambda: (self.rows, *self.place))
@@ -74,7 +78,7 @@ class StepRecorder(StepObserver):
     def follow(self, prepared: Prepared) -> None:
         """Record what is prepared from now on."""
         self._prepared = prepared
-        if self._swaps:
+        if self._probe == "swapped":
             batch, last = prepared.plan.strategy.batch, prepared.plan.strategy.batch.size - 1
             indexes = tuple(last - index for index in batch.index_of)
             prepared.plan.strategy.batch = replace(batch, index=last - batch.index, index_of=indexes)
@@ -93,15 +97,25 @@ class StepRecorder(StepObserver):
 
     def read(self, batch: Any) -> None:
         """A loader returns a batch."""
+        if self._evaluates:
+            self._now["evaluated"] += self._read
+            self._evaluates, self._read = False, []
         hashes = _hashes(batch)
         self.rows = len(hashes)
-        self._now["rows"] += hashes
+        self._read += hashes
 
     # Forward
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and module.training and torch.is_grad_enabled():
+        if self._depth > 1:
+            return
+        self._evaluates = not torch.is_grad_enabled()  # a forward with gradients may follow that of a teacher
+        if self._evaluates:
+            return
+        self._now["rows"] += self._read
+        self._read = []
+        if module.training:
             if not self.rows:  # the script has loaders that are not prepared
                 self._now["rows"] += _hashes(inputs)
             self._watch_own_gradients()
@@ -135,6 +149,17 @@ class StepRecorder(StepObserver):
         value = float(loss.detach().double()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._now["losses"].append([value, None if num_items is None else float(num_items)])
         self._note_place("losses")
+        if self._probe == "terms" and value is not None and not self._steps:
+            self._note_terms(loss)
+
+    def _note_terms(self, loss: Tensor) -> None:
+        inputs = [(name, parameter) for name, parameter in self._named() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in inputs]
+        for number, edge in enumerate(_summands(get_gradient_edge(loss))):
+            found = torch.autograd.grad(edge, parameters, retain_graph=True, materialize_grads=True)
+            for (name, _), gradient in zip(inputs, found, strict=True):
+                key = f"0/term {number}/{name}"
+                self._tensors[key] = gradient.cpu() + self._tensors.get(key, 0)
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """A norm."""
@@ -194,6 +219,11 @@ class StepRecorder(StepObserver):
     def _write_what_there_is(self) -> None:
         """At the end of the process, which may have taken fewer steps."""
         if self._steps:
+            if not self._is_done():  # such as an evaluation after the last epoch
+                self._now["evaluated"] += self._read
+                for kind, values in self._now.items():
+                    self._steps[-1][kind] = [*self._steps[-1].get(kind, []), *values]
+                self._steps[-1]["places"] |= self._places
             self.write()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -255,6 +285,16 @@ class _Batches(ActiveLoaders):
 def _whole(tensor: Tensor) -> Tensor:
     """The whole values, on the CPU; a collective, if ranks hold parts."""
     return (gathered(tensor) if is_sharded(tensor) else tensor).detach().cpu().clone()
+
+
+def _summands(edge: GradientEdge) -> list[GradientEdge]:
+    """The terms of a loss that is a sum, of which some may be scaled."""
+    kind = edge.node.name()
+    inner = [GradientEdge(node, place) for node, place in edge.node.next_functions if node is not None]
+    scales = len(inner) == 1 and kind.startswith(("MulBackward", "DivBackward", "ToCopyBackward"))
+    if scales or kind.startswith(("AddBackward", "SubBackward")):
+        return [summand for one in inner for summand in _summands(one)]
+    return [edge]
 
 
 def _hashes(batch: Any) -> list[str]:
