@@ -34,25 +34,34 @@ class StepRecord:
 
     Attributes:
         losses: the loss of each backward pass over the samples of all ranks.
+        rank_losses: the losses of ranks of which these are the means.
         items: how many items each was the sum over, on all ranks; 0: the script has not said.
-        rows: the samples that models were given, as hashes, and how often.
+        rows: the samples that models were trained with, as hashes, and how often.
         own_rows: the same, of each rank that reads different samples.
+        evaluated: samples that models were given without gradients since the step before.
         norms, rates, metrics: as recorded by the first rank.
         gradients, weights: by the name of the parameter.
-        own: gradients of the samples of each rank alone, of each backward pass of the step, where they are known.
+        gradients_apart, weights_apart: those of all ranks, of parameters that ranks do not have alike.
+        own: gradients of what each rank computes alone, of each backward pass of the step, where they are known.
+        terms: gradients of each term of the losses, if the run was to record them.
         places: the line of the script for ``losses``, ``norms`` and ``metrics``.
     """
 
     losses: Sequence[float]
+    rank_losses: Sequence[Sequence[float]]
     items: Sequence[float]
     rows: Counter[str]
     own_rows: Sequence[Counter[str]]
+    evaluated: Counter[str]
     norms: Sequence[float]
     rates: Sequence[float]
     metrics: Sequence[Mapping[str, float]]
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
+    gradients_apart: Mapping[str, Sequence[Tensor]]
+    weights_apart: Mapping[str, Sequence[Tensor]]
     own: Sequence[Sequence[Mapping[str, Tensor]]]
+    terms: Sequence[Mapping[str, Tensor]]
     places: Mapping[str, str]
 
 
@@ -84,7 +93,7 @@ class Recorded:
         readers = [indexes[index] for index in sorted(indexes)]
         fewest = min(len(rank.about["steps"]) for rank in run.ranks)
         computing: dict[int, RankRecord] = {}
-        for rank in run.ranks:
+        for rank in sorted(run.ranks, key=lambda rank: rank.about["index"]):
             computing.setdefault(rank.about["loss_index"], rank)
         steps = [_step(number, run.ranks, readers, list(computing.values())) for number in range(fewest)]
         seeds = [rank.about["noise"]["seed"] for rank in readers]
@@ -129,10 +138,10 @@ def differences(reference: Recorded, other: Recorded, bound: float) -> list[Mism
         of_step = [
             *_of_samples(number, right, step),
             *_of_numbers("losses", number, right.losses, step.losses),
-            *_of_tensors("gradients", number, right.gradients, step.gradients),
+            *_of_tensors("gradients", number, right, step),
             *_of_numbers("norms", number, right.norms, step.norms),
             *_of_numbers("rates", number, right.rates, step.rates),
-            *_of_tensors("weights", number, right.weights, step.weights),
+            *_of_tensors("weights", number, right, step),
             *_of_metrics(number, right.metrics, step.metrics),
         ]
         found += [difference for difference in of_step if not difference.relative <= bound]
@@ -151,6 +160,8 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     if not right.isfinite().all() and not value.isfinite().all():
         return 0.0  # a scaler skips the step of such gradients
     error = float((value.double() - right.double()).norm())
+    if math.isnan(error):
+        return float("inf")
     whole = max(float(right.double().norm()), scale)
     return error / whole if whole else (0.0 if not error else float("inf"))
 
@@ -160,11 +171,8 @@ def _step(
 ) -> StepRecord:
     told = [rank.about["steps"][number] for rank in readers]
     first, first_about = ranks[0].about["steps"][number], ranks[0].about
-    gradients: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for rank in ranks:  # of a pipeline each has its own stages
-        gradients = {**_named(rank, f"{number}/gradient/"), **gradients}
-        weights = {**_named(rank, f"{number}/weight/"), **weights}
+    gradients, gradients_apart = _merged(ranks, f"{number}/gradient/")
+    weights, weights_apart = _merged(ranks, f"{number}/weight/")
     backwards = [*zip(*(rank.about["steps"][number].get("losses", []) for rank in computing), strict=False)]
     losses = [_mean(backward) for backward in backwards]
     items = [sum(count or 0 for _, count in backward) for backward in backwards]
@@ -174,22 +182,41 @@ def _step(
     ]
     return StepRecord(
         losses=[loss for loss in losses if loss is not None],
+        rank_losses=[[value for value, _ in backward if value is not None] for backward in backwards],
         items=items,
         rows=sum(own_rows, Counter()),
         own_rows=own_rows,
+        evaluated=sum((Counter(one.get("evaluated", [])) for one in told), Counter()),
         norms=first.get("norms", []),
         rates=first["rates"],
         metrics=first.get("metrics", []),
         gradients=gradients,
         weights=weights,
-        own=[_own(rank, number) for rank in readers],
+        gradients_apart=gradients_apart,
+        weights_apart=weights_apart,
+        own=[_in_turn(rank, f"{number}/own") for rank in computing],
+        terms=_in_turn(ranks[0], f"{number}/term"),
         places=first.get("places", {}),
     )
 
 
-def _own(rank: RankRecord, number: int) -> list[dict[str, Tensor]]:
-    passes = (_named(rank, f"{number}/own {backward}/") for backward in count())
-    return list(takewhile(bool, passes))
+def _in_turn(rank: RankRecord, prefix: str) -> list[dict[str, Tensor]]:
+    return list(takewhile(bool, (_named(rank, f"{prefix} {place}/") for place in count())))
+
+
+def _merged(ranks: Sequence[RankRecord], prefix: str) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+    """The values of the first rank that has them (of a pipeline each has its own), and what ranks do not have alike."""
+    held: dict[str, list[Tensor]] = {}
+    for rank in ranks:
+        for name, value in _named(rank, prefix).items():
+            held.setdefault(name, []).append(value)
+    first = {name: values[0] for name, values in held.items()}
+    apart = {
+        name: values
+        for name, values in held.items()
+        if any(distance(value, first[name]) > _BOUNDS.get(str(value.dtype), 5e-2) for value in values)
+    }
+    return first, apart
 
 
 def _named(rank: RankRecord, prefix: str) -> dict[str, Tensor]:
@@ -225,14 +252,14 @@ def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[
         yield Mismatch(kind, number, "", len(found), len(right), float("inf"))
 
 
-def _of_tensors(
-    kind: str, number: int, right: Mapping[str, Tensor], found: Mapping[str, Tensor]
-) -> Iterator[Mismatch]:
-    scale = scale_of(right)
-    for name, value in right.items():
-        other = found.get(name)
-        relative = float("inf") if other is None else distance(other, value, scale)
-        yield Mismatch(kind, number, name, other, value, relative)
+def _of_tensors(kind: str, number: int, right: StepRecord, step: StepRecord) -> Iterator[Mismatch]:
+    wanted, found, apart = getattr(right, kind), getattr(step, kind), getattr(step, f"{kind}_apart")
+    scale = scale_of(wanted)
+    for name, value in wanted.items():
+        others = apart.get(name, [found[name]] if name in found else [])
+        far = {distance(other, value, scale): other for other in others}
+        relative = max(far, default=float("inf"))
+        yield Mismatch(kind, number, name, far.get(relative), value, relative)
 
 
 def _of_metrics(

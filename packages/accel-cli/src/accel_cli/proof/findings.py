@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance, scale_of
@@ -25,12 +27,14 @@ class Cause:
         text: one sentence with the values.
         advice: what to change.
         is_fault: whether the loop trains another model than one process; else it is by its design, or a hint.
+        wants: runs that can tell it from another cause: ``probes`` of `examine`.
     """
 
     kind: str
     text: str
     advice: str
     is_fault: bool = True
+    wants: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,37 @@ class Verdict:
         return any(finding.is_fault for finding in self.findings)
 
 
-def examine(
-    reference: Recorded, other: Recorded, apart: Recorded | None, swapped: Recorded | None = None
-) -> Verdict:
+@dataclass(frozen=True)
+class _Runs:
+    """What `examine` is given, and the relative difference up to which values are equal."""
+
+    reference: Recorded
+    other: Recorded
+    apart: Recorded | None
+    probes: Mapping[str, Recorded]
+    bound: float
+
+
+def examine(reference: Recorded, other: Recorded, apart: Recorded | None, **probes: Recorded) -> Verdict:
     """Compare a run on ranks with that of one process.
 
     Args:
         reference: the run of one process.
         other: the run on ranks.
         apart: a run on ranks that recorded what each rank's own samples contribute.
-        swapped: the same, where ranks had each other's samples.
+        probes: more runs, by the names in `Cause.wants`. ``swapped`` is as ``apart``, and ranks had each other's
+            samples; ``terms`` is of one process, and recorded the gradients of each term of a loss that is a sum.
     """
     bound = max(reference.bound, other.bound, _reorder(reference, apart))
     found = differences(reference, other, bound)
-    alone = {one.kind for one in found} == {"samples"}
-    if alone and not any(_read_alike(one.found) for one in found):
-        found = []  # padded to the longest of a batch, or of an evaluation in between: the training is the same
+    trained = {one.step for one in found if one.kind in ("losses", "gradients")}
+    # Other rows alone are padded to the longest of a batch.
+    found = [one for one in found if one.kind != "samples" or one.step in trained or _read_alike(one.found)]
     kinds = list(dict.fromkeys(difference.kind for difference in found))
     findings: list[Cause] = []
     if found:
         first = [one for one in found if (one.step, one.kind) == (found[0].step, found[0].kind)]
-        findings.append(_explain(first, found, reference, other, apart, swapped, bound))
+        findings.append(_explain(first, found, _Runs(reference, other, apart, probes, bound)))
     if (hint := _shared_noise(other)) is not None:
         findings.append(hint)
     return Verdict(other.name, kinds, findings)
@@ -112,38 +126,26 @@ def _reorder(reference: Recorded, apart: Recorded | None) -> float:
     return 10 * most if most < 1e-4 else 0.0
 
 
-def _explain(
-    first: Sequence[Mismatch],
-    found: Sequence[Mismatch],
-    reference: Recorded,
-    other: Recorded,
-    apart: Recorded | None,
-    swapped: Recorded | None,
-    bound: float,
-) -> Cause:
-    kind = first[0].kind
+def _explain(first: Sequence[Mismatch], found: Sequence[Mismatch], runs: _Runs) -> Cause:
+    kind, step = first[0].kind, first[0].step
+    here = runs.other.steps[step]
     if kind == "samples":
         return _of_samples(first[0])
-    if kind in ("losses", "gradients"):
-        return _of_gradients(first[0], found, reference, other, apart, swapped, bound)
-    if kind == "norms":
-        return _of_norm(first[0], reference, other)
-    if kind == "rates":
+    if here.weights_apart and not here.gradients_apart:
         return Cause(
-            "schedule",
-            f"the learning rate of step {first[0].step + 1} is {first[0].found:.6g}, and {first[0].expected:.6g} on "
-            "one process",
-            "pass the scheduler to accelerator.prepare() and call step() once for each optimizer step",
+            "ranks apart",
+            f"after step {step + 1} ranks do not have the same values of {_some(list(here.weights_apart))}",
+            "the script writes to weights or steps on some ranks only; do the same on all of them",
         )
+    if kind in ("losses", "gradients"):
+        return _of_gradients(first[0], found, runs)
+    if kind == "norms":
+        return _of_norm(first[0], runs)
+    if kind == "rates":
+        return _of_rate(first[0], runs.reference)
     if kind == "weights":
-        return _of_weights(first, other)
-    return Cause(
-        "metric",
-        f"the logged {first[0].name} is {first[0].found:.6g}, and {first[0].expected:.6g} on one process"
-        f"{_at(reference.steps[first[0].step], 'metrics')}",
-        "it is of the samples of the main process, or counts rows that pad a batch; gather it: "
-        "accelerator.gather_for_metrics(value), or accelerator.reduce(value, 'mean')",
-    )
+        return _of_weights(first, runs.other)
+    return _of_metric(first[0], runs.reference.steps[step], here)
 
 
 def _of_samples(difference: Mismatch) -> Cause:
@@ -161,26 +163,19 @@ def _of_samples(difference: Mismatch) -> Cause:
             "repeated samples",
             f"step {difference.step + 1} reads {more} samples twice, so that all ranks have batches of one size",
             "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have fewer",
+            is_fault=False,
         )
     return Cause(
         "other samples",
         f"step {difference.step + 1} lacks {missing} samples of the step of one process, and has {more} others",
-        "let the prepared loader shuffle; a sampler of the script needs set_epoch(), and the same seed on all ranks",
+        "let the prepared loader shuffle; a sampler of the script needs set_epoch() and the same seed on all ranks",
     )
 
 
-def _of_gradients(
-    first: Mismatch,
-    found: Sequence[Mismatch],
-    reference: Recorded,
-    other: Recorded,
-    apart: Recorded | None,
-    swapped: Recorded | None,
-    bound: float,
-) -> Cause:
+def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Cause:
     """Whether the loss is no mean over rows, or what ranks did with their parts."""
-    step = first.step
-    right, here = reference.steps[step], other.steps[step]
+    step, bound = first.step, runs.bound
+    right, here = runs.reference.steps[step], runs.other.steps[step]
     wrong = [one for one in found if one.step == step and one.kind == "gradients"]
     if any(
         one and abs(one - other) > 1e-9 * one for one, other in zip(right.items, here.items, strict=False)
@@ -190,23 +185,22 @@ def _of_gradients(
             f"the losses of step {step + 1}{_at(right, 'losses')} are sums over {sum(here.items):g} items, and over "
             f"{sum(right.items):g} on one process",
             "shift labels over the whole sequence, before ranks divide it"
-            if other.about.get("divides_sequences")
+            if runs.other.about["divides_sequences"]
             else "count the items of this rank's samples alone; backward() sums them over ranks",
         )
-    own = apart.steps[0].own if apart is not None and step == 0 and apart.steps else ()
+    own = _own_of(runs) if step == 0 else ()
     halves = _mean_of(own)
     # Ranks have averaged what each has computed, and perhaps clipped it.
     if halves and _factor(here.gradients, halves, bound) is not None:
-        factor = _factor(halves, right.gradients, bound)
+        whole = next((_sum_of(passes) for passes in right.own if passes), right.gradients)
+        factor = _factor(halves, whole, bound)
         if factor is None:
-            return _no_mean_over_rows(reference, right, own, swapped, bound)
-        if right.norms and here.norms:  # before clipping
-            factor = here.norms[0] / right.norms[0]
+            return _no_mean_over_rows(runs, own)
         if not math.isclose(factor, 1, rel_tol=1e-6):
-            times = f"x{other.size}" if math.isclose(factor, other.size, rel_tol=1e-6) else f"x{factor:.6g}"
             return Cause(
                 "scaled loss",
-                f"the loss on each rank{_at(right, 'losses')} is {times} of that of one process, for all parameters",
+                f"the loss on each rank{_at(right, 'losses')} is x{factor:.6g} of that of one process, for all "
+                "parameters",
                 "ranks average losses: pass the plain mean over this rank's samples to accelerator.backward(), without "
                 "the number of processes",
             )
@@ -217,54 +211,95 @@ def _of_gradients(
             f"{_at(right, 'losses')}, with the same gradients",
             "what backward() is given is not what the model computed from this rank's samples",
         )
-    kinds: dict[str, list[Mismatch]] = {}
+    shrunk = _factor(here.gradients, right.gradients, bound)
+    if shrunk is not None and first.kind == "gradients" and 0.70710 < shrunk < 1:
+        return Cause(
+            "norm",
+            f"after backward() the gradients of step {step + 1} become x{shrunk:.6g} of those of one process, for all "
+            "parameters, as if clipped by a norm that counts what both ranks hold twice",
+            _CLIP,
+        )
+    if (term := _scaled_term(runs, right, here)) is not None:
+        return term
+    kinds: dict[tuple[str, str], list[Mismatch]] = {}
     sums = [_sum_of(rank) for rank in own]
-    for one in wrong:
-        kinds.setdefault(_what_happened(one, sums, other.size, bound), []).append(one)
+    for one in _before_clipping(wrong, bound):
+        kinds.setdefault(_what_happened(one, here, sums, bound), []).append(one)
     texts = []
-    for what, those in kinds.items():
+    for (kind, what), those in kinds.items():
         names = [one.name for one in those]
         share = "all parameters" if len(names) == len(right.gradients) else _some(names)
         most = (
-            f" (relative difference {max(one.relative for one in those):.2g})"
-            if what == "another value"
-            else ""
+            f" (relative difference {max(one.relative for one in those):.2g})" if kind == "gradient" else ""
         )
         texts.append(f"{share}: {what}{most}")
-    advice = _ADVICE.get(
-        next(iter(kinds)).split(" (")[0], "look at what the script does with this parameter by rank"
+    kind, _ = max(kinds, key=lambda what: (what[0] != "gradient", len(kinds[what])))
+    return Cause(
+        kind,
+        f"gradients of step {step + 1} are wrong; {'; '.join(texts)}",
+        _ADVICE.get(kind, "look at what the script does with this parameter by rank"),
+        wants=("terms",) if kind == "gradient" and step == 0 else (),
     )
-    return Cause(next(iter(kinds)), f"gradients of step {step + 1} are wrong; {'; '.join(texts)}", advice)
 
 
+_CLIP = "clip with accelerator.clip_grad_norm_(), which knows what ranks hold alike"
 _ADVICE = {
     "missing": "the parameter takes part on one process only; look for a branch by rank, or for a part that is frozen",
-    "summed over ranks, not averaged": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, "
-    "and pass the plain loss of this rank's samples to accelerator.backward()",
-    "divided once too often": "the script divides by the number of ranks or of micro-batches, which backward() does",
+    "summed": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, and pass the plain loss "
+    "of this rank's samples to accelerator.backward()",
+    "divided": "the script divides by the number of ranks or of micro-batches, which backward() does",
+    "not reduced": "a module that computes on a divided tensor has to be in the plan of parallelize_module()",
+    "one rank": "the parameter takes part on one rank only; look for a branch by rank",
 }
 
 
-def _what_happened(one: Mismatch, own: Sequence[Mapping[str, Tensor]], size: int, bound: float) -> str:
-    """The factor, or the part, that explains a wrong gradient."""
-    if one.found is None:
-        return "missing"
-    if one.found.shape != one.expected.shape:
-        return f"of shape {list(one.found.shape)} instead of {list(one.expected.shape)}"
-    if not one.found.any():
-        return "zero"
-    factor = _factor({one.name: one.found}, {one.name: one.expected}, bound)
-    if factor is not None:
-        for times in (size, 2):
-            if math.isclose(factor, times, rel_tol=1e-5) and times > 1:
-                return f"summed over ranks, not averaged (x{times})"
-            if math.isclose(factor, 1 / times, rel_tol=1e-5) and times > 1:
-                return f"divided once too often (x1/{times})"
-        return f"scaled by {factor:.6g}"
-    for rank, part in enumerate(own):
-        if one.name in part and distance(one.found, part[one.name]) <= max(bound, 1e-6):
-            return f"only of the samples of rank {rank}"
-    return "another value"
+def _before_clipping(wrong: Sequence[Mismatch], bound: float) -> Sequence[Mismatch]:
+    """What was wrong before all gradients were clipped, which leaves most of them scaled by one factor."""
+    factors = [
+        _factor({"": one.found}, {"": one.expected}, bound)
+        for one in wrong
+        if one.found is not None and one.expected.numel() > 1
+    ]
+    told = Counter(f"{factor:.5g}" for factor in factors if factor is not None)
+    for common, times in told.most_common(1):
+        if 1 < times < len(wrong) and common not in ("2", "0.5"):
+            factor = next(factor for factor in factors if factor is not None and f"{factor:.5g}" == common)
+            freed = [one if one.found is None else replace(one, found=one.found / factor) for one in wrong]
+            return [
+                one
+                for one in freed
+                if one.found is None or distance(one.found, one.expected) > max(bound, 1e-6)
+            ]
+    return wrong
+
+
+def _what_happened(
+    one: Mismatch, here: StepRecord, own: Sequence[Mapping[str, Tensor]], bound: float
+) -> tuple[str, str]:
+    """The kind of a wrong gradient, and the factor or the part that explains it."""
+    name, found, right = one.name, one.found, one.expected
+    if found is None:
+        return "missing", "missing"
+    if found.shape != right.shape:
+        return "shape", f"of shape {list(found.shape)} instead of {list(right.shape)}"
+    if name in here.gradients_apart:
+        if distance(_added(here.gradients_apart[name]), right) <= bound:
+            return "not reduced", "each rank has a summand, which the ranks do not add"
+        return "by rank", "another one on each rank"
+    if not found.any():
+        return "zero", "zero"
+    factor = _factor({name: found}, {name: right}, bound)
+    if factor is not None and math.isclose(factor, 2, rel_tol=1e-5):
+        return "summed", "summed over ranks, not averaged (x2)"
+    if factor is not None and math.isclose(factor, 0.5, rel_tol=1e-5):
+        return "divided", "divided once too often (x1/2)"
+    if right.numel() > 1:  # any other number is some factor of it
+        if factor is not None:
+            return "scaled", f"scaled by {factor:.6g}"
+        for rank, part in enumerate(own):
+            if name in part and _factor({name: found}, {name: part[name]}, bound) is not None:
+                return "one rank", f"only of the samples of rank {rank}"
+    return "gradient", "another value"
 
 
 def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> float | None:
@@ -280,35 +315,51 @@ def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: flo
     return None if _far(found, scaled, max(bound, 1e-6)) else factor
 
 
-def _no_mean_over_rows(
-    reference: Recorded,
-    right: StepRecord,
-    own: Sequence[Sequence[Mapping[str, Tensor]]],
-    swapped: Recorded | None,
-    bound: float,
-) -> Cause:
+def _no_mean_over_rows(runs: _Runs, own: Sequence[Sequence[Mapping[str, Tensor]]]) -> Cause:
     """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
+    right, here, bound = runs.reference.steps[0], runs.other.steps[0], max(runs.bound, 1e-6)
     place = _at(right, "losses")
-    if swapped is not None and swapped.steps:
-        there = [_sum_of(rank) for rank in swapped.steps[0].own]
-        if any(
-            _far(part, one, max(bound, 1e-6)) for part, one in zip(there, map(_sum_of, own), strict=False)
-        ):
-            return Cause(
-                "by rank",
-                f"the loss{place} of the same samples is another one on another rank",
-                "look for what depends on the rank: is_main_process, process_index, a draw without a seed",
-            )
-    shares = _shares(right.gradients, own, max(bound, 1e-6))
-    if shares is not None:
-        parts = ", ".join(f"rank {rank} {share:.1%}" for rank, share in enumerate(shares))
+    divides_sequences = runs.other.about["divides_sequences"]
+    if "swapped" in runs.probes and not divides_sequences:
+        for rank, passes in enumerate(own):  # the same samples on this rank and on another
+            part, there = _sum_of(passes), _sum_of(runs.probes["swapped"].steps[0].own[rank])
+            if _far(part, there, bound):
+                factor = _factor(part, there, bound)
+                return Cause(
+                    "by rank",
+                    f"the loss{place} of the same samples is another one on another rank"
+                    + ("" if factor is None else f" (on rank {rank} x{factor:.6g} of that)"),
+                    "look for what depends on the rank: is_main_process, process_index, a draw without a seed",
+                )
+    if (term := _scaled_term(runs, right, here)) is not None:
+        return term
+    everyone = [part for rank in own for part in rank]
+    shares = (
+        _shares_of_items(right, here) if divides_sequences else _combined(everyone, right.gradients, bound)
+    )
+    if shares is not None and min(shares) > 0 and len(set(map(len, own))) == 1:
+        turns = len(shares) // len(own)
+        firsts = shares[::turns]
+        told = ", ".join(f"rank {rank} {share / sum(firsts):.1%}" for rank, share in enumerate(firsts))
+        alike = all(
+            math.isclose(share, firsts[place // turns], rel_tol=1e-5) for place, share in enumerate(shares)
+        )
         return Cause(
             "unequal counts",
-            f"the loss{place} is a mean over items of which ranks have different numbers ({parts} in the first batch), "
-            "and each rank counts as much",
+            f"the loss{place} is a mean over items of which ranks have different numbers ({told} in the first batch), "
+            f"and each rank {'' if alike else 'and micro-batch '}counts as much",
             "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
+            wants=() if divides_sequences else ("swapped",),
         )
-    if reference.about["normalises_batches"]:
+    if divides_sequences:
+        return Cause(
+            "divided sequence",
+            f"the loss{place} of a rank's part of each sequence is not that part of the loss of the whole sequence",
+            "take labels from shift_labels and positions from position_ids of the batch, which are those of the whole "
+            "sequence",
+            wants=("terms",),
+        )
+    if runs.reference.about["normalises_batches"]:
         return Cause(
             "batch norm",
             "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch",
@@ -321,43 +372,107 @@ def _no_mean_over_rows(
         "so ranks compute another one than one process",
         "nothing, if that is by design; gather the features to compare the rows of all ranks",
         is_fault=False,
+        wants=("swapped", "terms"),
     )
 
 
-def _shares(
-    right: Mapping[str, Tensor], own: Sequence[Sequence[Mapping[str, Tensor]]], bound: float
+def _shares_of_items(right: StepRecord, here: StepRecord) -> list[float] | None:
+    """Shares by which the first losses of two ranks make up the right one, if they are of whole numbers of items.
+
+    Gradients do not tell: through attention each rank has a part of those of the other one's loss.
+    """
+    if not right.losses or not here.rank_losses or len(set(here.rank_losses[0])) != 2:
+        return None
+    one, other = here.rank_losses[0]
+    share = (right.losses[0] - other) / (one - other)
+    near = float(Fraction(share).limit_denominator(10_000))  # by chance: one of 2,000 numbers
+    return [near, 1 - near] if abs(share - near) < 1e-11 else None
+
+
+def _scaled_term(runs: _Runs, right: StepRecord, here: StepRecord) -> Cause | None:
+    """Whether a loss that is a sum counts its terms in other proportions than on one process."""
+    terms = runs.probes["terms"].steps[0].terms if "terms" in runs.probes else ()
+    bound = max(runs.bound, 1e-6)
+    before, after = (_combined(terms, step.gradients, bound) for step in (right, here))
+    if len(terms) < 2 or before is None or after is None or not all(before) or not after[0]:
+        return None
+    factors = [there * before[0] / (one * after[0]) for there, one in zip(after, before, strict=True)]
+    for place, factor in enumerate(factors):
+        if not math.isclose(factor, 1, rel_tol=1e-5):
+            reached = [name for name, value in terms[place].items() if value.any()]
+            return Cause(
+                "scaled term",
+                f"the loss{_at(right, 'losses')} is a sum of {len(terms)} terms, and term {place + 1}, of "
+                f"{_some(reached)}, counts x{factor:.6g} of what it does on one process",
+                "leave out the factor by which the script scales this term, such as the number of ranks",
+            )
+    return None
+
+
+def _combined(
+    parts: Sequence[Mapping[str, Tensor]], wanted: Mapping[str, Tensor], bound: float
 ) -> list[float] | None:
-    """The shares of ranks in the first backward pass with which their gradients make up the right ones, if any do."""
+    """The factors with which parts add up to the wanted gradients; None: with none."""
     import torch
 
-    passes = min(map(len, own), default=0)
-    names = [name for name in right if all(name in part for rank in own for part in rank)]
-    if not names or len(own) < 2 or not passes:
+    names = [name for name in wanted if any(name in part for part in parts)]
+    if len(parts) < 2 or len(names) < len(wanted):
         return None
-    columns = [
-        torch.cat([part[name].double().flatten() for name in names]) for rank in own for part in rank[:passes]
-    ]
-    wanted = torch.cat([right[name].double().flatten() for name in names])
-    matrix = torch.stack(columns, dim=1)
+
+    def column(part: Mapping[str, Tensor]) -> Tensor:
+        missing = (part.get(name, torch.zeros_like(wanted[name])) for name in names)
+        return torch.cat([value.double().flatten() for value in missing])
+
+    whole, matrix = column(wanted), torch.stack([column(part) for part in parts], dim=1)
     if matrix.shape[0] <= 2 * matrix.shape[1]:
         return None  # any gradient would be explained
-    solved = torch.linalg.lstsq(matrix, wanted.unsqueeze(1), driver="gelsd").solution
-    shares = [float(solved[rank * passes]) for rank in range(len(own))]
-    if distance((matrix @ solved).flatten(), wanted) > bound or min(shares) <= 0:
+    solved = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd").solution
+    if distance((matrix @ solved).flatten(), whole) > bound:
         return None
-    return [share / sum(shares) for share in shares]  # clipping has scaled all of them
+    return [float(factor) for factor in solved]
 
 
-def _of_norm(difference: Mismatch, reference: Recorded, other: Recorded) -> Cause:
+def _of_norm(difference: Mismatch, runs: _Runs) -> Cause:
     found, right = difference.found, difference.expected
     factor = found / right if right else math.inf
-    counted = math.isclose(factor, math.sqrt(max(2, other.size)), rel_tol=1e-4)
+    counted = math.isclose(factor, math.sqrt(max(2, runs.other.size)), rel_tol=1e-4)
     return Cause(
         "norm",
         f"the norm of equal gradients in step {difference.step + 1} is {found:.6g}, and {right:.6g} on one process"
         + (": it counts what every rank holds once for each" if counted else "")
-        + _at(reference.steps[difference.step], "norms"),
-        "clip with accelerator.clip_grad_norm_(), which knows what ranks hold alike",
+        + _at(runs.reference.steps[difference.step], "norms"),
+        _CLIP,
+    )
+
+
+def _of_rate(difference: Mismatch, reference: Recorded) -> Cause:
+    step, found = difference.step, difference.found
+    same = [number for number, right in enumerate(reference.steps, 1) if found in right.rates]
+    return Cause(
+        "schedule",
+        f"the learning rate of step {step + 1} is {found:.6g}, and {difference.expected:.6g} on one process"
+        + (f", which has that one in step {same[0]}" if same else ""),
+        "pass the scheduler to accelerator.prepare() and call step() once for each optimizer step",
+    )
+
+
+def _of_metric(difference: Mismatch, right: StepRecord, here: StepRecord) -> Cause:
+    text = (
+        f"the logged {difference.name} is {difference.found:.6g}, and {difference.expected:.6g} on one process"
+        f"{_at(right, 'metrics')}"
+    )
+    repeated = (here.evaluated - right.evaluated).total()
+    if repeated and not right.evaluated - here.evaluated:
+        return Cause(
+            "padding",
+            f"{text}; before it ranks read {repeated} rows twice, so that all have batches of one size",
+            "accelerator.gather_for_metrics(values) leaves the repeated rows out; gather() does not",
+        )
+    return Cause(
+        "metric",
+        text,
+        "it is of the samples of the main process, or counts rows that pad a batch; gather it: "
+        "accelerator.gather_for_metrics(value), or accelerator.reduce(value, 'mean')",
     )
 
 
@@ -389,6 +504,12 @@ def _shared_noise(other: Recorded) -> Cause | None:
 def _read_alike(step: StepRecord) -> bool:
     """Whether all ranks that should read different samples read the same."""
     return len(step.own_rows) > 1 and all(rows == step.own_rows[0] for rows in step.own_rows)
+
+
+def _own_of(runs: _Runs) -> Sequence[Sequence[Mapping[str, Tensor]]]:
+    """What each rank computed alone: of its part of the sequences, or of its samples."""
+    run = runs.other if runs.other.about["divides_sequences"] else runs.apart
+    return run.steps[0].own if run is not None and run.steps else ()
 
 
 def _mean_of(own: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:

@@ -231,16 +231,20 @@ class _Proof:
         plain = self._run("ddp", ranks, job)
         apart = Recorded.of(plain) if plain.ranks else None
 
-        def judged(swapped: Recorded | None = None) -> list[Verdict]:
+        def judged(**probes: Recorded) -> list[Verdict]:
             return [
-                examine(reference, recorded[name], apart, swapped) if name in recorded else failed(runs[name])
+                examine(reference, recorded[name], apart, **probes)
+                if name in recorded
+                else failed(runs[name])
                 for name in names
             ]
 
         verdicts = judged()
-        if any(cause.kind == "contrasts rows" for verdict in verdicts for cause in verdict.findings):
-            swapped = self._run("ddp", ranks, replace(job, swap=True))
-            verdicts = judged(Recorded.of(swapped)) if swapped.ranks else verdicts
+        wanted = {probe for verdict in verdicts for cause in verdict.findings for probe in cause.wants}
+        where = {"swapped": ("ddp", ranks), "terms": ("one process", 1)}
+        probes = {probe: self._run(*where[probe], replace(job, probe=probe)) for probe in sorted(wanted)}
+        if probes:
+            verdicts = judged(**{probe: Recorded.of(made) for probe, made in probes.items() if made.ranks})
         if any(verdict.has_fault and verdict.name in recorded for verdict in verdicts):
             again = self._run("one process", 1, job, again=True)
             differ = examine(reference, Recorded.of(again), None).differ if again.ranks else ["end"]

@@ -27,7 +27,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "ddp": (),
     "fsdp2": ("--use_fsdp", "--fsdp_version", "2"),
     "tp": ("--use_parallelism_config", "--parallelism_config_tp_size", "2"),
-    "cp": ("--use_fsdp", "--use_parallelism_config", "--parallelism_config_cp_size", "2"),
+    "cp": ("--use_parallelism_config", "--parallelism_config_cp_size", "2"),
     "ep": ("--use_fsdp", "--use_parallelism_config", "--parallelism_config_dp_shard_size", "2",
            "--parallelism_config_ep_size", "2"),
     "pp": ("--use_parallelism_config", "--parallelism_config_pp_size", "2"),
@@ -48,7 +48,7 @@ class ProofJob:
         double: in float64, where the script does not say otherwise.
         precision: mixed precision, instead of the script's.
         split: ranks divide the batches of loaders; else the script divides them.
-        swap: ranks have each other's samples.
+        probe: ``swapped``: ranks have each other's samples; ``terms``: terms of losses are recorded; empty: neither.
         window: micro-batches of an ``accumulate()`` window; 0: the script's.
         cut: the data of loaders: ``even``: two batches, but one sample less where they do not train; ``odd``: one
             sample less everywhere; empty: the script's.
@@ -67,7 +67,7 @@ class ProofJob:
     double: bool = True
     precision: str = "no"
     split: bool = True
-    swap: bool = False
+    probe: str = ""
     window: int = 0
     cut: str = ""
     kills: bool = False

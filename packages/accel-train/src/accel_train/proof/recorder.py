@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -50,9 +51,7 @@ class StepRecorder(StepObserver):
     """Records the steps of one `Accelerator`.
 
     Args:
-        job: path of the job, a JSON object with the number of ``steps``, and of those that were taken before a resume
-            (``first``), whether ranks ``split`` batches and ``swap`` their samples, the micro-batches of a ``window``
-            (0: the script's), and whether the process ``kills`` itself at the first step after a saved state.
+        job: path of the job, a JSON object: `accel_cli.proof.runs.ProofJob` says what its fields mean.
 
     Attributes:
         ledger: for its loaders.
@@ -62,7 +61,7 @@ class StepRecorder(StepObserver):
     def __init__(self, job: Path) -> None:
         self._folder = job.parent
         self._job = json.loads(job.read_text())
-        self._wanted, self._saves = int(self._job["steps"]), 0
+        self._wanted, self._probe, self._saves = int(self._job["steps"]), str(self._job["probe"]), 0
         self._prepared: Prepared | None = None
         self._taken: dict[int, int] = {}
         self._steps: list[dict[str, Any]] = []
@@ -71,6 +70,8 @@ class StepRecorder(StepObserver):
         self._places: dict[str, str] = {}
         self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass of the first step
         self._depth = 0
+        self._read: list[str] = []  # rows that no forward with gradients has had yet
+        self._evaluates = False  # a forward without gradients has had them
         self.rows = 0
         self.ledger = _Batches(self)
         self.noise = RowNoise(lambda: (self.rows, *self.place))
@@ -82,7 +83,7 @@ class StepRecorder(StepObserver):
         prepared.options.loaders = replace(loaders, split_batches=self._job["split"])
         if self._job["window"]:
             prepared.accumulator.num_steps = self._job["window"]
-        if self._job["swap"]:
+        if self._probe == "swapped":
             batch, last = prepared.plan.strategy.batch, prepared.plan.strategy.batch.size - 1
             indexes = tuple(last - index for index in batch.index_of)
             prepared.plan.strategy.batch = replace(batch, index=last - batch.index, index_of=indexes)
@@ -101,9 +102,12 @@ class StepRecorder(StepObserver):
 
     def read(self, batch: Any) -> None:
         """A loader returns a batch."""
+        if self._evaluates:
+            self._now["evaluated"] += self._read
+            self._evaluates, self._read = False, []
         hashes = _hashes(batch)
         self.rows = len(hashes)
-        self._now["rows"] += hashes
+        self._read += hashes
         # A resumed run has not drawn what was drawn before.
         self.noise.begin(self._job["first"] + len(self._steps), len(self._now["losses"]))
 
@@ -111,7 +115,14 @@ class StepRecorder(StepObserver):
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and module.training and torch.is_grad_enabled():
+        if self._depth > 1:
+            return
+        self._evaluates = not torch.is_grad_enabled()  # a forward with gradients may follow that of a teacher
+        if self._evaluates:
+            return
+        self._now["rows"] += self._read
+        self._read = []
+        if module.training:
             if not self.rows:  # the script has loaders that are not prepared
                 self._now["rows"] += _hashes(inputs)
             self._watch_own_gradients()
@@ -145,6 +156,17 @@ class StepRecorder(StepObserver):
         value = float(loss.detach().double()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._now["losses"].append([value, None if num_items is None else float(num_items)])
         self._note_place("losses")
+        if self._probe == "terms" and value is not None and not self._steps:
+            self._note_terms(loss)
+
+    def _note_terms(self, loss: Tensor) -> None:
+        inputs = [(name, parameter) for name, parameter in self._named() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in inputs]
+        for number, edge in enumerate(_summands(get_gradient_edge(loss))):
+            found = torch.autograd.grad(edge, parameters, retain_graph=True, materialize_grads=True)
+            for (name, _), gradient in zip(inputs, found, strict=True):
+                key = f"0/term {number}/{name}"
+                self._tensors[key] = gradient.cpu() + self._tensors.get(key, 0)
 
     def clipped(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
         """A norm."""
@@ -215,6 +237,11 @@ class StepRecorder(StepObserver):
     def _write_what_there_is(self) -> None:
         """At the end of the process, which may have taken fewer steps."""
         if self._steps:
+            if not self._is_done():  # such as an evaluation after the last epoch
+                self._now["evaluated"] += self._read
+                for kind, values in self._now.items():
+                    self._steps[-1][kind] = [*self._steps[-1].get(kind, []), *values]
+                self._steps[-1]["places"] |= self._places
             self.write()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -279,6 +306,16 @@ class _Batches(ActiveLoaders):
 def _whole(tensor: Tensor) -> Tensor:
     """The whole values, on the CPU; a collective, if ranks hold parts."""
     return (gathered(tensor) if is_sharded(tensor) else tensor).detach().cpu().clone()
+
+
+def _summands(edge: GradientEdge) -> list[GradientEdge]:
+    """The terms of a loss that is a sum, of which some may be scaled."""
+    kind = edge.node.name()
+    inner = [GradientEdge(node, place) for node, place in edge.node.next_functions if node is not None]
+    scales = len(inner) == 1 and kind.startswith(("MulBackward", "DivBackward", "ToCopyBackward"))
+    if scales or kind.startswith(("AddBackward", "SubBackward")):
+        return [summand for one in inner for summand in _summands(one)]
+    return [edge]
 
 
 def _hashes(batch: Any) -> list[str]:
