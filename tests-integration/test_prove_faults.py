@@ -272,7 +272,7 @@ def of(script: str, fault: str, strategy: str, kind: str, said: str, mark: str =
         # A branch that is frozen on one rank, gradients that change after backward(), weights that change on one rank.
         of(ROWS, "branch", "ddp", "one rank", "skip.weight: only of the samples of rank 0"),
         of(ROWS, "in place", "ddp", "divided", "all parameters: divided once too often (x1/2)"),
-        of(ROWS, "in place on a rank", "ddp", "fails", "different gradients of 6 of 6 parameters"),
+        of(ROWS, "in place on a rank", "ddp", "fails", "gradients of 1 of 6 parameters, the first 'first.weight'"),
         of(ROWS, "weights", "ddp", "ranks apart", "after step 2 ranks do not have the same values of second.bias"),
         of(ROWS, "one rank", "ddp", "by rank", "(train.py:54) of the same samples is another one on another rank"),
     ],

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,15 +315,17 @@ def test_rounding_is_no_difference():
 
 def test_a_run_that_fails():
     said = "accel_train.errors.PrepareError: no plan for Net"
-    assert failed(ProofRun("tp", [], said, 1)).reason == said
-    [finding] = failed(ProofRun("ddp", [], f"Traceback\n{said}\n", 1)).findings
+    assert failed(ProofRun("tp", [], said, 1, Path())).reason == said
+    [finding] = failed(ProofRun("ddp", [], f"Traceback\n{said}\n", 1, Path())).findings
     assert finding.kind == "fails"
     assert said in finding.text
-    [finding] = failed(ProofRun("fsdp2", [], "ZeroDivisionError: division by zero", 1)).findings
+    [finding] = failed(ProofRun("fsdp2", [], "ZeroDivisionError: division by zero", 1, Path())).findings
     assert "--use_fsdp" in finding.advice
-    assert failed(ProofRun("ddp", [], "", 7)).differ == ORDER
-    odd = failed(ProofRun("ddp", [], "ValueError: batch_size 3: split_batches=True cuts each batch", 1))
+    assert failed(ProofRun("ddp", [], "", 7, Path())).differ == ORDER
+    odd = failed(
+        ProofRun("ddp", [], "ValueError: batch_size 3: split_batches=True cuts each batch", 1, Path())
+    )
     assert "odd" in odd.reason
-    told = ProofRun("ddp", [], "RuntimeError:\nsome tensors share memory\n", 1)
+    told = ProofRun("ddp", [], "RuntimeError:\nsome tensors share memory\n", 1, Path())
     assert told.failure == "RuntimeError: some tensors share memory"
-    assert "without a step" in ProofRun("ddp", [], "done\n", 0).failure
+    assert "without a step" in ProofRun("ddp", [], "done\n", 0, Path()).failure

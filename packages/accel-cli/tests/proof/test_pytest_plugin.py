@@ -16,8 +16,8 @@ prove = pytest_plugin.prove  # an installed package has it without
 def test_a_loop_that_is_right_passes_and_returns_the_verdicts(prove, monkeypatch, tmp_path):
     asked = {}
 
-    def compare(target, environ, folder, **options):
-        asked.update(options, target=target, folder=folder)
+    def compare(target, environ, folder, options):
+        asked.update(vars(options), target=target, folder=folder)
         return [Verdict("ddp"), Verdict("tp", reason="no plan")], {}
 
     monkeypatch.setattr(proof, "prove", compare)

@@ -42,7 +42,7 @@ WAYS = {
     "short": Way("short last batch", job={"cut": "odd"}),
     "bf16": Way("bf16", steps=2, job={"precision": "bf16", "double": False}),
     "fp16": Way("fp16", steps=4, job={"precision": "fp16", "double": False}),
-    "recompute": Way("recomputation", flags=_RECOMPUTED, only=("fsdp2", "cp", "ep")),
+    "recompute": Way("recomputation", flags=_RECOMPUTED, only=("fsdp2", "ep")),
     "resume": Way("resumed", steps=5, job={"cut": "even"}, resumes=True),
     "ranks4": Way("four ranks", ranks=4),
 }
