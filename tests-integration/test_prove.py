@@ -154,7 +154,7 @@ def test_a_script_that_fails_on_one_process(tmp_path: Path, script: str, said: s
     ("flags", "said"),
     [
         (["--strategies", "dpp", "train.py"], "--strategies names 'dpp'; pass some of ddp"),
-        (["--steps", "0", "train.py"], "--steps 0 is not a number of steps"),
+        (["--steps", "0", "train.py"], "--steps 0 is not a number that it takes"),
         ([], "there is no script to prove"),
     ],
 )

@@ -104,7 +104,7 @@ def proved(
 def refused(tmp_path: Path, script: str, *flags: str, **variables: str) -> str:
     """What a proof says that ends with an error."""
     (tmp_path / "train.py").write_text(script)
-    argv = [sys.executable, "-m", "accel_cli", "prove", *flags, "train.py"]
+    argv = [sys.executable, "-m", "accel_cli", "prove", *flags, "train.py", "x"]
     done = subprocess.run(
         argv,
         capture_output=True,
@@ -145,7 +145,7 @@ def test_a_loop_that_is_right_in_all_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "way", "kind"),
     [
-        pytest.param("padding", "epochs", "metric", marks=pytest.mark.wide),
+        pytest.param("padding", "epochs", "padding", marks=pytest.mark.wide),
         pytest.param("window", "window3", "another value", marks=pytest.mark.full),
         pytest.param("lost schedule", "resume", "schedule", marks=pytest.mark.full),
     ],

@@ -161,7 +161,7 @@ def _of_samples(difference: Mismatch) -> Cause:
     if not missing:
         return Cause(
             "repeated samples",
-            f"step {difference.step + 1} reads {more} samples twice, so that all ranks have batches of one size",
+            f"step {difference.step + 1} repeats samples ({more}), so that all ranks have batches of one size",
             "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have fewer",
             is_fault=False,
         )
@@ -465,7 +465,7 @@ def _of_metric(difference: Mismatch, right: StepRecord, here: StepRecord) -> Cau
     if repeated and not right.evaluated - here.evaluated:
         return Cause(
             "padding",
-            f"{text}; before it ranks read {repeated} rows twice, so that all have batches of one size",
+            f"{text}; before it ranks repeat rows ({repeated}), so that all have batches of one size",
             "accelerator.gather_for_metrics(values) leaves the repeated rows out; gather() does not",
         )
     return Cause(
