@@ -264,7 +264,7 @@ def of(script: str, fault: str, strategy: str, kind: str, said: str, mark: str =
         # Megatron-LM#844: one more all-reduce, of the tied embedding alone, makes its gradient wrong.
         of(SENTENCES, "tied twice", "ddp", "summed", "wrong; words.weight: summed over ranks, not averaged (x2)"),
         # accelerate#226 (10,167 of 10,000 samples): gather() keeps the rows that pad a batch.
-        of(ROWS, "padding", "ddp", "padding", "(train.py:37); before it ranks read 1 rows twice", "wide"),
+        of(ROWS, "padding", "ddp", "padding", "(train.py:37); before it ranks repeat rows (1)", "wide"),
         # accelerate#1398, #2142: the schedule advances once for each process.
         of(ROWS, "schedule", "ddp", "schedule", "and 0.09 on one process, which has that one in step 3"),
         # One rank alone tells the sampler of the script its epoch.

@@ -289,7 +289,7 @@ def test_norms_rates_weights_and_metrics():
     one = recorded(1, step(evaluated=Counter("xyz")), name="one process")
     [finding] = examine(one, ranks(metrics=[{"loss": 1.2}], evaluated=Counter("xyzx")), ranks()).findings
     assert finding.kind == "padding"
-    assert "ranks read 1 rows twice" in finding.text
+    assert "ranks repeat rows (1)" in finding.text
     assert kinds(examine(ONE, ranks(weights=scaled(3)), ranks())) == ["weights"]
     [finding] = examine(ONE, ranks(losses=[5.0]), ranks()).findings
     assert finding.kind == "loss"
