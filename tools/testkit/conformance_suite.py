@@ -299,7 +299,7 @@ def test_t45_optimizers_follow_replaced_parameters(name, ranks, order, record_pr
         with pytest.raises(worlds.RankError, match=r"PrepareError.*(in one|Pass both to one) call"):
             worlds.run(prepare_apart, ranks, case, order)
         return
-    if order == "with state" and name == "fake":
+    if order == "with state" and name in ("fake", "dp_shard x tp"):  # whose state is divided, in another way
         with pytest.raises(worlds.RankError, match=r"PrepareError.*already has state of shape"):
             worlds.run(prepare_apart, ranks, case, order)
         return

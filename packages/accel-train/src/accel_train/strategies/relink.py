@@ -179,8 +179,9 @@ def _divided(value: Any, old: Tensor, new: Any, optimizer: torch.optim.Optimizer
         return value
     if is_sharded(value) or value.shape != new.shape:
         raise PrepareError(
-            f"{type(optimizer).__name__} already has state of shape {tuple(value.shape)} for a parameter that this "
-            f"rank holds as {tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load "
+            f"{type(optimizer).__name__} already has state of shape {tuple(value.shape)}"
+            f"{' that is divided among ranks' if is_sharded(value) else ''}, for a parameter that this rank holds as "
+            f"{tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load "
             "the state with load_state()."
         )
     if not is_sharded(new):
