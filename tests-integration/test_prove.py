@@ -71,6 +71,8 @@ for x, y in loader:
         optimizer.zero_grad()
         logged = loss.detach() if fault == "metric" else accelerator.reduce(loss.detach(), "mean")
         accelerator.log({"loss": logged.item()})
+        if fault == "modes" and accelerator.is_main_process:
+            model.eval()
 """
 
 
@@ -103,6 +105,7 @@ def test_a_loop_that_is_right(tmp_path: Path) -> None:
         pytest.param(
             "by rank", "by rank", "(train.py:52) of the same samples is another", marks=pytest.mark.full
         ),
+        pytest.param("modes", "other modes", "step 2 ranks call other models", marks=pytest.mark.full),
         pytest.param("branch", "fails", "took no part in the loss", marks=pytest.mark.full),
         pytest.param("in-place change", "fails", "different gradients", marks=pytest.mark.full),
     ],

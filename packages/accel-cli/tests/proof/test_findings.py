@@ -38,7 +38,9 @@ def recorded(size, *steps, name="ddp", **about):
         "dtypes": ["torch.float64"],
         "normalises_batches": False,
         "divides_sequences": False,
-        "noise": {"drawn": 0, "attention": 0, "seed": SEED},
+        "reads": True,
+        "schedules": False,
+        "noise": {"drawn": 0, "dropout": 0, "seed": SEED},
     }
     return Recorded(name, facts | about, size, [SEED] * size, list(steps))
 
@@ -89,7 +91,7 @@ def test_what_ranks_did_with_gradients(gradients, kind, said):
     weights = {name: 1 - 0.1 * value for name, value in MEAN.items()}
     verdict = examine(ONE, recorded(2, step(gradients, weights=weights), name="tp"), ranks())
     [finding] = verdict.findings
-    assert (finding.kind, finding.is_fault) == (kind, True)
+    assert (finding.kind, finding.fault) == (kind, True)
     assert said in finding.text
     assert "all parameters" in finding.text
     assert finding.wants == (("terms",) if kind == "gradient" else ())
@@ -156,7 +158,7 @@ def test_a_term_of_the_loss_that_is_scaled():
         [finding] = examine(ONE, here, here).findings
         assert "terms" in finding.wants
         [finding] = examine(ONE, here, here, terms=terms).findings
-        assert (finding.kind, finding.is_fault) == ("scaled term", True)
+        assert (finding.kind, finding.fault) == ("scaled term", True)
         assert (
             "(train.py:7) is a sum of 2 terms, and term 2, of a.weight, b.weight, counts x3" in finding.text
         )
@@ -211,7 +213,7 @@ def test_parts_of_sequences_of_which_each_rank_makes_its_own_mean():
     for first, kind in ((1.0 + 3 / 7, "unequal counts"), (1.0 + 1 / math.pi, "divided sequence")):
         here = step(losses=[1.1], rank_losses=[[first, 2 / 3]], own=[[PARTS[0]], [PARTS[1]]])
         [finding] = examine(one, recorded(1, here, name="cp", **about), None).findings
-        assert (finding.kind, finding.is_fault) == (kind, True)
+        assert (finding.kind, finding.fault) == (kind, True)
         assert ("rank 0 43.8%, rank 1 56.2%" in finding.text) == (kind == "unequal counts")
 
 
@@ -245,7 +247,7 @@ def test_samples():
     assert "lacks 1 samples of the step of one process, and has 1 others" in finding.text
     twice = {"rows": Counter("abcdab"), "own_rows": [Counter("abc"), Counter("dab")]}
     [finding] = examine(ONE, recorded(2, step(losses=[2.0], **twice)), None).findings
-    assert (finding.kind, finding.is_fault) == ("repeated samples", False)
+    assert (finding.kind, finding.fault) == ("repeated samples", False)
     assert "drop_last" in finding.advice
 
 
@@ -255,7 +257,7 @@ def test_a_loss_that_depends_on_the_rank_is_told_from_contrast():
     assert kinds(examine(other, here, here, swapped=ranks())) == ["contrasts rows"]
     moved = [PARTS[0], {name: value + 1 for name, value in PARTS[1].items()}]
     [finding] = examine(other, here, here, swapped=ranks(parts=moved)).findings
-    assert (finding.kind, finding.is_fault) == ("by rank", True)
+    assert (finding.kind, finding.fault) == ("by rank", True)
     # Scaled on one rank: as if ranks had other counts, until they have each other's samples.
     whole = {name: (PARTS[0][name] + 2 * PARTS[1][name]) / 2 for name in MEAN}
     here = ranks(whole, [PARTS[0], scaled(2, PARTS[1])], losses=[1.5])
@@ -297,7 +299,7 @@ def test_norms_rates_weights_and_metrics():
 
 def test_noise_that_ranks_share_is_a_note():
     here = replace(ranks(), seeds=[1, 1])
-    here.about["noise"] = {"drawn": 3, "attention": 0, "seed": 1}
+    here.about["noise"] = {"drawn": 3, "dropout": 0, "seed": 1}
     verdict = examine(ONE, here, ranks())
     assert kinds(verdict) == ["shared noise"]
     assert not verdict.has_fault

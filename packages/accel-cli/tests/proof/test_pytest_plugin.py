@@ -41,7 +41,7 @@ def test_a_fault_fails_the_test_with_its_words(prove, monkeypatch):
 def test_what_a_verdict_says():
     assert in_words(Verdict("ddp")) == []
     assert in_words(Verdict("tp", reason="no plan")) == ["tp: not run. no plan"]
-    assert in_words(Verdict("ddp", [], [Cause("a", "b", "c", is_fault=False)])) == ["ddp: note, a: b", "  c"]
+    assert in_words(Verdict("ddp", [], [Cause("a", "b", "c", fault=False)])) == ["ddp: note, a: b", "  c"]
 
 
 def test_the_plugin_imports_nothing_slow():

@@ -121,13 +121,15 @@ def refused_loader():
     return str(error.value)
 
 
-def repeated_losses(kind, n, batch):
+def repeated_losses(kind, n, batch, split=False):
     """Rows gathered at each step of a loss that is repeated to the configured batch size, as Trainer does."""
     from accel_train import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(
         cpu=True,
-        dataloader_config=DataLoaderConfiguration(dispatch_batches=True if kind == "dispatch" else None),
+        dataloader_config=DataLoaderConfiguration(
+            dispatch_batches=True if kind == "dispatch" else None, split_batches=split
+        ),
     )
     data = Numbers(n) if kind == "stream" else range(n)
     loader = accelerator.prepare(DataLoader(data, batch_size=batch))
@@ -147,6 +149,13 @@ def repeated_losses(kind, n, batch):
 )
 def test_a_loss_repeated_to_the_batch_size_counts_once_per_sample(kind, world, n, batch, expected):
     for found in worlds.run(repeated_losses, world, kind, n, batch):
+        assert found == [(rows, rows) for rows in expected]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "dispatch"])
+@pytest.mark.parametrize(("n", "expected"), [(11, [4, 4, 3]), (9, [4, 4, 1])])
+def test_a_loss_repeated_to_the_size_of_batches_that_ranks_divide_counts_once_per_sample(kind, n, expected):
+    for found in worlds.run(repeated_losses, 2, kind, n, 4, True):
         assert found == [(rows, rows) for rows in expected]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from accel_cli.alias_folders import environment
 from accel_cli.commands.launch import target_of
 from accel_cli.dialect import App
 from accel_cli.progress import progress
@@ -48,6 +49,7 @@ class ProveCommand(SchemaCommand):
         "--limit SECONDS": "Time that each run may take. Default: 600.",
         "--devices": "On the accelerators of this machine. Default: on CPUs.",
         "--overwrite": "Let the script overwrite files outside of the current folder.",
+        "--as_accelerate": "Let this library answer `import accelerate`, as accel launch --as_accelerate does.",
         "--json": "Print the report as JSON.",
         "--config_file FILE": "Configuration file to read.",
     }
@@ -72,6 +74,8 @@ def prove_script(context: typer.Context) -> int:
     from accel_cli.proof.show import as_json, show
 
     environ = snapshot()
+    if "as_accelerate" in flags.others:
+        environ = environment(environ)
     config = resolve(flags.others.get("config_file"), environ, flags).local()
     target = target_of(config, flags)
     check_target(target, environ)

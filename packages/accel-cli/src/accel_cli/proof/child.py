@@ -12,13 +12,14 @@ import random
 import resource
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from accel_cli.proof.runs import SEED, ProofJob
 from accel_cli.proof.scratch import enter
@@ -26,6 +27,7 @@ from accel_cli.proof.smaller import cut_data, cut_models
 from accel_state.config.launched import launched_config
 from accel_state.environment import get_int_from_env
 from accel_state.seeding import set_seed
+from accel_train.proof.noise import RowNoise
 
 __all__ = ["main"]
 
@@ -66,28 +68,44 @@ def main(words: Sequence[str]) -> None:
 def _draw_by_sample() -> None:
     """Let a dataset that draws, such as one that augments images, draw the same for a sample on any rank."""
     fetch: Any = _MapDatasetFetcher.fetch
+    fetch_next: Any = _IterableDatasetFetcher.fetch
+
+    def plain(self: Any, indices: Any) -> Any:
+        self.fetched = getattr(self, "fetched", 0) + 1
+        with _drawing(SEED + self.fetched), RowNoise({}):  # wherever ranks fetch ahead
+            return fetch_next(self, indices)
 
     def seeded(self: Any, indices: Any) -> Any:
         numbers = indices if isinstance(indices, list) else [indices]
         if not all(isinstance(number, int) for number in numbers):
-            return fetch(self, indices)
+            with RowNoise({}):
+                return fetch(self, indices)
         collate, auto = self.collate_fn, self.auto_collation
         self.collate_fn = lambda samples: samples
         samples: list[Any] = []
         try:
             for number in numbers:
-                before = random.getstate(), np.random.get_state()
-                with torch.random.fork_rng(devices=()):
-                    set_seed(SEED + number)
+                with _drawing(SEED + number), RowNoise({}):
                     found = fetch(self, [number] if auto else number)
-                random.setstate(before[0])
-                np.random.set_state(before[1])
                 samples += found if auto else [found]
         finally:
             self.collate_fn = collate
-        return collate(samples if auto else samples[0])
+        with _drawing(SEED), RowNoise({len(numbers): numbers}):
+            return collate(samples if auto else samples[0])
 
-    _MapDatasetFetcher.fetch = seeded  # type: ignore[method-assign] # this process runs nothing but the script
+    # This process runs nothing but the script.
+    _MapDatasetFetcher.fetch = seeded  # type: ignore[method-assign]
+    _IterableDatasetFetcher.fetch = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        set_seed(seed)
+        yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
 
 
 if __name__ == "__main__":

@@ -26,14 +26,14 @@ class Cause:
         kind: a short name, such as ``summed`` or ``batch norm``.
         text: one sentence with the values.
         advice: what to change.
-        is_fault: whether the loop trains another model than one process; else it is by its design, or a hint.
+        fault: whether the loop trains another model than one process; else it is by its design, or a hint.
         wants: runs that can tell it from another cause: ``probes`` of `examine`.
     """
 
     kind: str
     text: str
     advice: str
-    is_fault: bool = True
+    fault: bool = True
     wants: Sequence[str] = ()
 
 
@@ -56,7 +56,7 @@ class Verdict:
     @property
     def has_fault(self) -> bool:
         """Whether a finding is a fault."""
-        return any(finding.is_fault for finding in self.findings)
+        return any(finding.fault for finding in self.findings)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None, **prob
     trained = {one.step for one in found if one.kind in ("losses", "gradients")}
     # Other rows alone are padded to the longest of a batch.
     found = [one for one in found if one.kind != "samples" or one.step in trained or _read_alike(one.found)]
+    if found and (reason := _why_undecided(found[0], reference, other)):
+        return Verdict(other.name, reason=reason)
     kinds = list(dict.fromkeys(difference.kind for difference in found))
     findings: list[Cause] = []
     if found:
@@ -93,6 +95,22 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None, **prob
     if (hint := _shared_noise(other)) is not None:
         findings.append(hint)
     return Verdict(other.name, kinds, findings)
+
+
+def _why_undecided(first: Mismatch, reference: Recorded, other: Recorded) -> str:
+    """Why a difference says nothing about the script; empty: it does."""
+    if other.name in ("cp", "pp") and reference.about["noise"]["drawn"]:
+        return "the loop draws noise, which is another one for a part of a sample or of a batch"
+    if first.kind == "samples" and not other.about["reads"] and not _read_alike(first.found):
+        return "each rank has samples of its own, and not a part of those of one process: no prepared loader is read"
+    pairs = zip(reference.steps[1:], other.steps[other.size :: other.size], strict=False)
+    alike = [math.isclose(*rates) for one, two in pairs for rates in zip(one.rates, two.rates, strict=True)]
+    if first.kind == "rates" and other.about["schedules"] and alike and all(alike):
+        return (
+            f"the schedule is planned to advance {other.size} times in a step, as a prepared one does where each rank "
+            "has batches of its own; in a proof ranks divide those of one process"
+        )
+    return ""
 
 
 def failed(run: ProofRun) -> Verdict:
@@ -130,7 +148,7 @@ def _explain(first: Sequence[Mismatch], found: Sequence[Mismatch], runs: _Runs) 
     kind, step = first[0].kind, first[0].step
     here = runs.other.steps[step]
     if kind == "samples":
-        return _of_samples(first[0])
+        return _of_samples(first[0], runs.other)
     if here.weights_apart and not here.gradients_apart:
         return Cause(
             "ranks apart",
@@ -148,13 +166,14 @@ def _explain(first: Sequence[Mismatch], found: Sequence[Mismatch], runs: _Runs) 
     return _of_metric(first[0], runs.reference.steps[step], here)
 
 
-def _of_samples(difference: Mismatch) -> Cause:
+def _of_samples(difference: Mismatch, other: Recorded) -> Cause:
     found: StepRecord = difference.found
     if _read_alike(found):
         return Cause(
             "same samples",
             f"all ranks read the same {found.own_rows[0].total()} samples in step {difference.step + 1}",
             "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the rank",
+            fault=other.about["reads"] or other.seeds[0] != SEED,  # else they are alike only in a proof
         )
     right: StepRecord = difference.expected
     missing, more = (right.rows - found.rows).total(), (found.rows - right.rows).total()
@@ -163,7 +182,7 @@ def _of_samples(difference: Mismatch) -> Cause:
             "repeated samples",
             f"step {difference.step + 1} repeats samples ({more}), so that all ranks have batches of one size",
             "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have fewer",
-            is_fault=False,
+            fault=False,
         )
     return Cause(
         "other samples",
@@ -188,14 +207,14 @@ def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Ca
             if runs.other.about["divides_sequences"]
             else "count the items of this rank's samples alone; backward() sums them over ranks",
         )
-    own = _own_of(runs) if step == 0 else ()
+    own = _own_of(runs.other if runs.other.about["divides_sequences"] else runs.apart, step)
     halves = _mean_of(own)
     # Ranks have averaged what each has computed, and perhaps clipped it.
     if halves and _factor(here.gradients, halves, bound) is not None:
         whole = next((_sum_of(passes) for passes in right.own if passes), right.gradients)
         factor = _factor(halves, whole, bound)
         if factor is None:
-            return _no_mean_over_rows(runs, own)
+            return _no_mean_over_rows(runs, step, own)
         if not math.isclose(factor, 1, rel_tol=1e-6):
             return Cause(
                 "scaled loss",
@@ -315,14 +334,14 @@ def _factor(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: flo
     return None if _far(found, scaled, max(bound, 1e-6)) else factor
 
 
-def _no_mean_over_rows(runs: _Runs, own: Sequence[Sequence[Mapping[str, Tensor]]]) -> Cause:
+def _no_mean_over_rows(runs: _Runs, step: int, own: Sequence[Sequence[Mapping[str, Tensor]]]) -> Cause:
     """Ranks average what they should, but the loss of the whole batch is not the mean of the ranks' losses."""
-    right, here, bound = runs.reference.steps[0], runs.other.steps[0], max(runs.bound, 1e-6)
+    right, here, bound = runs.reference.steps[step], runs.other.steps[step], max(runs.bound, 1e-6)
     place = _at(right, "losses")
     divides_sequences = runs.other.about["divides_sequences"]
     if "swapped" in runs.probes and not divides_sequences:
         for rank, passes in enumerate(own):  # the same samples on this rank and on another
-            part, there = _sum_of(passes), _sum_of(runs.probes["swapped"].steps[0].own[rank])
+            part, there = _sum_of(passes), _sum_of(runs.probes["swapped"].steps[step].own[rank])
             if _far(part, there, bound):
                 factor = _factor(part, there, bound)
                 return Cause(
@@ -351,7 +370,8 @@ def _no_mean_over_rows(runs: _Runs, own: Sequence[Sequence[Mapping[str, Tensor]]
             "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
             wants=() if divides_sequences else ("swapped",),
         )
-    if divides_sequences:
+    apart = _mean_of(_own_of(runs.apart, step))
+    if divides_sequences and (not apart or _factor(apart, right.gradients, bound) is not None):
         return Cause(
             "divided sequence",
             f"the loss{place} of a rank's part of each sequence is not that part of the loss of the whole sequence",
@@ -371,7 +391,7 @@ def _no_mean_over_rows(runs: _Runs, own: Sequence[Sequence[Mapping[str, Tensor]]
         f"the loss{place} depends on which rows are in a batch together, or on noise that has no row for each sample, "
         "so ranks compute another one than one process",
         "nothing, if that is by design; gather the features to compare the rows of all ranks",
-        is_fault=False,
+        fault=False,
         wants=("swapped", "terms"),
     )
 
@@ -477,12 +497,11 @@ def _of_metric(difference: Mismatch, right: StepRecord, here: StepRecord) -> Cau
 
 
 def _of_weights(first: Sequence[Mismatch], other: Recorded) -> Cause:
-    names = [one.name for one in first]
-    everything = len(names) == len(other.steps[first[0].step].weights)
+    everything = len(first) == len(other.steps[first[0].step].weights)
+    names = "all parameters" if everything else _some([one.name for one in first])
     return Cause(
         "weights",
-        f"after step {first[0].step + 1} the weights of {'all parameters' if everything else _some(names)} differ, "
-        "with equal gradients and rates",
+        f"after step {first[0].step + 1} the weights of {names} differ, with equal gradients and rates",
         "gradients change after backward(), or the script writes to weights by rank; step with the prepared optimizer",
     )
 
@@ -496,7 +515,7 @@ def _shared_noise(other: Recorded) -> Cause | None:
             "ranks get the same noise",
             "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves need "
             "equal seeds before",
-            is_fault=False,
+            fault=False,
         )
     return None
 
@@ -506,10 +525,9 @@ def _read_alike(step: StepRecord) -> bool:
     return len(step.own_rows) > 1 and all(rows == step.own_rows[0] for rows in step.own_rows)
 
 
-def _own_of(runs: _Runs) -> Sequence[Sequence[Mapping[str, Tensor]]]:
+def _own_of(run: Recorded | None, step: int) -> Sequence[Sequence[Mapping[str, Tensor]]]:
     """What each rank computed alone: of its part of the sequences, or of its samples."""
-    run = runs.other if runs.other.about["divides_sequences"] else runs.apart
-    return run.steps[0].own if run is not None and run.steps else ()
+    return run.steps[step].own if run is not None and step < len(run.steps) else ()
 
 
 def _mean_of(own: Sequence[Sequence[Mapping[str, Tensor]]]) -> dict[str, Tensor]:
@@ -527,10 +545,7 @@ def _sum_of(passes: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _added(values: Sequence[Tensor]) -> Tensor:
-    total = values[0].double()
-    for value in values[1:]:
-        total = total + value
-    return total
+    return sum((value.double() for value in values[1:]), values[0].double())
 
 
 def _far(found: Mapping[str, Tensor], right: Mapping[str, Tensor], bound: float) -> bool:

@@ -20,9 +20,6 @@ from accel_state.launching.target import Target
 
 __all__ = ["ProofOptions", "prove"]
 
-_FEW = 2
-"""Blocks of each stack, where all do not fit."""
-
 
 @dataclass(frozen=True)
 class ProofOptions:
@@ -98,8 +95,8 @@ def prove(
         facts["reduced"] = f"models keep {proof.job.layers} blocks of each stack of equal ones{why}"
     if reference.about["noise"]["drawn"]:
         facts["noise"] = "ranks drew that of their own rows from the same numbers as one process"
-    if reference.about["noise"]["attention"]:
-        facts["dropout"] = "that of attention was left out, because its kernels draw for all ranks alike"
+    if reference.about["noise"]["dropout"]:
+        facts["dropout"] = "left out, because what it draws is of ranks and not of samples"
     return verdicts, facts
 
 
@@ -131,7 +128,7 @@ class _Proof:
         """
         one = self._run("one process", 1, self.job)
         if one.lacks_memory and not self.job.layers:
-            self.job = replace(self.job, layers=_FEW)
+            self.job = replace(self.job, layers=2)
             one = self._run("one process", 1, self.job)
         if (
             not one.ranks and not one.stuck and self.job.double

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from accel_cli.proof.compare import ORDER
@@ -39,7 +40,7 @@ def in_words(verdict: Verdict) -> list[str]:
     """What is wrong under a strategy, and what to change; or why it was not run."""
     lines = [f"{verdict.name}: not run. {verdict.reason}"] if verdict.reason else []
     for cause in verdict.findings:
-        mark = "wrong" if cause.is_fault else "note"
+        mark = "wrong" if cause.fault else "note"
         lines += [f"{verdict.name}: {mark}, {cause.kind}: {cause.text}", f"  {cause.advice}"]
     return lines
 
@@ -54,18 +55,4 @@ def _cell(verdict: Verdict, kind: str) -> str:
 
 def as_json(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> dict[str, Any]:
     """The report as plain data."""
-    return {
-        "facts": dict(facts),
-        "strategies": [
-            {
-                "name": verdict.name,
-                "differ": list(verdict.differ),
-                "reason": verdict.reason,
-                "findings": [
-                    {"kind": one.kind, "text": one.text, "advice": one.advice, "fault": one.is_fault}
-                    for one in verdict.findings
-                ],
-            }
-            for verdict in verdicts
-        ],
-    }
+    return {"facts": dict(facts), "strategies": [asdict(verdict) for verdict in verdicts]}

@@ -70,7 +70,7 @@ def cut_data(odd: bool, mark: Path, readers: int) -> None:
 def cut_models(layers: int) -> None:
     """Keep so many blocks of each stack of equal ones: neighbours in a list whose parameters have the same shapes.
 
-    Models of transformers are made with so many layers in the first place.
+    Models of transformers are made without memory first, so those that it does not hold can be cut, too.
     """
     make: Callable[..., None] = nn.ModuleList.__init__
 
@@ -86,20 +86,3 @@ def cut_models(layers: int) -> None:
         make(self, kept)
 
     nn.ModuleList.__init__ = init  # type: ignore[method-assign] # this process runs nothing but the script
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return
-    start: Callable[..., None] = PreTrainedModel.__init__
-
-    def smaller(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
-            count = getattr(config, name, None)
-            if isinstance(count, int) and count > layers:
-                setattr(config, name, layers)
-                for key, value in vars(config).items():
-                    if isinstance(value, list | tuple) and len(value) == count:
-                        setattr(config, key, value[:layers])
-        start(self, config, *args, **kwargs)
-
-    PreTrainedModel.__init__ = smaller

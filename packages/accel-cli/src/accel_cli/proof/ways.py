@@ -8,8 +8,6 @@ from typing import Any
 
 __all__ = ["WAYS", "Way"]
 
-_RECOMPUTED = ("--fsdp_activation_checkpointing", "true")
-
 
 @dataclass(frozen=True)
 class Way:
@@ -42,7 +40,9 @@ WAYS = {
     "short": Way("short last batch", job={"cut": "odd"}),
     "bf16": Way("bf16", steps=2, job={"precision": "bf16", "double": False}),
     "fp16": Way("fp16", steps=4, job={"precision": "fp16", "double": False}),
-    "recompute": Way("recomputation", flags=_RECOMPUTED, only=("fsdp2", "ep")),
+    "recompute": Way(
+        "recomputation", flags=("--fsdp_activation_checkpointing", "true"), only=("fsdp2", "ep")
+    ),
     "resume": Way("resumed", steps=5, job={"cut": "even"}, resumes=True),
     "ranks4": Way("four ranks", ranks=4),
 }

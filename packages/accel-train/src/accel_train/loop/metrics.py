@@ -50,7 +50,7 @@ def gather_for_metrics(
     if source is None:
         own = _OwnRows()
     else:
-        full = source.full_rows if alone else None
+        full = (source.full_rows, getattr(source, "sampler_batch_size", None)) if alone else ()
         own = _OwnRows(source.batch_rows, full, source.real_rows, source.may_pad)
     if ranks.size == 1:
         return _without_repeated(data, own, use_gather_object)
@@ -98,13 +98,14 @@ class _OwnRows:
 
     Args:
         rows: rows of the batch; None when they are not known.
-        full: rows of a full batch of this rank; None when batches vary.
+        full: rows of a full batch of this rank, and of one that ranks divide, which the script knows; None when batches
+            vary.
         real: how many leading rows of the batch are real; None when all are.
         may_pad: whether the loader pads, so that the rows of every value must be understood.
     """
 
     rows: int | None = None
-    full: int | None = None
+    full: tuple[int | None, ...] = ()
     real: int | None = None
     may_pad: bool = False
 
@@ -125,7 +126,7 @@ class _OwnRows:
 
     def is_repeated(self, rows: int) -> bool:
         """Whether a value has the rows of a full batch where fewer came, as a loss that was repeated has."""
-        return self.rows is not None and rows == self.full and rows > self.rows
+        return self.rows is not None and rows in self.full and rows > self.rows
 
     def _count(self, rows: int, kind: str, size: object) -> int | None:
         """How many leading ones of `rows` rows are real; None for all."""
@@ -144,7 +145,7 @@ class _OwnRows:
 
 def _without_repeated(data: Any, own: _OwnRows, only_objects: bool) -> Any:
     """What one rank alone gathers: `data` itself, without rows that repeat a value beyond the batch that came."""
-    if own.rows is None or own.full is None or own.rows >= own.full:
+    if own.rows is None or own.rows in own.full:
         return data
     if not only_objects:
         return recursively_apply(

@@ -1,9 +1,10 @@
-"""Noise for samples that ranks draw as one process draws it for the whole batch, so that both compute the same."""
+"""Noise that is of a sample and not of a rank, so that ranks compute what one process computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,117 +13,141 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["RowNoise"]
 
-_SIZED = (torch.rand, torch.randn, torch.randint, torch.normal)
-"""Functions that draw a new tensor of a size."""
-_LIKE: dict[Any, Callable[..., Tensor]] = {
-    torch.rand_like: Tensor.uniform_,
-    torch.randn_like: Tensor.normal_,
-    torch.randint_like: Tensor.random_,
-}
+_DRAWING = (
+    torch.rand, torch.randn, torch.randint, torch.normal, torch.randperm, torch.rand_like, torch.randn_like,
+    torch.randint_like, torch.bernoulli, torch.binomial, torch.poisson, torch._standard_gamma, torch._sample_dirichlet,
+    Tensor.bernoulli, functional.rrelu,
+)  # fmt: skip
+_CHOOSING = (torch.multinomial, Tensor.multinomial, functional.gumbel_softmax)
+"""Functions that draw one of the values in a row."""
 _FILLING = (
     Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, Tensor.exponential_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,
 )  # fmt: skip
-_DROPOUT = (functional.dropout, torch.dropout)
+_DROPOUT = (
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+    functional.feature_alpha_dropout, torch.dropout, functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+)  # fmt: skip
+"""Functions that take a chance of dropout, as the only `float` of their positional arguments."""
+_entered: list[RowNoise] = []
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def _drawing(*args: Any, **kwargs: Any) -> Any:
+    """A backward pass, which torch keeps modes out of, with what it computes again."""
+    with _entered[-1] if _entered else nullcontext():
+        return _run_backward(*args, **kwargs)
+
+
+torch.autograd._engine_run_backward = _drawing  # type: ignore[attr-defined] # only proofs import this module
 
 
 class RowNoise(TorchFunctionMode):
-    """Draws for all rows of the global batch wherever a tensor has one row for each sample of this rank.
+    """Draws the rows of a tensor that has one for each sample of this rank from seeds of these samples.
 
-    All ranks draw the same numbers from a generator of this object, and each takes its own rows. Other tensors are
-    drawn as they are.
+    Each draw takes one number from torch's generator, whatever it draws. So ranks whose generators are alike stay
+    alike, and what is computed again, as by `torch.utils.checkpoint`, draws the same. Dropout is left out: tokens,
+    nodes and parts of a sequence have no row for each sample. What a model in float64 converts to float32, such as its
+    logits, stays as it is. Of several that are entered the newest alone does all this.
 
     Args:
-        place: returns the rows of this rank's batch (0: not known yet), the index of its samples, and how many ranks
-            have others.
+        seeds: the seed of each sample of this rank, by how many there are; loaders that are read in turn may have
+            batches of several sizes. Nothing is drawn by them while it is empty.
+        double: the proof is in float64.
 
     Attributes:
-        drawn: how many tensors with a row for each sample were drawn, but for dropout.
-        attention: calls of attention whose dropout was left out, because it draws inside of its kernel.
+        drawn: how many tensors with a row for each sample were drawn.
+        dropout: how many calls asked for dropout.
     """
 
-    def __init__(self, place: Callable[[], tuple[int, int, int]]) -> None:
+    def __init__(self, seeds: Mapping[int, Sequence[int]], *, double: bool = False) -> None:
         super().__init__()
-        self._place = place
-        self._generator = torch.Generator().manual_seed(0)
-        self.drawn = self.attention = 0
+        self._seeds, self._double = seeds, double
+        self.drawn = self.dropout = 0
 
-    def begin(self, step: int, backwards: int) -> None:
-        """Draw from here on what belongs to a step and to the number of backward passes that it has had."""
-        self._generator.manual_seed(step << 16 | backwards)
+    def __enter__(self) -> Self:
+        """Draw so from now on."""
+        _entered.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Draw as before."""
+        _entered.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replace the functions that draw."""
+        """Replace the functions that draw, and those that convert to float32."""
         kwargs = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            kwargs["dropout_p"] = 0.0
-            self.attention += 1
-        rows, index, size = self._place()
-        if not rows or kwargs.get("generator") is not None:
+        if self is not _entered[-1]:
             return func(*args, **kwargs)
-
-        def whole(shape: Sequence[int]) -> tuple[int, ...]:
-            return (shape[0] * size, *shape[1:])
-
-        def own(drawn: Tensor) -> Tensor:
-            self.drawn += 1
-            return drawn[index * rows : (index + 1) * rows].clone()
-
-        if func in _SIZED:
-            shape, before = _size_of(func, args, kwargs)
-            if not shape or shape[0] != rows:
-                return func(*args, **kwargs)
-            wanted = kwargs.pop("requires_grad", False)
-            drawn = own(func(*before, **kwargs | {"size": whole(shape), "generator": self._generator}))
-            return drawn.requires_grad_(wanted)
-        has_rows = (
-            bool(args) and isinstance(args[0], Tensor) and args[0].dim() > 0 and args[0].shape[0] == rows
-        )
-        if not has_rows:
-            return func(*args, **kwargs)
-        x: Tensor = args[0]
-        if func in _LIKE:
-            empty = torch.empty(whole(x.shape), dtype=kwargs.get("dtype") or x.dtype, device=x.device)
-            bounds = [*args[1:], *(kwargs[name] for name in ("low", "high") if name in kwargs)]
-            if func is torch.randint_like and len(bounds) == 1:
-                bounds = [0, *bounds]
-            drawn = own(_LIKE[func](empty, *bounds, generator=self._generator))
-            return drawn.requires_grad_(kwargs.get("requires_grad", False))
-        if func in _FILLING and not any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
-            drawn = func(x.new_empty(whole(x.shape)), *args[1:], generator=self._generator, **kwargs)
-            with torch.no_grad():
-                return x.copy_(own(drawn))
-        if func is torch.bernoulli:
-            return (own(self._uniform(whole(x.shape))) < x).to(x.dtype)
+        if self._double and args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = [torch.float64 if value is torch.float32 else value for value in args]
+            kwargs = {
+                name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()
+            }
         if func in _DROPOUT:
-            _, p, training, inplace = _dropout_arguments(*args, **kwargs)
-            if training and 0 < p < 1:
-                kept = (own(self._uniform(whole(x.shape))) >= p).to(x.device, x.dtype) / (1 - p)
-                self.drawn -= 1
-                return x.mul_(kept) if inplace else x * kept
-        return func(*args, **kwargs)
+            return self._without_dropout(func, args, kwargs)
+        if not self._seeds or not (func in _DRAWING or func in _CHOOSING or func in _FILLING):
+            return func(*args, **kwargs)
+        shape, args, kwargs = _shape_of(func, args, kwargs)
+        seeds = self._seeds.get(shape[0], ()) if len(shape) > (func in _CHOOSING) else ()
+        if kwargs.get("generator") is not None:
+            if not seeds:
+                return func(*args, **kwargs)
+            kwargs["generator"] = None  # ranks may have seeded theirs by their rank
+        key = int(torch.randint(2**62, ()))
+        before = torch.get_rng_state()
+        try:
+            if not seeds:
+                torch.manual_seed(key)
+                return func(*args, **kwargs)
+            self.drawn += 1
+            wanted = kwargs.pop("requires_grad", False)
+            if "size" in kwargs:
+                kwargs["size"] = (1, *shape[1:])
+            rows = []
+            for row, seed in enumerate(seeds):
+                torch.manual_seed(key ^ seed)
+                own = {name: _row_of(value, row, seeds) for name, value in kwargs.items()}
+                rows.append(func(*(_row_of(value, row, seeds) for value in args), **own))
+        finally:
+            torch.set_rng_state(before)
+        if func in _FILLING:
+            return args[0]
+        return torch.cat(rows).requires_grad_() if wanted else torch.cat(rows)
 
-    def _uniform(self, shape: Sequence[int]) -> Tensor:
-        return torch.rand(shape, generator=self._generator, dtype=torch.float32)
+    def _without_dropout(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1:
+            kwargs.setdefault("p", 0.5)
+        named = {name: 0.0 for name in ("p", "dropout_p") if kwargs.get(name)}
+        self.dropout += bool(named) or any(isinstance(value, float) and value > 0 for value in args)
+        return func(*(0.0 if isinstance(value, float) else value for value in args), **kwargs | named)
 
 
-def _size_of(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, ...], Sequence[Any]]:
-    """The size that a call asks for, empty if it is not known, and the arguments before it."""
+def _row_of(value: Any, row: int, seeds: Sequence[int]) -> Any:
+    """The part of an argument that is of one row."""
+    has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == len(seeds)
+    return value[row : row + 1] if has_rows else value
+
+
+def _shape_of(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...], Sequence[Any], dict[str, Any]]:
+    """The shape of what a call draws, empty if it is not known, and its arguments, in which a size is named."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return tuple(value.shape), args, kwargs
     if "size" in kwargs:
-        return tuple(kwargs["size"]), args
-    sequences = [place for place, value in enumerate(args) if isinstance(value, list | tuple)]
-    if sequences:
-        return tuple(args[sequences[0]]), args[: sequences[0]]
-    if func in (torch.rand, torch.randn) and args and all(type(value) is int for value in args):
-        return tuple(args), ()
-    return (), args
-
-
-def _dropout_arguments(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **named: Any
-) -> tuple[Tensor, float, bool, bool]:
-    return x, p, named.get("train", training), inplace
+        return tuple(kwargs["size"]), args, kwargs
+    for place, value in enumerate(args):
+        if isinstance(value, list | tuple):
+            return tuple(value), args[:place], {**kwargs, "size": tuple(value)}
+    if func in (torch.rand, torch.randn):
+        return tuple(args), (), {**kwargs, "size": tuple(args)}
+    return (), args, kwargs

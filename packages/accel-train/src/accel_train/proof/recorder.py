@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.parts import gathered, is_sharded
+from accel_state.seeding import set_seed
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.loop.observers import StepObserver
 from accel_train.proof.noise import RowNoise
@@ -55,7 +56,7 @@ class StepRecorder(StepObserver):
 
     Attributes:
         ledger: for its loaders.
-        rows: of the batch that a loader of this rank has returned last; 0: none has.
+        seeds: of the samples in the batch of so many rows that a loader of this rank has returned last.
     """
 
     def __init__(self, job: Path) -> None:
@@ -68,13 +69,14 @@ class StepRecorder(StepObserver):
         self._tensors: dict[str, Tensor] = {}
         self._now: dict[str, list[Any]] = defaultdict(list)
         self._places: dict[str, str] = {}
-        self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass of the first step
+        self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass
         self._depth = 0
         self._read: list[str] = []  # rows that no forward with gradients has had yet
         self._evaluates = False  # a forward without gradients has had them
-        self.rows = 0
+        self.seeds: dict[int, list[int]] = {}
+        self._seed = 0  # what the script has set
         self.ledger = _Batches(self)
-        self.noise = RowNoise(lambda: (self.rows, *self.place))
+        self.noise = RowNoise(self.seeds, double=self._job["double"])
 
     def follow(self, prepared: Prepared) -> None:
         """Record what is prepared from now on."""
@@ -106,10 +108,11 @@ class StepRecorder(StepObserver):
             self._now["evaluated"] += self._read
             self._evaluates, self._read = False, []
         hashes = _hashes(batch)
-        self.rows = len(hashes)
+        self._seed = self._seed or torch.initial_seed()
+        self.seeds[len(hashes)] = [int(one, 16) for one in hashes]
         self._read += hashes
-        # A resumed run has not drawn what was drawn before.
-        self.noise.begin(self._job["first"] + len(self._steps), len(self._now["losses"]))
+        # Ranks may have other seeds, and a resumed run has not drawn what was drawn before.
+        set_seed((self._job["first"] + len(self._steps)) << 16 | len(self._now["losses"]))
 
     # Forward
 
@@ -123,7 +126,7 @@ class StepRecorder(StepObserver):
         self._now["rows"] += self._read
         self._read = []
         if module.training:
-            if not self.rows:  # the script has loaders that are not prepared
+            if not self.seeds:  # the script has loaders that are not prepared
                 self._now["rows"] += _hashes(inputs)
             self._watch_own_gradients()
 
@@ -134,18 +137,21 @@ class StepRecorder(StepObserver):
         """Keep the gradients of this rank's own samples, before ranks average them."""
         here = self._prepared
         assert here is not None, "a model is called after the accelerator was made"
-        if self._steps or here.plan.strategy.name not in ("single", "ddp"):
+        if here.plan.strategy.name not in ("single", "ddp"):
             return
         for model in here.prepared_models:
             for parameter in here.plan.strategy.plain(model).parameters():
                 if parameter.requires_grad and id(parameter) not in self._own:
                     self._own[id(parameter)] = []
-                    parameter.register_hook(self._noting(id(parameter)))  # type: ignore[no-untyped-call]
+                    parameter.register_hook(self._noting(parameter))  # type: ignore[no-untyped-call]
 
-    def _noting(self, number: int) -> Callable[[Tensor], None]:
+    def _noting(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        own = self._own[id(parameter)]
+
         def note(gradient: Tensor) -> None:
-            if number in self._own:
-                self._own[number].append(gradient.detach().cpu().clone())
+            if parameter.grad is None or not parameter.grad.any():  # the script has set it to zero
+                own.clear()
+            own.append(gradient.detach().cpu().clone())
 
         return note
 
@@ -203,7 +209,6 @@ class StepRecorder(StepObserver):
                 self._tensors[f"{step}/gradient/{name}"] = _whole(parameter.grad)
                 for number, gradient in enumerate(self._own.get(id(parameter), ())):
                     self._tensors[f"{step}/own {number}/{name}"] = gradient
-        self._own.clear()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that the step has left; the end, if it was the last."""
@@ -211,6 +216,9 @@ class StepRecorder(StepObserver):
         for name, parameter in self._named():
             if id(parameter) in own:
                 self._tensors[f"{len(self._steps)}/weight/{name}"] = _whole(parameter)
+        if self.noise.dropout:  # which is left out; an evaluation on one rank may leave its mode there
+            modes = [float(model.training) for model in self._prepared.prepared_models]
+            self._tensors[f"{len(self._steps)}/weight/training mode"] = torch.tensor(modes)
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
         self._steps.append({"rates": rates, "places": self._places, **self._now})
         self._now, self._places = defaultdict(list), {}
@@ -268,11 +276,13 @@ class StepRecorder(StepObserver):
             "size": size,
             "loss_index": here.plan.strategy.loss.index,
             "divides_sequences": any(here.plan.mesh.degrees[name] > 1 for name in ("cp", "sp")),
+            "reads": bool(self.seeds),
+            "schedules": bool(here.schedulers),
             "steps": self._steps,
             "noise": {
                 "drawn": self.noise.drawn,
-                "attention": self.noise.attention,
-                "seed": torch.initial_seed(),
+                "dropout": self.noise.dropout,
+                "seed": self._seed or torch.initial_seed(),
             },
             "normalises_batches": any(
                 isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
@@ -319,8 +329,11 @@ def _summands(edge: GradientEdge) -> list[GradientEdge]:
 
 
 def _hashes(batch: Any) -> list[str]:
-    """A hash of each row of the first tensor in a batch."""
-    waiting = [batch]
+    """A hash of each row of a tensor in a batch: of the largest among those with the most rows.
+
+    Nodes identify graphs, and their edges do not, because these count the nodes before them in the batch.
+    """
+    waiting, tensors = [batch], []
     while waiting:
         value = waiting.pop(0)
         if isinstance(value, Mapping):
@@ -328,6 +341,9 @@ def _hashes(batch: Any) -> list[str]:
         elif isinstance(value, list | tuple):
             waiting = [*value, *waiting]
         elif isinstance(value, Tensor) and value.dim() and not is_sharded(value):
-            rows = value.detach().cpu().contiguous().view(torch.uint8).reshape(value.shape[0], -1)
-            return [hashlib.blake2b(row.numpy().tobytes(), digest_size=_HASH).hexdigest() for row in rows]
-    return []
+            tensors.append(value)
+    if not any(map(len, tensors)):
+        return []
+    chosen = max(tensors, key=lambda tensor: (tensor.shape[0], tensor.numel()))
+    rows = chosen.detach().cpu().contiguous().view(torch.uint8).reshape(chosen.shape[0], -1)
+    return [hashlib.blake2b(row.numpy().tobytes(), digest_size=_HASH).hexdigest() for row in rows]
