@@ -88,12 +88,13 @@ def test_bounds_leaves_and_sizes_are_those_of_the_call():
         assert torch.empty(ROWS).bernoulli_(torch.ones(ROWS)).tolist() == [1.0] * ROWS
 
 
-def test_nothing_is_replaced_before_the_first_batch():
-    torch.manual_seed(3)
-    plain = torch.randn(ROWS, 2)
-    torch.manual_seed(3)
-    with RowNoise({}):
-        assert torch.equal(torch.randn(ROWS, 2), plain)
+def test_what_has_no_samples_takes_one_number_before_the_first_batch_and_after_it():
+    drawn = []
+    for seeds in ({}, {ROWS: range(ROWS)}):  # a resumed run has read none, where another has
+        torch.manual_seed(3)
+        with RowNoise(seeds):
+            drawn.append([torch.randn(ROWS + 1, 2), torch.empty(()).random_(), torch.randint(99, ())])
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -178,7 +179,8 @@ def test_float64_stays_as_it_is_in_a_proof_in_float64():
 
 def test_the_newest_alone_draws():
     torch.manual_seed(1)
-    plain = torch.randn(8, 2)
+    with RowNoise({}):
+        plain = torch.randn(8, 2)
     torch.manual_seed(1)
     with RowNoise({8: SEEDS}), RowNoise({}):
         assert torch.equal(torch.randn(8, 2), plain)

@@ -114,4 +114,3 @@ def _announce_writers() -> None:
 
     torch.save = announced(torch.save, 1)
     safetensors.torch.save_file = announced(safetensors.torch.save_file, 1)
-    safetensors.torch.serialize_file = announced(safetensors.torch.serialize_file, 1)

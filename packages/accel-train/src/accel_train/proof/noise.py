@@ -93,7 +93,7 @@ class RowNoise(TorchFunctionMode):
             }
         if func in _DROPOUT:
             return self._without_dropout(func, args, kwargs)
-        if not self._seeds or not (func in _DRAWING or func in _CHOOSING or func in _FILLING):
+        if func not in (*_DRAWING, *_CHOOSING, *_FILLING):
             return func(*args, **kwargs)
         shape, args, kwargs = _shape_of(func, args, kwargs)
         seeds = self._seeds.get(shape[0], ()) if len(shape) > (func in _CHOOSING) else ()
