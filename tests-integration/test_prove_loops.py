@@ -694,7 +694,7 @@ for step, (x, y) in enumerate(loader):
 SEQUENCE_FIRST = """
 from accel_state.seeding import set_seed
 
-accelerator = Accelerator()
+accelerator = Accelerator(kwargs_handlers=HANDLERS)
 data = TensorDataset(torch.randint(0, 32, (64, 5)), torch.randint(0, 4, (64,)))
 set_seed(3, device_specific=True)
 class Net(nn.Module):
@@ -831,7 +831,7 @@ LOOPS = {
     ),
     "mixed up": MIXED_UP,
     "late contrasts": LATE_CONTRASTS,
-    "sequence first": SEQUENCE_FIRST,
+    "sequence first": SEQUENCE_FIRST.replace("HANDLERS", FINDS_UNUSED),
     "penalised": PENALISED,
     "actor": ACTOR,
     "weighted sampler": WEIGHTED_SAMPLER,
