@@ -335,8 +335,7 @@ def test_a_run_that_fails():
 
 def test_what_cannot_be_compared_has_a_reason():
     other = step(rows=Counter("abef"), own_rows=[Counter("ab"), Counter("ef")], gradients=PARTS[0])
-    own = examine(ONE, recorded(2, other, reads=False), None)
-    assert "each rank has samples of its own" in own.reason
+    assert "each rank has samples of its own" in examine(ONE, recorded(2, other, reads=False), None).reason
     one = recorded(1, step(rates=[1.0]), step(rates=[0.5]), step(rates=[0.0]))
     rates = [step(rates=[rate]) for rate in (1.0, 0.75, 0.5)]
     assert "advance 2 times in a step" in examine(one, recorded(2, *rates, schedules=True), None).reason
@@ -347,7 +346,9 @@ def test_what_cannot_be_compared_has_a_reason():
 
 
 def test_ranks_that_are_alike_in_a_proof_alone_are_a_note():
-    alike = {"rows": Counter("abab"), "own_rows": [Counter("ab"), Counter("ab")]}
-    for reads, is_fault in ((True, True), (False, False)):
-        verdict = examine(ONE, recorded(2, step(PARTS[0], **alike), reads=reads), None)
-        assert (kinds(verdict), verdict.has_fault) == (["same samples"], is_fault)
+    alike = step(PARTS[0], rows=Counter("abab"), own_rows=[Counter("ab"), Counter("ab")])
+    verdicts = [examine(ONE, recorded(2, alike, reads=reads), None) for reads in (True, False)]
+    assert [(kinds(one), one.has_fault) for one in verdicts] == [
+        (["same samples"], True),
+        (["same samples"], False),
+    ]

@@ -92,7 +92,7 @@ class StepRecorder(StepObserver):
         atexit.register(self._write_what_there_is)
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_ends, always_call=True)
-        self.noise.__enter__()  # type: ignore[no-untyped-call] # until the process ends, with the last step of the job
+        self.noise.__enter__()  # until the process ends, with the last step of the job
 
     @property
     def place(self) -> tuple[int, int]:
@@ -216,6 +216,7 @@ class StepRecorder(StepObserver):
         for name, parameter in self._named():
             if id(parameter) in own:
                 self._tensors[f"{len(self._steps)}/weight/{name}"] = _whole(parameter)
+        assert self._prepared is not None, "it has prepared the optimizer"
         if self.noise.dropout:  # which is left out; an evaluation on one rank may leave its mode there
             modes = [float(model.training) for model in self._prepared.prepared_models]
             self._tensors[f"{len(self._steps)}/weight/training mode"] = torch.tensor(modes)
