@@ -105,7 +105,7 @@ def test_a_loop_that_is_right(tmp_path: Path) -> None:
         pytest.param(
             "by rank", "by rank", "(train.py:52) of the same samples is another", marks=pytest.mark.full
         ),
-        pytest.param("modes", "other modes", "step 2 ranks call other models", marks=pytest.mark.full),
+        pytest.param("modes", "ranks apart", "the same values of training mode", marks=pytest.mark.full),
         pytest.param("branch", "fails", "took no part in the loss", marks=pytest.mark.full),
         pytest.param("in-place change", "fails", "different gradients", marks=pytest.mark.full),
     ],

@@ -694,7 +694,7 @@ for step, (x, y) in enumerate(loader):
 SEQUENCE_FIRST = """
 from accel_state.seeding import set_seed
 
-accelerator = Accelerator()
+accelerator = Accelerator(kwargs_handlers=HANDLERS)
 data = TensorDataset(torch.randint(0, 32, (64, 5)), torch.randint(0, 4, (64,)))
 set_seed(3, device_specific=True)
 class Net(nn.Module):
@@ -767,22 +767,6 @@ for (x,) in loader:
     optimizer.zero_grad()
 """
 
-WEIGHTED_SAMPLER = """
-from torch.utils.data import WeightedRandomSampler
-
-accelerator = Accelerator()
-model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-y = torch.randint(0, 3, (64,))
-sampler = WeightedRandomSampler((1.0 / y.bincount())[y], 64)
-loader = DataLoader(TensorDataset(torch.randn(64, 8), y), batch_size=16, sampler=sampler)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(2):
-    for x, y in loader:
-        accelerator.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-"""
 BOTH_PREPARED = (
     "student, teacher, optimizer, loader = accelerator.prepare(student, teacher, optimizer, loader)"
 )
@@ -831,10 +815,9 @@ LOOPS = {
     ),
     "mixed up": MIXED_UP,
     "late contrasts": LATE_CONTRASTS,
-    "sequence first": SEQUENCE_FIRST,
+    "sequence first": SEQUENCE_FIRST.replace("HANDLERS", FINDS_UNUSED),
     "penalised": PENALISED,
     "actor": ACTOR,
-    "weighted sampler": WEIGHTED_SAMPLER,
 }
 LOOPS = {name: HEAD + text for name, text in LOOPS.items()}
 LOOPS["replay"] = LOOPS["replay"].replace("torch.manual_seed(0)", "")  # ranks are alike only in a proof

@@ -331,3 +331,24 @@ def test_a_run_that_fails():
     told = ProofRun("ddp", [], "RuntimeError:\nsome tensors share memory\n", 1, Path())
     assert told.failure == "RuntimeError: some tensors share memory"
     assert "without a step" in ProofRun("ddp", [], "done\n", 0, Path()).failure
+
+
+def test_what_cannot_be_compared_has_a_reason():
+    other = step(rows=Counter("abef"), own_rows=[Counter("ab"), Counter("ef")], gradients=PARTS[0])
+    assert "each rank has samples of its own" in examine(ONE, recorded(2, other, reads=False), None).reason
+    one = recorded(1, step(rates=[1.0]), step(rates=[0.5]), step(rates=[0.0]))
+    rates = [step(rates=[rate]) for rate in (1.0, 0.75, 0.5)]
+    assert "advance 2 times in a step" in examine(one, recorded(2, *rates, schedules=True), None).reason
+    assert kinds(examine(one, recorded(2, *rates), None)) == ["schedule"]  # one that is not prepared
+    noisy = recorded(1, step(), noise={"drawn": 2, "dropout": 0, "seed": SEED})
+    assert "draws noise" in examine(noisy, recorded(1, step(PARTS[0]), name="cp"), None).reason
+    assert not examine(noisy, recorded(1, step(PARTS[0]), name="tp"), None).reason
+
+
+def test_ranks_that_are_alike_in_a_proof_alone_are_a_note():
+    alike = step(PARTS[0], rows=Counter("abab"), own_rows=[Counter("ab"), Counter("ab")])
+    verdicts = [examine(ONE, recorded(2, alike, reads=reads), None) for reads in (True, False)]
+    assert [(kinds(one), one.has_fault) for one in verdicts] == [
+        (["same samples"], True),
+        (["same samples"], False),
+    ]

@@ -216,9 +216,8 @@ class StepRecorder(StepObserver):
         for name, parameter in self._named():
             if id(parameter) in own:
                 self._tensors[f"{len(self._steps)}/weight/{name}"] = _whole(parameter)
-        if (
-            self.noise.dropout and self._prepared
-        ):  # left out; an evaluation on one rank may leave its mode there
+        assert self._prepared is not None, "it has prepared the optimizer"
+        if self.noise.dropout:  # which is left out; an evaluation on one rank may leave its mode there
             modes = [float(model.training) for model in self._prepared.prepared_models]
             self._tensors[f"{len(self._steps)}/weight/training mode"] = torch.tensor(modes)
         rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
