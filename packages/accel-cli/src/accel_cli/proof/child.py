@@ -1,6 +1,5 @@
-"""A rank of a proof: runs the script as the job says.
-
-``python -m accel_cli.proof.child KIND NAME ARGUMENTS…``, with ``ACCELERATE_PROOF``: KIND is ``script`` or ``module``.
+"""The process of a proof that has loaded torch and forks its runs, because loading it takes longer than most runs; and
+a rank of such a run, which does with the script what the job says.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import random
 import resource
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,47 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFe
 from accel_cli.proof.runs import SEED, ProofJob
 from accel_cli.proof.scratch import enter
 from accel_cli.proof.smaller import cut_data, cut_models
+from accel_state import environment
 from accel_state.config.launched import launched_config
 from accel_state.environment import get_int_from_env
+from accel_state.launching.notebook import notebook_launcher
 from accel_state.seeding import set_seed
 from accel_train.proof.noise import RowNoise
 
 __all__ = ["main"]
 
 
-def main(words: Sequence[str]) -> None:
+def main() -> None:
+    """Fork one process for each line of standard input, and write its exit code."""
+    import_module("accel_train.accelerator")  # scripts need it
+    for line in sys.stdin:
+        task = json.loads(line)
+        child = os.fork()
+        if not child:
+            _become(task)
+            notebook_launcher(run_script, (task["words"],), num_processes=task["ranks"])
+            return
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _become(task: Mapping[str, Any]) -> None:
+    """Take streams, environment and path of a run."""
+    output = os.open(task["output"], os.O_WRONLY | os.O_CREAT, 0o666)
+    for descriptor, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, stream)
+    environment.replace(task["environment"])
+    more = [
+        part for part in task["environment"].get("PYTHONPATH", "").split(os.pathsep) if part not in sys.path
+    ]
+    sys.path[1:1] = more
+
+
+def run_script(words: Sequence[str]) -> None:
     """Run the script; the recorder of its `Accelerator` ends it.
 
     Args:
-        words: see the module.
+        words: KIND, NAME and arguments; KIND is ``script`` or ``module``.
     """
     kind, name, *arguments = words
     proof = launched_config().runtime.proof
@@ -109,4 +137,4 @@ def _drawing(seed: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""The process that has loaded torch and forks the runs of a proof: loading it takes longer than most runs."""
+"""The process that forks the runs of a proof (`accel_cli.proof.child`), seen from the command."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from accel_state import environment
 from accel_state.errors import LaunchError
 
-__all__ = ["RunServer", "main"]
+__all__ = ["RunServer"]
 
 
 class RunServer:
@@ -26,7 +25,7 @@ class RunServer:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        argv = (sys.executable, "-m", "accel_cli.proof.server")
+        argv = (sys.executable, "-m", "accel_cli.proof.child")
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -37,10 +36,10 @@ class RunServer:
         )
 
     def run(self, words: Sequence[str], ranks: int, environ: Mapping[str, str], output: Path) -> int:
-        """Run `accel_cli.proof.child` once.
+        """Run the script once.
 
         Args:
-            words: its arguments.
+            words: KIND, NAME and arguments of the script; KIND is ``script`` or ``module``.
             ranks: how many.
             environ: their environment.
             output: file for both of their output streams.
@@ -70,36 +69,3 @@ class RunServer:
     ) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)  # ranks notice
         self._process.communicate()
-
-
-def main() -> None:
-    """Fork one process for each line of standard input, and write its exit code."""
-    from accel_cli.proof.child import main as run_script
-    from accel_state.launching.notebook import notebook_launcher
-    from accel_train import Accelerator  # noqa: F401 - scripts need it
-
-    for line in sys.stdin:
-        task = json.loads(line)
-        child = os.fork()
-        if not child:
-            _become(task)
-            notebook_launcher(run_script, (task["words"],), num_processes=task["ranks"])
-            return
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
-def _become(task: Mapping[str, Any]) -> None:
-    """Take streams, environment and path of a run."""
-    output = os.open(task["output"], os.O_WRONLY | os.O_CREAT, 0o666)
-    for descriptor, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, stream)
-    environment.replace(task["environment"])
-    more = [
-        part for part in task["environment"].get("PYTHONPATH", "").split(os.pathsep) if part not in sys.path
-    ]
-    sys.path[1:1] = more
-
-
-if __name__ == "__main__":
-    main()
