@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from accel_train import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-
 torch.manual_seed(0)
 """
 
@@ -186,8 +185,6 @@ for epoch in range(2):
         optimizer.step()
         optimizer.zero_grad()
         accelerator.log({"loss": accelerator.gather(loss.detach().repeat(len(x))).mean().item()})
-    if accelerator.is_main_process:
-        pictures = accelerator.unwrap_model(model).decode(torch.randn(8, 4))
 """
 
 EXPERTS = """
@@ -415,9 +412,7 @@ for x, y in loader:
     optimizer.zero_grad()
     if not accelerator.state.is_fsdp2:
         ema.update_parameters(accelerator.unwrap_model(model))
-        with torch.no_grad():
-            held = F.mse_loss(ema(x), y)
-        accelerator.log({"held": accelerator.reduce(held, "mean").item()})
+        accelerator.log({"held": accelerator.reduce(F.mse_loss(ema(x), y).detach(), "mean").item()})
 """
 
 SEVERAL_TASKS = """
