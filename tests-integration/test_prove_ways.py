@@ -146,7 +146,7 @@ def test_a_loop_that_is_right_in_all_ways(tmp_path: Path) -> None:
     ("what", "way", "kind"),
     [
         pytest.param("padding", "epochs", "padding", marks=pytest.mark.wide),
-        pytest.param("window", "window3", "another value", marks=pytest.mark.full),
+        pytest.param("window", "window3", "unequal counts", marks=pytest.mark.full),
         pytest.param("lost schedule", "resume", "schedule", marks=pytest.mark.full),
     ],
 )

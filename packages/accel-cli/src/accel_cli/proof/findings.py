@@ -444,8 +444,8 @@ def _combined(
         return torch.cat([value.double().flatten() for value in missing])
 
     whole, matrix = column(wanted), torch.stack([column(part) for part in parts], dim=1)
-    if matrix.shape[0] <= 2 * matrix.shape[1]:
-        return None  # any gradient would be explained
+    if matrix.shape[0] <= 2 * matrix.shape[1] or not (matrix.isfinite().all() and whole.isfinite().all()):
+        return None  # any gradient would be explained, or none
     solved = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd").solution
     if distance((matrix @ solved).flatten(), whole) > bound:
         return None

@@ -72,16 +72,9 @@ def prove(
     Raises:
         LaunchError: the script fails on one process.
     """
-    job = ProofJob(
-        steps=options.steps,
-        double=options.double,
-        layers=options.layers,
-        limit=options.limit,
-        devices=options.devices,
-        memory=available_host_memory() // options.ranks,
-        since=time.time(),
-        overwrite=options.overwrite,
-    )
+    same = ("steps", "double", "layers", "limit", "devices", "overwrite")
+    memory = available_host_memory() // options.ranks
+    job = ProofJob(**{name: getattr(options, name) for name in same}, memory=memory, since=time.time())
     with RunServer(environ) as server:
         proof = _Proof(server, target, environ, folder, options, tell, job)
         reference = Recorded.of(proof.settle())
