@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -84,7 +85,8 @@ def test_a_healthy_world(doctor, size):
     found = {finding["topic"]: finding for finding in report["findings"]}
     assert found["collectives"]["found"].startswith("10 are right by gloo"), found
     assert found["versions"]["status"] == "ok"
-    assert done.stderr == ""
+    # A log gets one line of progress after two seconds, which slow machines need to load torch.
+    assert re.fullmatch(r"(accel: [a-z ]+\n)?", done.stderr), done.stderr
     results = report["world"]["results"]
     links = [(link["first"], link["second"]) for result in results.values() for link in result["links"]]
     assert sorted(links) == [(a, b) for a in range(size) for b in range(a + 1, size)]
