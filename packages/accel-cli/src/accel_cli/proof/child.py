@@ -9,7 +9,6 @@ import json
 import os
 import random
 import resource
-import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from accel_state import environment
 from accel_state.config.launched import launched_config
 from accel_state.environment import get_int_from_env
 from accel_state.launching.notebook import notebook_launcher
+from accel_state.launching.ranks.worker import become
 from accel_state.seeding import set_seed
 from accel_train.proof.noise import RowNoise
 
@@ -83,14 +83,8 @@ def run_script(words: Sequence[str]) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     set_seed(SEED)  # where the script sets none
     _draw_by_sample()
-    sys.argv = [name, *arguments]
-    place = str(Path(name).resolve().parent)
     enter(Path(job.files), job.since, job.overwrite)
-    if kind == "module":
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = place
-        runpy.run_path(name, run_name="__main__")
+    become(kind, name, arguments)
 
 
 def _draw_by_sample() -> None:

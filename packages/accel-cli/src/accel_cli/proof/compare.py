@@ -165,7 +165,7 @@ def distance(value: Tensor, right: Tensor, scale: float = 0.0) -> float:
     if value.shape != right.shape:
         return float("inf")
     if not right.isfinite().all() and not value.isfinite().all():
-        return 0.0  # a scaler skips the step of such gradients
+        return 0.0  # both have diverged
     error = float((value.double() - right.double()).norm())
     if math.isnan(error):
         return float("inf")
@@ -252,8 +252,8 @@ def _of_samples(number: int, right: StepRecord, step: StepRecord) -> Iterator[Mi
 
 def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[float]) -> Iterator[Mismatch]:
     for place, (one, other) in enumerate(zip(right, found, strict=False)):
-        both = math.isfinite(one) or math.isfinite(other)
-        relative = abs(other - one) / max(abs(one), 1e-12) if both else 0.0
+        diverged = not math.isfinite(one) and not math.isfinite(other)
+        relative = 0.0 if diverged else abs(other - one) / max(abs(one), 1e-12)
         yield Mismatch(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
     if len(right) != len(found):
         yield Mismatch(kind, number, "", len(found), len(right), float("inf"))

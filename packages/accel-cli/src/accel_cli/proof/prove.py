@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from accel_bigmodel.device_maps.budget import available_host_memory
@@ -101,6 +102,7 @@ class _Proof:
         job: of a run as the script is written.
         runs: by the strategy, the number of ranks, the flags and the job.
         refused: strategies that cannot take the model.
+        numbers: names of the folders of runs.
     """
 
     server: RunServer
@@ -112,6 +114,7 @@ class _Proof:
     job: ProofJob
     runs: dict[tuple[str, int, Sequence[str], ProofJob], ProofRun] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=count)
 
     def settle(self) -> ProofRun:
         """Run the script on one process, smaller or less exact if it must be; and find out who divides batches.
@@ -189,12 +192,10 @@ class _Proof:
         key = (name, ranks, (*STRATEGIES.get(name, ()), *flags), job)
         if key not in self.runs or files or again:
             self.tell(f"{name}: {self.target.name}")
-            place = self.folder / str(len(self.runs) + 1)
+            place = self.folder / str(next(self.numbers))
             job = replace(job, files=str(files or shadow(Path.cwd(), place / "files")))
             target = replace(self.target, args=(*self.target.args, *more))
-            made = run(self.server, name, ranks, key[2], target, self.environ, place, job)
-            self.runs[(*key[:3], job)] = made  # under a job of its own, if it is not to be found again
-            self.runs[key] = made
+            self.runs[key] = run(self.server, name, ranks, key[2], target, self.environ, place, job)
         return self.runs[key]
 
     def _why_not(self, way: Way, one: ProofRun) -> str:

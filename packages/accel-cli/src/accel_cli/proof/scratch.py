@@ -64,8 +64,10 @@ def enter(folder: Path, since: float, overwrites: bool) -> None:
         overwrites: whether older files elsewhere may be overwritten and removed.
     """
     os.chdir(folder)
-    scratch = str(folder.parent)
-    caches = (tempfile.gettempdir(), os.path.expanduser("~/.cache"), "/dev", "/proc")
+    scratch, *caches = (
+        os.path.join(os.path.realpath(place), "")
+        for place in (folder.parent, tempfile.gettempdir(), os.path.expanduser("~/.cache"), "/dev", "/proc")
+    )
 
     def overwritten(path: Any, *, follows: bool) -> None:
         path = os.fsdecode(path)
