@@ -6,6 +6,7 @@ Numbers are of issues and pull requests; what a report says of its factor or siz
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -202,8 +203,9 @@ def proved(folder: Path, script: str, fault: str, strategy: str) -> tuple[int, l
     """The exit code and the findings of a strategy."""
     (folder / "train.py").write_text(script)
     argv = [sys.executable, "-m", "accel_cli", "prove", "--json", "--steps", "5", "--strategies", strategy]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [*argv, "train.py", fault], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+        [*argv, "train.py", fault], capture_output=True, text=True, cwd=folder, env=environ, timeout=300, check=False
     )
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     [verdict] = json.loads(done.stdout)["strategies"]
