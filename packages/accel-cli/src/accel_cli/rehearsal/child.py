@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import resource
-import runpy
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from accel_state.launching.ranks.worker import become, script_frames
 
 __all__ = ["main"]
 
@@ -56,13 +56,8 @@ def _resident() -> int:
 
 def _run(kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """How the script ended."""
-    sys.argv = [name, *arguments]
     try:
-        if kind == "module":
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(name).resolve().parent)
-            runpy.run_path(name, run_name="__main__")
+        become(kind, name, arguments)
     except SystemExit as end:
         if type(end).__name__ == "RehearsalEnd":
             return {"ended": "steps", "error": None}
@@ -77,21 +72,15 @@ def _run(kind: str, name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _failed(error: BaseException, message: str) -> dict[str, Any]:
-    lines = traceback.format_exception(type(error), error, _of_script(error.__traceback__), chain=False)
+    here = error.__traceback__
+    frames = script_frames(here.tb_next if here else None)
+    lines = traceback.format_exception(type(error), error, frames, chain=False)
     shown = "".join(lines)
     kind = type(error)
     return {
         "ended": "failure",
         "error": {"type": kind.__name__, "message": message, "traceback": shown.rstrip()},
     }
-
-
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script on, without this module and runpy."""
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
-        trace = trace.tb_next
-    return trace
 
 
 def _observed() -> dict[str, Any]:

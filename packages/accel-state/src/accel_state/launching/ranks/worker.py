@@ -20,7 +20,7 @@ from typing import Any
 from accel_state import environment
 from accel_state.monitoring.answers import attach
 
-__all__ = ["become", "main", "wait_for_work"]
+__all__ = ["become", "main", "script_frames", "wait_for_work"]
 
 SPARE = "--spare"
 _OWN = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
@@ -108,12 +108,17 @@ def become(kind: str, name: str, args: Sequence[str]) -> None:
         exec(code, program.__dict__)
 
 
+def script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script on, without the frames of `become`."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
+        trace = trace.tb_next
+    return trace
+
+
 def _show_without_own_frames(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> Any:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN:
-        trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    sys.__excepthook__(kind, error.with_traceback(script_frames(trace)), error.__traceback__)
 
 
 if __name__ == "__main__":
