@@ -158,6 +158,8 @@ def test_a_script_that_fails_on_one_process(tmp_path: Path, script: str, said: s
     [
         (["--strategies", "dpp", "train.py"], "--strategies names 'dpp'; pass some of ddp"),
         (["--steps", "0", "train.py"], "--steps 0 is not a number that it takes"),
+        (["--ranks", "3", "train.py"], "--ranks is 3; strategies divide a model over 2 or 4 ranks"),
+        (["--quick", "--thorough", "train.py"], "--quick and --thorough exclude each other"),
         ([], "there is no script to prove"),
     ],
 )

@@ -93,7 +93,11 @@ def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:
     from accel_cli.proof.prove import ProofOptions
     from accel_cli.proof.runs import STRATEGIES
 
-    given, quick = flags.others, "quick" in flags.others
+    given, quick, ranks = flags.others, "quick" in flags.others, number_of(flags.others, "ranks", 2)
+    if quick and "thorough" in given:
+        raise ConfigError("--quick and --thorough exclude each other; pass one of them")
+    if ranks not in (2, 4):
+        raise ConfigError(f"--ranks is {ranks}; strategies divide a model over 2 or 4 ranks")
     own = [
         name for name in ("tp", "cp", "ep", "pp") if (getattr(config.parallelism, f"{name}_size") or 1) > 1
     ]
@@ -102,7 +106,7 @@ def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:
         strategies=_names("strategies", given, STRATEGIES, ["ddp", "fsdp2"] if quick else usual),
         ways=_names("ways", given, WAYS, list(WAYS) if "thorough" in given else ["written"]),
         steps=number_of(given, "steps", 2 if quick else 3),
-        ranks=number_of(given, "ranks", 2),
+        ranks=ranks,
         double="single" not in given,
         layers=number_of(given, "layers", 0),
         resume_with=tuple(shlex.split(str(given.get("resume_with", "")))),

@@ -37,6 +37,8 @@ __all__ = ["main"]
 def main() -> None:
     """Fork one process for each line of standard input, and write its exit code."""
     import_module("accel_train.accelerator")  # scripts need it
+    # Loads torch's compiler, which takes longer than most runs.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     for line in sys.stdin:
         task = json.loads(line)
         child = os.fork()
@@ -80,7 +82,6 @@ def run_script(words: Sequence[str]) -> None:
     if job.layers:
         cut_models(job.layers)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
     set_seed(SEED)  # where the script sets none
     _draw_by_sample()
     enter(Path(job.files), job.since, job.overwrite)

@@ -126,9 +126,8 @@ class _Proof:
         if one.lacks_memory and not self.job.layers:
             self.job = replace(self.job, layers=2)
             one = self._run("one process", 1, self.job)
-        if (
-            not one.ranks and not one.stuck and self.job.double
-        ):  # as data in float32, which such a model does not take
+        if not one.ranks and not one.stuck and self.job.double:
+            # Perhaps because of data in float32, which such a model does not take.
             self.job = replace(self.job, double=False)
             one = self._run("one process", 1, self.job)
         if not one.ranks:

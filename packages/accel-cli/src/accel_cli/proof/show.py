@@ -55,4 +55,8 @@ def _cell(verdict: Verdict, kind: str) -> str:
 
 def as_json(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> dict[str, Any]:
     """The report as plain data."""
-    return {"facts": dict(facts), "strategies": [asdict(verdict) for verdict in verdicts]}
+
+    def shown(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in fields if name != "wants"}  # which is for the proof itself
+
+    return {"facts": dict(facts), "strategies": [asdict(each, dict_factory=shown) for each in verdicts]}
