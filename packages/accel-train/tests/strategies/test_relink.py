@@ -186,6 +186,25 @@ def snapshot(optimizer):
     }
 
 
+def test_what_an_optimizer_keeps_besides_its_groups_is_relinked():
+    class Keeps(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            self.own = [*parameters, "other"]
+            self.base = torch.optim.SGD(parameters, lr=0.1)
+
+    model, replaced = make(), Replaced()
+    optimizer = Keeps([*model.parameters()])
+    params = optimizer.param_groups[0]["params"]
+    with followed([model], replaced, lambda: [model]):
+        replace(model)
+    replaced.relink(optimizer)
+    now = [id(each) for each in model.parameters()]
+    assert [id(each) for each in params] == now
+    assert [id(each) for each in held(optimizer.base)] == now
+    assert [id(each) for each in optimizer.own[:-1]] == now
+
+
 def test_a_parameter_whose_model_is_gone_is_refused_and_nothing_changes():
     replaced, old, gone, new, lost = Replaced(), parameter(), parameter(4), parameter(), parameter(4)
     replaced.add(old, new)

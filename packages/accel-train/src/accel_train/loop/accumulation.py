@@ -719,9 +719,7 @@ class Accumulator:
         }
         for model in self._all_models:
             yield from (parameter for parameter in model.parameters() if id(parameter) not in elsewhere)
-        for optimizer in self._all_optimizers:
-            for group in optimizer.param_groups:
-                yield from (parameter for parameter in group["params"] if id(parameter) not in elsewhere)
+        yield from (p for p in parameters_of(*self._all_optimizers) if id(p) not in elsewhere)
 
     def rescale_pending(self, factor: float) -> None:
         """Multiply the gradients of every open window, each once; the loss scale changed while they waited.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,15 +193,22 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         observers = self._accumulator.observers
         for observer in observers:
             observer.before_step(self)
+        if closure is not None and self._strategy.replicas_of(self.optimizer) is not None:
+            closure = partial(self._agreed, closure)
         self._spent = True
-        stepped, result = (
-            self._observed(observers, closure) if observers else self._strategy.step(self.optimizer, closure)
-        )
+        stepped, result = self._observed(observers, closure)
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
         for observer in observers:
             observer.after_step(self)
         return result
+
+    def _agreed(self, closure: Callable[[], Any]) -> Any:
+        """What a closure returns, a loss as the mean of all ranks: a line search decides by it how far to go."""
+        loss = closure()
+        if isinstance(loss, torch.Tensor):
+            return loss.new_tensor(self._accumulator.agreed(loss.item()))
+        return self._accumulator.agreed(loss) if isinstance(loss, float) else loss
 
     def _is_due(self) -> bool:
         """Whether its gradients are complete, and not those with which it has stepped.
@@ -316,9 +324,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__, _places=None)  # a copy is of no model
-        state.pop(
-            "step", None
-        )  # a scheduler built on this object counts its steps; a copy has no such scheduler
+        # A scheduler built on this object counts its steps; a copy has no such scheduler.
+        state.pop("step", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -339,11 +346,10 @@ def _mark_of(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
 
     Scripts may drop gradients by `model.zero_grad()`, of which the optimizer does not know.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            # An engine may step views of its parameters, whose gradients nobody else sees.
-            if parameter.is_leaf and parameter.grad is not None:
-                return id(parameter.grad), parameter.grad._version
+    for parameter in parameters_of(optimizer):
+        # An engine may step views of its parameters, whose gradients nobody else sees.
+        if parameter.is_leaf and parameter.grad is not None:
+            return id(parameter.grad), parameter.grad._version
     return None
 
 
@@ -362,14 +368,7 @@ def _delegate(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "register_load_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "register_state_dict_pre_hook",
-    "register_step_post_hook",
-    "register_step_pre_hook",
-):
+for _name in filter(lambda name: name.startswith("register_"), dir(torch.optim.Optimizer)):
     setattr(AcceleratedOptimizer, _name, _delegate(_name))
 
 

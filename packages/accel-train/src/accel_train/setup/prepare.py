@@ -19,7 +19,7 @@ from accel_train.data import DataLoaderDispatcher, DataLoaderShard, PreparedLoad
 from accel_train.data.combined import CombinedLoader, single_loaders
 from accel_train.data.lengths import check_lengths
 from accel_train.data.prepare import prepare_for_ranks
-from accel_train.errors import PrepareError
+from accel_train.errors import IncompatibleOptionsError, PrepareError
 from accel_train.loop.lomo import check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler, follow
@@ -210,14 +210,20 @@ class _Call:
             )
 
     def _check_optimizers(self) -> None:
-        """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
+        """Refuse optimizers that cannot train under this strategy, and those of models that an engine does not know."""
         strategy, capabilities = self._strategy, self._strategy.capabilities
+        divides = capabilities.dimensions - {"dp_replicate", "cp", "sp"}
         for optimizer in self._parts.optimizers:
             for observer in self._prepared.accumulator.observers:
                 observer.check_optimizer(optimizer)
             if is_lomo(optimizer):
                 scaled = strategy.precision.scaler is not None
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
+            if divides and isinstance(optimizer, torch.optim.LBFGS):
+                raise IncompatibleOptionsError(
+                    f"{type(optimizer).__name__} computes with all parameters as one vector, which no rank has under "
+                    f"the strategy {strategy.name!r}. Train under 'ddp', or with one process, or use another optimizer."
+                )
         if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
             return  # an engine that takes both together looks itself
         models = [*self._plain, *map(strategy.plain, self._prepared.prepared_models)]
@@ -249,9 +255,7 @@ class _Call:
         with followed(self._plain, replaced, lambda: plain):
             done = strategy.prepare(self._parts, steps)
             plain = [strategy.plain(model) for model in done.models]
-        for known in prepared.optimizers:
-            replaced.relink(known.optimizer)
-        for optimizer in done.optimizers:
+        for optimizer in (*map(_inner, prepared.optimizers), *done.optimizers):
             replaced.relink(optimizer)
         if given:
             share_draws(strategy.batch)

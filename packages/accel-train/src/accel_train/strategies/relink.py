@@ -55,7 +55,10 @@ class Replaced:
         return Replaced, ()  # parameters of a copy are other objects
 
     def relink(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer, and its state, the parameters that are in the models now.
+        """Give an optimizer and its state the parameters that are in the models now.
+
+        So do lists that it keeps besides its groups, and optimizers inside it. Lists stay the same objects, which an
+        optimizer may keep in several places.
 
         Raises:
             PrepareError: the optimizer holds a replaced parameter whose successor no longer exists, or state that
@@ -91,6 +94,11 @@ class Replaced:
                 optimizer.state[new] = states[id(old)]
         if linked:
             step_both_kinds(optimizer)
+            for own in vars(optimizer).values():
+                if isinstance(own, torch.optim.Optimizer):
+                    self.relink(own)
+                elif isinstance(own, list):
+                    own[:] = [item if (new := self.successor(item)) is None else new for item in own]
 
 
 @contextlib.contextmanager
@@ -141,7 +149,7 @@ def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor])
                     "before such a forward, and prepare it before the model runs again."
                 )
     for group in optimizer.param_groups:
-        group["params"] = [gathered.get(id(parameter), parameter) for parameter in group["params"]]
+        group["params"][:] = [gathered.get(id(parameter), parameter) for parameter in group["params"]]
 
 
 def step_both_kinds(optimizer: torch.optim.Optimizer) -> None:

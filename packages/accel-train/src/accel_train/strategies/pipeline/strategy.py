@@ -260,7 +260,7 @@ class PipelineStrategy(Strategy):
                     optimizer.state.pop(parameter, None)
                 else:
                     kept.append(parameter)
-            group["params"] = kept
+            group["params"][:] = kept
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The script's model, with this rank's modules."""
