@@ -242,7 +242,7 @@ class FSDP2Strategy(Strategy):
         gathered = {there: part for watch in self._watches for there, part in watch.gathered().items()}
         link_parts(optimizer, gathered)
         step_both_kinds(optimizer)
-        self._checked[optimizer] = len([*parameters_of(optimizer)])
+        self._checked[optimizer] = _size(optimizer)
 
     # One micro-batch
 
@@ -307,7 +307,7 @@ class FSDP2Strategy(Strategy):
         """Step an optimizer, whose parameters are checked when their number has changed."""
         for blocks in self._blocks:
             blocks.settle()
-        if self._checked.get(optimizer) != len([*parameters_of(optimizer)]):
+        if self._checked.get(optimizer) != _size(optimizer):
             self._check_optimizer(optimizer)
         return super().step(optimizer, closure)
 
@@ -340,3 +340,7 @@ def _check_groups(plugin: FullyShardedDataParallelPlugin, holders: int) -> None:
             f"reshard_after_forward={size} divides parameters among groups of {size} ranks after forward, and each "
             f"replica of the model is divided among {holders}. Give a divisor of {holders}, or True or False."
         )
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
