@@ -50,7 +50,9 @@ def _marks(page: Path) -> list[pytest.MarkDecorator]:
     return [pytest.mark.full] if _name(page) in LONG else []
 
 
-@pytest.mark.wide(only=["docs/index.md", "docs/guides/prove.md", "*ing/strategies.md", "*command.md", "*/plug-ins.md"])
+@pytest.mark.wide(
+    only=["docs/index.md", "docs/guides/prove.md", "*ing/strategies.md", "*command.md", "*/plug-ins.md"]
+)
 @pytest.mark.parametrize("page", [pytest.param(page, id=_name(page), marks=_marks(page)) for page in PAGES])
 def test_page(page, tmp_path):
     if any(block.page == page and block not in SKIPPED for block in CODE):

@@ -125,11 +125,12 @@ for x, y in loader:
 """
 
 ROWS = """
+import random
 import sys
 import torch
 from accel_train import Accelerator, DistributedDataParallelKwargs
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
 fault = sys.argv[1]
 torch.manual_seed(0)
@@ -170,6 +171,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 loader = DataLoader(data, batch_size=16, sampler=sampler)
 model, optimizer, loader, tests = accelerator.prepare(model, optimizer, loader, tests)
+if fault == "split":  # by a generator to which the script gives no seed
+    loader = accelerator.prepare(DataLoader(Subset(data, random.sample(range(32), 16)), batch_size=16))
 for epoch in range(2):
     if fault != "epoch" or is_main:
         sampler.epoch = epoch
@@ -205,7 +208,13 @@ def proved(folder: Path, script: str, fault: str, strategy: str) -> tuple[int, l
     argv = [sys.executable, "-m", "accel_cli", "prove", "--json", "--steps", "5", "--strategies", strategy]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [*argv, "train.py", fault], capture_output=True, text=True, cwd=folder, env=environ, timeout=300, check=False
+        [*argv, "train.py", fault],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environ,
+        timeout=300,
+        check=False,
     )
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     [verdict] = json.loads(done.stdout)["strategies"]
@@ -271,6 +280,8 @@ def of(script: str, fault: str, strategy: str, kind: str, said: str, mark: str =
         of(ROWS, "schedule", "ddp", "schedule", "and 0.09 on one process, which has that one in step 3"),
         # One rank alone tells the sampler of the script its epoch.
         of(ROWS, "epoch", "ddp", "other samples", "step 3 lacks 7 samples", "wide"),
+        # Each rank splits the data set in another way, so rows of one rank's evaluation train on another.
+        of(ROWS, "split", "ddp", "other samples", "samples of the step of one process"),
         # A branch that is frozen on one rank, gradients that change after backward(), weights that change on one rank.
         of(ROWS, "branch", "ddp", "one rank", "skip.weight: only of the samples of rank 0"),
         of(ROWS, "in place", "ddp", "divided", "all parameters: divided once too often (x1/2)"),

@@ -63,11 +63,11 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_649),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_651),
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_766),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
-    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_882),
-    Part("accel-train: core", 13_000, _train(""), limit=15_123),
+    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_873),
+    Part("accel-train: core", 13_000, _train(""), limit=15_125),
     Part("accel-train: data", 5_000, _train("data"), limit=5_176),
     Part(
         "proofs",
@@ -100,7 +100,7 @@ OPTIONS = (
 )
 OTHERS = (
     Part("tools", 12_500, ("tools",), limit=15_306),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=96_891),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=97_059),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have

@@ -57,8 +57,6 @@ def test_a_client_is_proved_to_train_the_same_on_ranks(name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for found in json.loads(done.stdout)["strategies"]:
         notes = [one["kind"] for one in found["findings"] if one["kind"] != "shared noise"]
-        assert (found["differ"], notes) == ([], []), found
         # diffusers' scripts plan their schedules for as many advances in a step as there are processes.
-        assert ("the schedule is planned to advance 2 times" in found["reason"]) == (
-            scenario.client == "images"
-        )
+        assert notes == (["planned for ranks"] if scenario.client == "images" else []), found
+        assert bool(found["differ"]) == bool(notes), found

@@ -1,6 +1,7 @@
 """The names of faults, from records that a test writes: what ranks did, and what one process does."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from accel_cli.proof.compare import ORDER, Recorded, StepRecord, differences
-from accel_cli.proof.findings import examine, failed
+from accel_cli.proof.findings import ADVICE, examine, failed
 from accel_cli.proof.runs import SEED, ProofRun
 
 torch.manual_seed(0)
@@ -267,11 +268,11 @@ def test_a_loss_that_depends_on_the_rank_is_told_from_contrast():
     assert "(on rank 0 x0.5 of that)" in finding.text
 
 
-def test_what_has_no_equal_in_another_run_is_not_compared():
-    names = ("seconds", "samples_per_second", "step time", "Elapsed", "tokens/s", "throughput")
-    here = ranks(metrics=[{"loss": 1.0} | dict.fromkeys(names, 5.0)])
-    one = recorded(1, step(metrics=[{"loss": 1.0} | dict.fromkeys(names, 1.0)]), name="one process")
-    assert examine(one, here, here).findings == []
+def test_logged_values_that_print_alike_are_equal_and_named_ones_are_left_out():
+    here = ranks(metrics=[{"loss": 1.0 + 1e-8, "tokens/s": 5.0}])
+    one = recorded(1, step(metrics=[{"loss": 1.0, "tokens/s": 1.0}]), name="one process")
+    assert [finding.kind for finding in examine(one, here, here).findings] == ["metric"]
+    assert examine(one.without({"tokens/s"}), here, here).findings == []
 
 
 def test_norms_rates_weights_and_metrics():
@@ -327,28 +328,57 @@ def test_a_run_that_fails():
     odd = failed(
         ProofRun("ddp", [], "ValueError: batch_size 3: split_batches=True cuts each batch", 1, Path())
     )
-    assert "odd" in odd.reason
+    assert "no multiple of the number of ranks" in odd.reason
+    died = "accel_state.errors.LaunchError: rank 0 of 2 failed (ended by SIGABRT)"  # refuses nothing
+    assert failed(ProofRun("fsdp2", [], died, 1, Path())).has_fault
     told = ProofRun("ddp", [], "RuntimeError:\nsome tensors share memory\n", 1, Path())
     assert told.failure == "RuntimeError: some tensors share memory"
-    assert "without a step" in ProofRun("ddp", [], "done\n", 0, Path()).failure
+    assert "before the first step" in ProofRun("ddp", [], "done\n", 0, Path()).failure
+    frames = 'File "/app/train.py", line 7, in main\nFile "/x/site-packages/torch/f.py", line 9, in call\n'
+    told = ProofRun("ddp", [], f"{frames}ValueError: no such row\n", 1, Path())
+    assert told.failure == "ValueError: no such row (train.py:7 in main)"
 
 
 def test_what_cannot_be_compared_has_a_reason():
     other = step(rows=Counter("abef"), own_rows=[Counter("ab"), Counter("ef")], gradients=PARTS[0])
     assert "each rank has samples of its own" in examine(ONE, recorded(2, other, reads=False), None).reason
-    one = recorded(1, step(rates=[1.0]), step(rates=[0.5]), step(rates=[0.0]))
-    rates = [step(rates=[rate]) for rate in (1.0, 0.75, 0.5)]
-    assert "advance 2 times in a step" in examine(one, recorded(2, *rates, schedules=True), None).reason
-    assert kinds(examine(one, recorded(2, *rates), None)) == ["schedule"]  # one that is not prepared
+    later = recorded(2, step(), replace(other, gradients=MEAN), reads=False)  # it has read alike before
+    verdict = examine(recorded(1, step(), step(PARTS[0]), name="one process"), later, None)
+    assert kinds(verdict) == ["other samples"]
     noisy = recorded(1, step(), noise={"drawn": 2, "dropout": 0, "seed": SEED})
     assert "draws noise" in examine(noisy, recorded(1, step(PARTS[0]), name="cp"), None).reason
     assert not examine(noisy, recorded(1, step(PARTS[0]), name="tp"), None).reason
 
 
-def test_ranks_that_are_alike_in_a_proof_alone_are_a_note():
+def test_ranks_that_read_the_same_are_a_fault():
     alike = step(PARTS[0], rows=Counter("abab"), own_rows=[Counter("ab"), Counter("ab")])
-    verdicts = [examine(ONE, recorded(2, alike, reads=reads), None) for reads in (True, False)]
-    assert [(kinds(one), one.has_fault) for one in verdicts] == [
-        (["same samples"], True),
-        (["same samples"], False),
+    for reads in (True, False):
+        verdict = examine(ONE, recorded(2, alike, reads=reads), None)
+        assert (kinds(verdict), verdict.has_fault) == (["same samples"], True)
+
+
+def test_rates_that_are_planned_for_ranks_are_a_note():
+    one = recorded(1, step(rates=[1.0]), step(rates=[0.5]), step(rates=[0.0]), name="one process")
+    rates = [step(rates=[rate]) for rate in (1.0, 0.75, 0.5)]
+    verdict = examine(one, recorded(2, *rates, schedules=True), None)
+    assert (kinds(verdict), verdict.has_fault) == (["planned for ranks"], False)
+    assert "planned to advance 2 times in a step" in verdict.findings[0].text
+    assert kinds(examine(one, recorded(2, *rates), None)) == ["schedule"]  # one that is not prepared
+    for factor in (2, math.sqrt(2)):
+        rates = [step(rates=[factor * rate]) for rate in (1.0, 0.5, 0.0)]
+        verdict = examine(one, recorded(2, *rates), None)
+        assert (kinds(verdict), verdict.has_fault) == (["planned for ranks"], False)
+    assert kinds(examine(one, recorded(2, *(step(rates=[rate]) for rate in (2.0, 0.5, 0.0))), None)) == [
+        "schedule"
     ]
+
+
+def test_a_pass_that_a_rank_leaves_out_is_told():
+    [finding] = examine(ONE, ranks(losses=[1.0, 1.0]), ranks()).findings
+    assert (finding.kind, finding.text) == ("passes", "step 1 has 2 losses, and 1 on one process")
+
+
+def test_kinds_that_the_guide_names_have_advice():
+    guide = (Path(__file__).parents[4] / "docs" / "guides" / "prove.md").read_text()
+    for kind in ADVICE:
+        assert re.search(rf"[|,*] ?{kind}\b", guide), kind

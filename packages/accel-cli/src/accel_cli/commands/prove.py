@@ -61,8 +61,8 @@ def prove_script(context: typer.Context) -> int:
 
     Losses, gradients of each parameter, norms, weights, logged values and the samples that were read must be the same.
     Ranks divide the batches of the script, so its batch size must be even. The first thing that is wrong is named, with
-    the factor that explains it and the line of the script. Exit code 1: something is wrong. The script writes into a
-    scratch folder.
+    the factor that explains it and the line of the script. Exit code 1: something is wrong, or nothing was compared.
+    The script writes into a scratch folder.
 
       accel prove train.py --lr 0.1
       accel prove --thorough --strategies ddp,fsdp2,tp train.py
@@ -86,7 +86,8 @@ def prove_script(context: typer.Context) -> int:
         print(json.dumps(as_json(verdicts, facts), indent=2))
     else:
         show(verdicts, facts)
-    return int(any(verdict.has_fault for verdict in verdicts))
+    nothing = all(verdict.reason for verdict in verdicts)
+    return int(nothing or any(verdict.has_fault for verdict in verdicts))
 
 
 def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:
@@ -98,9 +99,8 @@ def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:
         raise ConfigError("--quick and --thorough exclude each other; pass one of them")
     if ranks not in (2, 4):
         raise ConfigError(f"--ranks is {ranks}; strategies divide a model over 2 or 4 ranks")
-    own = [
-        name for name in ("tp", "cp", "ep", "pp") if (getattr(config.parallelism, f"{name}_size") or 1) > 1
-    ]
+    sizes = {name: getattr(config.parallelism, f"{name}_size") for name in ("tp", "cp", "ep", "pp")}
+    own = [name for name, size in sizes.items() if (size or 1) > 1]
     usual = ["ddp", *(["fsdp2"] if config.use_fsdp or not own else []), *own]
     return ProofOptions(
         strategies=_names("strategies", given, STRATEGIES, ["ddp", "fsdp2"] if quick else usual),

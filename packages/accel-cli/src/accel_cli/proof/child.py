@@ -26,7 +26,7 @@ from accel_cli.proof.smaller import cut_data, cut_models
 from accel_state import environment
 from accel_state.config.launched import launched_config
 from accel_state.environment import get_int_from_env
-from accel_state.launching.notebook import notebook_launcher
+from accel_state.launching import notebook
 from accel_state.launching.ranks.worker import become
 from accel_state.seeding import set_seed
 from accel_train.proof.noise import RowNoise
@@ -44,7 +44,7 @@ def main() -> None:
         child = os.fork()
         if not child:
             _become(task)
-            notebook_launcher(run_script, (task["words"],), num_processes=task["ranks"])
+            notebook.notebook_launcher(run_script, (task["words"],), num_processes=task["ranks"])
             return
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
@@ -82,7 +82,10 @@ def run_script(words: Sequence[str]) -> None:
     if job.layers:
         cut_models(job.layers)
     torch.set_num_threads(1)
-    set_seed(SEED)  # where the script sets none
+    notebook.notebook_launcher = lambda function, args=(), **_: function(
+        *args
+    )  # this process is a rank already
+    set_seed(SEED + get_int_from_env(["RANK"], 0))  # where the script sets none, ranks have their own
     _draw_by_sample()
     enter(Path(job.files), job.since, job.overwrite)
     become(kind, name, arguments)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -15,19 +14,21 @@ from accel_cli.proof.runs import ProofRun, RankRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance", "scale_of"]
+__all__ = ["COUNT", "ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance", "scale_of"]
 
 ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics")
 """What is compared, in the order in which a fault shows."""
 
+COUNT = "count"
+"""The name of a `Mismatch` in how many values there are."""
+# Relative; sums of ranks are rounded in another order.
 _BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, "torch.bfloat16": 5e-2}
-"""Relative; sums of ranks are rounded in another order."""
-_OF_TIME = re.compile("time|second|elapsed|duration|speed|throughput|_s$|/s$|per_s", re.IGNORECASE)
-"""Names of logged values that no two runs have alike."""
+# Bounds above this are those of 16-bit dtypes.
 _HALF = 1e-2
-"""Bounds above this are those of 16-bit dtypes."""
+# Relative; logged values are often rounded to float32.
+_METRIC = 1e-6
+# Of the largest value of its kind: what is smaller is compared with that.
 _TINY = 1e-7
-"""Of the largest value of its kind: what is smaller is compared with that."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class StepRecord:
         rows: the samples that models were trained with, as hashes, and how often.
         own_rows: the same, of each rank that reads different samples.
         evaluated: samples that models were given without gradients since the step before.
-        norms, rates, metrics: as recorded by the first rank.
+        norms, metrics: as recorded by the first rank.
+        rates: the same; those of another rank, if it has others.
         gradients, weights: by the name of the parameter.
         gradients_apart, weights_apart: those of all ranks, of parameters that ranks do not have alike.
         own: gradients of what each rank computes alone, of each backward pass of the step, where they are known.
@@ -100,6 +102,14 @@ class Recorded:
         steps = [_step(number, run.ranks, readers, list(computing.values())) for number in range(fewest)]
         seeds = [rank.about["noise"]["seed"] for rank in readers]
         return cls(run.name, first, first["size"], seeds, steps)
+
+    def without(self, names: Collection[str]) -> Recorded:
+        """The same run without logged values of these names."""
+        steps = []
+        for step in self.steps:
+            kept = [{name: one[name] for name in one.keys() - names} for one in step.metrics]
+            steps.append(replace(step, metrics=kept))
+        return replace(self, steps=steps)
 
     @property
     def bound(self) -> float:
@@ -195,7 +205,7 @@ def _step(
         own_rows=own_rows,
         evaluated=sum((Counter(one.get("evaluated", [])) for one in told), Counter()),
         norms=first.get("norms", []),
-        rates=first["rates"],
+        rates=next((one["rates"] for one in told if one["rates"] != first["rates"]), first["rates"]),
         metrics=first.get("metrics", []),
         gradients=gradients,
         weights=weights,
@@ -256,7 +266,7 @@ def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[
         relative = 0.0 if diverged else abs(other - one) / max(abs(one), 1e-12)
         yield Mismatch(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
     if len(right) != len(found):
-        yield Mismatch(kind, number, "", len(found), len(right), float("inf"))
+        yield Mismatch(kind, number, COUNT, len(found), len(right), float("inf"))
 
 
 def _of_tensors(
@@ -276,7 +286,6 @@ def _of_metrics(
 ) -> Iterator[Mismatch]:
     for one, other in zip(right, found, strict=False):
         for name in one.keys() & other.keys():
-            if _OF_TIME.search(name):
-                continue
             relative = abs(other[name] - one[name]) / max(abs(one[name]), 1e-12)
-            yield Mismatch("metrics", number, name, other[name], one[name], relative)
+            if relative > _METRIC:
+                yield Mismatch("metrics", number, name, other[name], one[name], relative)

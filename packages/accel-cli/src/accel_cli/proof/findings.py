@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance, scale_of
-from accel_cli.proof.runs import SEED, STRATEGIES, ProofRun
+from accel_cli.proof import compare
+from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, distance, scale_of
+from accel_cli.proof.runs import STRATEGIES, ProofRun
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Cause", "Verdict", "examine", "failed"]
+__all__ = ["ADVICE", "Cause", "Verdict", "cause", "examine", "failed"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,60 @@ class Cause:
     advice: str
     fault: bool = True
     wants: Sequence[str] = ()
+
+
+# Kinds that are by design, or a hint.
+_NOTES = ("contrasts rows", "planned for ranks", "repeated samples", "shared noise")
+
+_BY_RANK = "look for what depends on the rank: is_main_process, process_index, data or weights of one rank"
+ADVICE = {
+    "batch norm": "on GPUs convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), "
+    "which does not run on CPUs; or normalise by channels, as GroupNorm does",
+    "contrasts rows": "nothing, if that is by design; gather the features to compare the rows of all ranks",
+    "divided": "the script divides by the number of ranks or of micro-batches, which backward() does",
+    "divided sequence": "take labels from shift_labels and positions from position_ids of the batch, which are those "
+    "of the whole sequence",
+    "does not resume": "start it so yourself, with accel launch",
+    "loss": "what backward() is given is not what the model computed from this rank's samples",
+    "metric": "it is of the samples of the main process, or counts rows that pad a batch; gather it: "
+    "accelerator.gather_for_metrics(value), or accelerator.reduce(value, 'mean')",
+    "missing": "the parameter takes part on one process only; look for a branch by rank, or for a part that is frozen",
+    "norm": "clip with accelerator.clip_grad_norm_(), which knows what ranks hold alike",
+    "not reduced": "a module that computes on a divided tensor has to be in the plan of parallelize_module()",
+    "not repeatable": "set_seed(0), and take no order of data from a clock or a set",
+    "one rank": "the parameter takes part on one rank only; look for a branch by rank",
+    "other items": "count the items of this rank's samples alone, which backward() sums over ranks; shift labels over "
+    "the whole sequence, before ranks divide it",
+    "other samples": "let the prepared loader shuffle; data that the script draws, splits or reads, and a sampler of "
+    "its own, need the same seed and epoch on all ranks",
+    "padding": "accelerator.gather_for_metrics(values) leaves the repeated rows out; gather() does not",
+    "passes": "look for a branch, or the end of a loop, that depends on the rank",
+    "planned for ranks": "nothing, if each rank has batches of its own; in a proof ranks divide those of one process",
+    "ranks apart": "the script writes to weights or steps on some ranks only; do the same on all of them",
+    "repeated samples": "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have "
+    "fewer",
+    "same samples": "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the "
+    "rank, and samples that ranks draw need a seed for each: set_seed(seed, device_specific=True)",
+    "scaled loss": "ranks average losses: pass the plain mean over this rank's samples to accelerator.backward(), "
+    "without the number of processes",
+    "scaled term": "leave out the factor by which the script scales this term, such as the number of ranks",
+    "schedule": "pass the scheduler to accelerator.prepare(), and call step() once for each optimizer step; one "
+    "planned by the length of a prepared loader needs Accelerator(scale_scheduler=False)",
+    "shared noise": "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves "
+    "need equal seeds before",
+    "summed": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, and pass the plain loss "
+    "of this rank's samples to accelerator.backward()",
+    "unequal counts": "give the sum and the number: accelerator.backward(loss_sum, num_items=number); of class "
+    "weights, divide the sum by accelerator.reduce(weights[labels].sum(), 'mean')",
+    "weights": "gradients change after backward(), or the script writes to weights by rank; step with the prepared "
+    "optimizer",
+}
+"""What to change, by the kind of a `Cause`; of others: `_BY_RANK`."""
+
+
+def cause(kind: str, text: str, wants: Sequence[str] = ()) -> Cause:
+    """A `Cause` with the advice that its kind has."""
+    return Cause(kind, text, ADVICE.get(kind, _BY_RANK), kind not in _NOTES, wants)
 
 
 @dataclass(frozen=True)
@@ -81,7 +136,7 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None, **prob
             samples; ``terms`` is of one process, and recorded the gradients of each term of a loss that is a sum.
     """
     bound = max(reference.bound, other.bound, _reorder(reference, apart))
-    found = differences(reference, other, bound)
+    found = compare.differences(reference, other, bound)
     trained = {one.step for one in found if one.kind in ("losses", "gradients")}
     # Other rows alone are padded to the longest of a batch.
     found = [one for one in found if one.kind != "samples" or one.step in trained or _read_alike(one.found)]
@@ -101,14 +156,11 @@ def _why_undecided(first: Mismatch, reference: Recorded, other: Recorded) -> str
     """Why a difference says nothing about the script; empty: it does."""
     if other.name in ("cp", "pp") and reference.about["noise"]["drawn"]:
         return "the loop draws noise, which is another one for a part of a sample or of a batch"
-    if first.kind == "samples" and not other.about["reads"] and not _read_alike(first.found):
-        return "each rank has samples of its own, and not a part of those of one process: no prepared loader is read"
-    pairs = zip(reference.steps[1:], other.steps[other.size :: other.size], strict=False)
-    alike = [math.isclose(*rates) for one, two in pairs for rates in zip(one.rates, two.rates, strict=True)]
-    if first.kind == "rates" and other.about["schedules"] and alike and all(alike):
+    own = first.kind == "samples" and first.step == 0 and not _read_alike(first.found)
+    if own and not other.about["reads"]:
         return (
-            f"the schedule is planned to advance {other.size} times in a step, as a prepared one does where each rank "
-            "has batches of its own; in a proof ranks divide those of one process"
+            "each rank has samples of its own, and not a part of those of one process: no prepared loader is read. "
+            "Pass the loader to accelerator.prepare(), if ranks are to divide its samples"
         )
     return ""
 
@@ -120,9 +172,8 @@ def failed(run: ProofRun) -> Verdict:
     """
     said = run.failure
     if "split_batches=True" in said:
-        return Verdict(
-            run.name, reason="the batch size of the script is odd, and two ranks divide its batches"
-        )
+        said = "the batch size is no multiple of the number of ranks, which divide it; choose one that is"
+        return Verdict(run.name, reason=said)
     if run.name != "ddp" and any(f"{name}:" in said for name in _REFUSALS):
         return Verdict(run.name, reason=said)
     flags = " ".join(["--cpu", "--num_processes", "2", *STRATEGIES[run.name]])
@@ -130,7 +181,7 @@ def failed(run: ProofRun) -> Verdict:
     return Verdict(run.name, ORDER, [Cause("fails", f"fails on two ranks: {said}", advice.rstrip())])
 
 
-_REFUSALS = ("IncompatibleOptionsError", "OptionError", "PrepareError", "ConfigError", "LaunchError")
+_REFUSALS = ("IncompatibleOptionsError", "OptionError", "PrepareError", "ConfigError")
 
 
 def _reorder(reference: Recorded, apart: Recorded | None) -> float:
@@ -147,48 +198,38 @@ def _reorder(reference: Recorded, apart: Recorded | None) -> float:
 def _explain(first: Sequence[Mismatch], found: Sequence[Mismatch], runs: _Runs) -> Cause:
     kind, step = first[0].kind, first[0].step
     here = runs.other.steps[step]
-    if kind == "samples":
-        return _of_samples(first[0], runs.other)
-    if here.weights_apart and not here.gradients_apart:
-        return Cause(
-            "ranks apart",
-            f"after step {step + 1} ranks do not have the same values of {_some(list(here.weights_apart))}",
-            "the script writes to weights or steps on some ranks only; do the same on all of them",
+    if first[0].name == compare.COUNT:
+        return cause(
+            "passes", f"step {step + 1} has {first[0].found} {kind}, and {first[0].expected} on one process"
         )
+    if kind == "samples":
+        return _of_samples(first[0])
+    if here.weights_apart and not here.gradients_apart:
+        names = _some(list(here.weights_apart))
+        return cause("ranks apart", f"after step {step + 1} ranks do not have the same values of {names}")
     if kind in ("losses", "gradients"):
         return _of_gradients(first[0], found, runs)
     if kind == "norms":
         return _of_norm(first[0], runs)
     if kind == "rates":
-        return _of_rate(first[0], runs.reference)
+        return _of_rate(first[0], runs.reference, runs.other)
     if kind == "weights":
         return _of_weights(first, runs.other)
     return _of_metric(first[0], runs.reference.steps[step], here)
 
 
-def _of_samples(difference: Mismatch, other: Recorded) -> Cause:
+def _of_samples(difference: Mismatch) -> Cause:
     found: StepRecord = difference.found
     if _read_alike(found):
-        return Cause(
-            "same samples",
-            f"all ranks read the same {found.own_rows[0].total()} samples in step {difference.step + 1}",
-            "prepare the loader: loader = accelerator.prepare(loader); a sampler of the script has to know the rank",
-            fault=other.about["reads"] or other.seeds[0] != SEED,  # else they are alike only in a proof
-        )
+        read = found.own_rows[0].total()
+        return cause("same samples", f"all ranks read the same {read} samples in step {difference.step + 1}")
     right: StepRecord = difference.expected
     missing, more = (right.rows - found.rows).total(), (found.rows - right.rows).total()
-    if not missing:
-        return Cause(
-            "repeated samples",
-            f"step {difference.step + 1} repeats samples ({more}), so that all ranks have batches of one size",
-            "DataLoader(drop_last=True) leaves a short last batch out; even_batches=False lets ranks have fewer",
-            fault=False,
-        )
-    return Cause(
-        "other samples",
-        f"step {difference.step + 1} lacks {missing} samples of the step of one process, and has {more} others",
-        "let the prepared loader shuffle; a sampler of the script needs set_epoch() and the same seed on all ranks",
-    )
+    if missing:
+        text = f"step {difference.step + 1} lacks {missing} samples of the step of one process, and has {more} others"
+        return cause("other samples", text)
+    text = f"step {difference.step + 1} repeats samples ({more}), so that all ranks have batches of one size"
+    return cause("repeated samples", text)
 
 
 def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Cause:
@@ -199,13 +240,10 @@ def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Ca
     if any(
         one and abs(one - other) > 1e-9 * one for one, other in zip(right.items, here.items, strict=False)
     ):
-        return Cause(
+        return cause(
             "other items",
             f"the losses of step {step + 1}{_at(right, 'losses')} are sums over {sum(here.items):g} items, and over "
             f"{sum(right.items):g} on one process",
-            "shift labels over the whole sequence, before ranks divide it"
-            if runs.other.about["divides_sequences"]
-            else "count the items of this rank's samples alone; backward() sums them over ranks",
         )
     own = _own_of(runs.other if runs.other.about["divides_sequences"] else runs.apart, step)
     halves = _mean_of(own)
@@ -216,27 +254,21 @@ def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Ca
         if factor is None:
             return _no_mean_over_rows(runs, step, own)
         if not math.isclose(factor, 1, rel_tol=1e-6):
-            return Cause(
-                "scaled loss",
-                f"the loss on each rank{_at(right, 'losses')} is x{factor:.6g} of that of one process, for all "
-                "parameters",
-                "ranks average losses: pass the plain mean over this rank's samples to accelerator.backward(), without "
-                "the number of processes",
-            )
+            at = _at(right, "losses")
+            text = f"the loss on each rank{at} is x{factor:.6g} of that of one process, for all parameters"
+            return cause("scaled loss", text)
     if not wrong:
-        return Cause(
+        return cause(
             "loss",
             f"the loss of step {step + 1} is {first.found:.6g}, and {first.expected:.6g} on one process"
             f"{_at(right, 'losses')}, with the same gradients",
-            "what backward() is given is not what the model computed from this rank's samples",
         )
     shrunk = _factor(here.gradients, right.gradients, bound)
     if shrunk is not None and first.kind == "gradients" and 0.70710 < shrunk < 1:
-        return Cause(
+        return cause(
             "norm",
             f"after backward() the gradients of step {step + 1} become x{shrunk:.6g} of those of one process, for all "
             "parameters, as if clipped by a norm that counts what both ranks hold twice",
-            _CLIP,
         )
     if (term := _scaled_term(runs, right, here)) is not None:
         return term
@@ -253,23 +285,8 @@ def _of_gradients(first: Mismatch, found: Sequence[Mismatch], runs: _Runs) -> Ca
         )
         texts.append(f"{share}: {what}{most}")
     kind, _ = max(kinds, key=lambda what: (what[0] != "gradient", len(kinds[what])))
-    return Cause(
-        kind,
-        f"gradients of step {step + 1} are wrong; {'; '.join(texts)}",
-        _ADVICE.get(kind, "look at what the script does with this parameter by rank"),
-        wants=("terms",) if kind == "gradient" and step == 0 else (),
-    )
-
-
-_CLIP = "clip with accelerator.clip_grad_norm_(), which knows what ranks hold alike"
-_ADVICE = {
-    "missing": "the parameter takes part on one process only; look for a branch by rank, or for a part that is frozen",
-    "summed": "a loss or a gradient is reduced twice; leave out the script's own all_reduce, and pass the plain loss "
-    "of this rank's samples to accelerator.backward()",
-    "divided": "the script divides by the number of ranks or of micro-batches, which backward() does",
-    "not reduced": "a module that computes on a divided tensor has to be in the plan of parallelize_module()",
-    "one rank": "the parameter takes part on one rank only; look for a branch by rank",
-}
+    wants = ("terms",) if kind == "gradient" and step == 0 else ()
+    return cause(kind, f"gradients of step {step + 1} are wrong; {'; '.join(texts)}", wants)
 
 
 def _before_clipping(wrong: Sequence[Mismatch], bound: float) -> Sequence[Mismatch]:
@@ -344,11 +361,10 @@ def _no_mean_over_rows(runs: _Runs, step: int, own: Sequence[Sequence[Mapping[st
             part, there = _sum_of(passes), _sum_of(runs.probes["swapped"].steps[step].own[rank])
             if _far(part, there, bound):
                 factor = _factor(part, there, bound)
-                return Cause(
+                return cause(
                     "by rank",
                     f"the loss{place} of the same samples is another one on another rank"
                     + ("" if factor is None else f" (on rank {rank} x{factor:.6g} of that)"),
-                    "look for what depends on the rank: is_main_process, process_index, a draw without a seed",
                 )
     if (term := _scaled_term(runs, right, here)) is not None:
         return term
@@ -363,36 +379,24 @@ def _no_mean_over_rows(runs: _Runs, step: int, own: Sequence[Sequence[Mapping[st
         alike = all(
             math.isclose(share, firsts[place // turns], rel_tol=1e-5) for place, share in enumerate(shares)
         )
-        return Cause(
+        return cause(
             "unequal counts",
             f"the loss{place} is a mean over items of which ranks have different numbers ({told} in the first batch), "
             f"and each rank {'' if alike else 'and micro-batch '}counts as much",
-            "give the sum and the number: accelerator.backward(loss_sum, num_items=number)",
-            wants=() if divides_sequences else ("swapped",),
+            () if divides_sequences else ("swapped",),
         )
     apart = _mean_of(_own_of(runs.apart, step))
     if divides_sequences and (not apart or _factor(apart, right.gradients, bound) is not None):
-        return Cause(
-            "divided sequence",
-            f"the loss{place} of a rank's part of each sequence is not that part of the loss of the whole sequence",
-            "take labels from shift_labels and positions from position_ids of the batch, which are those of the whole "
-            "sequence",
-            wants=("terms",),
-        )
+        text = f"the loss{place} of a rank's part of each sequence is not that part of the loss of the whole sequence"
+        return cause("divided sequence", text, ("terms",))
     if runs.reference.about["normalises_batches"]:
-        return Cause(
-            "batch norm",
-            "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch",
-            "on GPUs convert the model before prepare(): torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which "
-            "does not run on CPUs; or normalise by channels, as GroupNorm does",
-        )
-    return Cause(
+        text = "BatchNorm normalises by the rows of each rank, on one process by those of the whole batch"
+        return cause("batch norm", text)
+    return cause(
         "contrasts rows",
         f"the loss{place} depends on which rows are in a batch together, or on noise that has no row for each sample, "
         "so ranks compute another one than one process",
-        "nothing, if that is by design; gather the features to compare the rows of all ranks",
-        fault=False,
-        wants=("swapped", "terms"),
+        ("swapped", "terms"),
     )
 
 
@@ -420,11 +424,10 @@ def _scaled_term(runs: _Runs, right: StepRecord, here: StepRecord) -> Cause | No
     for place, factor in enumerate(factors):
         if not math.isclose(factor, 1, rel_tol=1e-5):
             reached = [name for name, value in terms[place].items() if value.any()]
-            return Cause(
+            return cause(
                 "scaled term",
                 f"the loss{_at(right, 'losses')} is a sum of {len(terms)} terms, and term {place + 1}, of "
                 f"{_some(reached)}, counts x{factor:.6g} of what it does on one process",
-                "leave out the factor by which the script scales this term, such as the number of ranks",
             )
     return None
 
@@ -456,23 +459,35 @@ def _of_norm(difference: Mismatch, runs: _Runs) -> Cause:
     found, right = difference.found, difference.expected
     factor = found / right if right else math.inf
     counted = math.isclose(factor, math.sqrt(max(2, runs.other.size)), rel_tol=1e-4)
-    return Cause(
+    return cause(
         "norm",
         f"the norm of equal gradients in step {difference.step + 1} is {found:.6g}, and {right:.6g} on one process"
         + (": it counts what every rank holds once for each" if counted else "")
         + _at(runs.reference.steps[difference.step], "norms"),
-        _CLIP,
     )
 
 
-def _of_rate(difference: Mismatch, reference: Recorded) -> Cause:
-    step, found = difference.step, difference.found
-    same = [number for number, right in enumerate(reference.steps, 1) if found in right.rates]
-    return Cause(
-        "schedule",
-        f"the learning rate of step {step + 1} is {found:.6g}, and {difference.expected:.6g} on one process"
-        + (f", which has that one in step {same[0]}" if same else ""),
-        "pass the scheduler to accelerator.prepare() and call step() once for each optimizer step",
+def _of_rate(difference: Mismatch, reference: Recorded, other: Recorded) -> Cause:
+    found, right, size = difference.found, difference.expected, other.size
+    text = f"the learning rate of step {difference.step + 1} is {found:.6g}, and {right:.6g} on one process"
+    scale = found / right if right else math.inf
+    scaled = any(math.isclose(scale, known, rel_tol=1e-6) for known in (size, math.sqrt(size)))
+    if scaled and _rates_are_alike(reference.steps, other.steps, scale):
+        return cause("planned for ranks", f"{text}: the script multiplies it by {scale:.6g} on {size} ranks")
+    if other.about["schedules"] and _rates_are_alike(reference.steps[1:], other.steps[size::size], 1):
+        return cause(
+            "planned for ranks", f"{text}: the schedule is planned to advance {size} times in a step"
+        )
+    same = [number for number, step in enumerate(reference.steps, 1) if found in step.rates]
+    return cause("schedule", text + (f", which has that one in step {same[0]}" if same else ""))
+
+
+def _rates_are_alike(right: Sequence[StepRecord], found: Sequence[StepRecord], scale: float) -> bool:
+    pairs = [*zip(right, found, strict=False)]
+    return bool(pairs) and all(
+        math.isclose(scale * rate, other)
+        for one, two in pairs
+        for rate, other in zip(one.rates, two.rates, strict=True)
     )
 
 
@@ -483,39 +498,26 @@ def _of_metric(difference: Mismatch, right: StepRecord, here: StepRecord) -> Cau
     )
     repeated = (here.evaluated - right.evaluated).total()
     if repeated and not right.evaluated - here.evaluated:
-        return Cause(
+        return cause(
             "padding",
             f"{text}; before it ranks repeat rows ({repeated}), so that all have batches of one size",
-            "accelerator.gather_for_metrics(values) leaves the repeated rows out; gather() does not",
         )
-    return Cause(
-        "metric",
-        text,
-        "it is of the samples of the main process, or counts rows that pad a batch; gather it: "
-        "accelerator.gather_for_metrics(value), or accelerator.reduce(value, 'mean')",
-    )
+    return cause("metric", text)
 
 
 def _of_weights(first: Sequence[Mismatch], other: Recorded) -> Cause:
     everything = len(first) == len(other.steps[first[0].step].weights)
     names = "all parameters" if everything else _some([one.name for one in first])
-    return Cause(
-        "weights",
-        f"after step {first[0].step + 1} the weights of {names} differ, with equal gradients and rates",
-        "gradients change after backward(), or the script writes to weights by rank; step with the prepared optimizer",
-    )
+    text = f"after step {first[0].step + 1} the weights of {names} differ, with equal gradients and rates"
+    return cause("weights", text)
 
 
 def _shared_noise(other: Recorded) -> Cause | None:
-    alike = len(set(other.seeds)) == 1 and other.seeds[0] != SEED
-    if other.size > 1 and other.about["noise"]["drawn"] and alike:
-        return Cause(
+    if other.size > 1 and other.about["noise"]["drawn"] and len(set(other.seeds)) == 1:
+        return cause(
             "shared noise",
             "all ranks have the same seed and draw noise for their samples, so in a real run samples of different "
             "ranks get the same noise",
-            "set_seed(seed, device_specific=True) gives each rank its own; models that ranks make themselves need "
-            "equal seeds before",
-            fault=False,
         )
     return None
 

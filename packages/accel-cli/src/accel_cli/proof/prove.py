@@ -6,15 +6,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
 from accel_bigmodel.device_maps.budget import available_host_memory
-from accel_cli.proof.compare import Recorded
-from accel_cli.proof.findings import Cause, Verdict, examine, failed
+from accel_cli.proof.compare import ORDER, Mismatch, Recorded, differences
+from accel_cli.proof.findings import Verdict, cause, examine, failed
 from accel_cli.proof.runs import STRATEGIES, ProofJob, ProofRun, run
 from accel_cli.proof.scratch import shadow
-from accel_cli.proof.server import RunServer
+from accel_cli.proof.server import RunServer, run_server
 from accel_cli.proof.ways import WAYS, Way
 from accel_state.errors import LaunchError
 from accel_state.launching.target import Target
@@ -76,7 +77,7 @@ def prove(
     same = ("steps", "double", "layers", "limit", "devices", "overwrite")
     memory = available_host_memory() // options.ranks
     job = ProofJob(**{name: getattr(options, name) for name in same}, memory=memory, since=time.time())
-    with RunServer(environ) as server:
+    with run_server(environ) as server:
         proof = _Proof(server, target, environ, folder, options, tell, job)
         reference = Recorded.of(proof.settle())
         verdicts = [verdict for name in options.ways for verdict in proof.verdicts(WAYS[name])]
@@ -87,6 +88,8 @@ def prove(
     if proof.job.layers:
         why = "" if options.layers else ": the machine's memory does not hold the models as they are"
         facts["reduced"] = f"models keep {proof.job.layers} blocks of each stack of equal ones{why}"
+    if proof.left_out:
+        facts["left out"] = f"{', '.join(sorted(proof.left_out))}: two runs on one process differ in it"
     if reference.about["noise"]["drawn"]:
         facts["noise"] = "ranks drew that of their own rows from the same numbers as one process"
     if reference.about["noise"]["dropout"]:
@@ -103,6 +106,7 @@ class _Proof:
         runs: by the strategy, the number of ranks, the flags and the job.
         refused: strategies that cannot take the model.
         numbers: names of the folders of runs.
+        left_out: names of logged values that two runs on one process do not have alike.
     """
 
     server: RunServer
@@ -115,6 +119,7 @@ class _Proof:
     runs: dict[tuple[str, int, Sequence[str], ProofJob], ProofRun] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=count)
+    left_out: set[str] = field(default_factory=set)
 
     def settle(self) -> ProofRun:
         """Run the script on one process, smaller or less exact if it must be; and find out who divides batches.
@@ -133,8 +138,8 @@ class _Proof:
         if not one.ranks:
             advice = ". Proofs run on CPUs: use accelerator.device where the script names a GPU"
             raise LaunchError(
-                f"{self.target.name} fails on one process, or ends before its first {self.job.steps} steps with a "
-                f"prepared optimizer: {one.failure}{advice if 'cuda' in one.failure.lower() else ''}"
+                f"{self.target.name} has nothing to compare. On one process: {one.failure}"
+                f"{advice if 'cuda' in one.failure.lower() else ''}"
             )
         plain = self._run("ddp", self.options.ranks, self.job)
         if "split_batches=True" in plain.failure or (plain.ranks and self._rows(plain) < self._rows(one)):
@@ -153,11 +158,8 @@ class _Proof:
         """Run the script in one way under each strategy."""
         job = replace(self.job, **{**way.job, "steps": max(way.steps, self.job.steps)})
         ranks = way.ranks or self.options.ranks
-        names = [
-            name
-            for name in self.options.strategies
-            if name not in self.refused and (not way.only or name in way.only)
-        ]
+        taken = [name for name in self.options.strategies if name not in self.refused]
+        names = [name for name in taken if not way.only or name in way.only]
         if not names:
             return []
         one = self._run("one process", 1, job)
@@ -165,9 +167,7 @@ class _Proof:
         if reason:
             found = [Verdict(name, reason=reason) for name in names]
         elif way.resumes:
-            found = [
-                verdict for name in names for verdict in self._resumed(name, ranks, job, Recorded.of(one))
-            ]
+            found = [each for name in names for each in self._resumed(name, ranks, job, Recorded.of(one))]
         else:
             found = self._compared(names, ranks, way.flags, job, Recorded.of(one))
         self.refused |= {verdict.name for verdict in found if verdict.reason and way is WAYS["written"]}
@@ -216,18 +216,12 @@ class _Proof:
         self, names: Sequence[str], ranks: int, flags: Sequence[str], job: ProofJob, reference: Recorded
     ) -> list[Verdict]:
         """Under each strategy."""
-        runs = {name: self._run(name, ranks, job, flags) for name in names}
-        recorded = {name: Recorded.of(made) for name, made in runs.items() if made.ranks}
+        runs = [self._run(name, ranks, job, flags) for name in names]
         plain = self._run("ddp", ranks, job)
         apart = Recorded.of(plain) if plain.ranks else None
 
         def judged(**probes: Recorded) -> list[Verdict]:
-            return [
-                examine(reference, recorded[name], apart, **probes)
-                if name in recorded
-                else failed(runs[name])
-                for name in names
-            ]
+            return [self._examined(reference, made, apart, **probes) for made in runs]
 
         verdicts = judged()
         wanted = {probe for verdict in verdicts for cause in verdict.findings for probe in cause.wants}
@@ -235,16 +229,31 @@ class _Proof:
         probes = {probe: self._run(*where[probe], replace(job, probe=probe)) for probe in sorted(wanted)}
         if probes:
             verdicts = judged(**{probe: Recorded.of(made) for probe, made in probes.items() if made.ranks})
-        if any(verdict.has_fault and verdict.name in recorded for verdict in verdicts):
-            again = self._run("one process", 1, job, again=True)
-            differ = examine(reference, Recorded.of(again), None).differ if again.ranks else ["end"]
-            if differ:
-                text = f"two runs of the script on one process differ in their {differ[0]}"
-                cause = Cause(
-                    "not repeatable", text, "set_seed(0), and take no order of data from a clock or a set"
-                )
-                verdicts = [replace(each, findings=[cause]) if each.has_fault else each for each in verdicts]
         return verdicts
+
+    def _examined(
+        self, reference: Recorded, made: ProofRun, apart: Recorded | None = None, **probes: Recorded
+    ) -> Verdict:
+        """Compare, without what two runs on one process do not have alike either."""
+        if not made.ranks:
+            return failed(made)
+        other = Recorded.of(made)
+        verdict = examine(reference.without(self.left_out), other, apart, **probes)
+        if not verdict.has_fault:
+            return verdict
+        kinds = {one.kind for one in self.unsteady}
+        if kinds <= {"metrics"}:
+            self.left_out = {one.name for one in self.unsteady}
+            return examine(reference.without(self.left_out), other, apart, **probes)
+        text = f"two runs of the script on one process differ in their {min(kinds, key=ORDER.index)}"
+        return replace(verdict, findings=[cause("not repeatable", text)])
+
+    @cached_property
+    def unsteady(self) -> list[Mismatch]:
+        """What two runs of the script on one process do not have alike."""
+        one = Recorded.of(self._run("one process", 1, self.job))
+        again = self._run("one process", 1, self.job, again=True)
+        return differences(one, Recorded.of(again), one.bound) if again.ranks else []
 
     def _resumed(self, name: str, ranks: int, job: ProofJob, reference: Recorded) -> list[Verdict]:
         """Kill the ranks after a saved state; start again, and on one process."""
@@ -263,12 +272,11 @@ class _Proof:
             again = self._run(strategy, world, later, more=more, files=here)
             if not again.ranks:
                 text = f"killed after step {done + 1}, it does not start again{label}: {again.failure}"
-                cause = Cause("does not resume", text, "start it so yourself, with accel launch")
-                verdicts.append(Verdict(name, ["losses"], [cause]))
+                verdicts.append(Verdict(name, ["losses"], [cause("does not resume", text)]))
                 continue
-            recorded = Recorded.of(again)
-            if done and not examine(replace(reference, steps=reference.steps[:1]), recorded, None).differ:
+            first = replace(reference, steps=reference.steps[:1])
+            if done and not examine(first, Recorded.of(again), None).differ:
                 reason = "with these arguments the script begins again; see --resume_with"
                 return [Verdict(name, reason=reason)]
-            verdicts.append(replace(examine(rest, recorded, None), name=name + label))
+            verdicts.append(replace(self._examined(rest, again), name=name + label))
         return verdicts

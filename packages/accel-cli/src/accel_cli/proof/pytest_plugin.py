@@ -20,7 +20,7 @@ def prove(tmp_path: Path) -> Callable[..., list[Verdict]]:
 
     It takes the path of the script and its arguments, and by name what `accel_cli.proof.prove.ProofOptions` has:
     ``strategies`` (``["ddp", "fsdp2"]``), ``ways`` (``["written"]``) and ``steps`` (3). It returns the verdict on each
-    strategy and way; one that cannot take the model has a ``reason``, and fails no test.
+    strategy and way; one that cannot take the model has a ``reason``, and fails no test unless all have one.
     """
 
     def run(script: str | Path, *arguments: str, **options: Any) -> list[Verdict]:
@@ -28,11 +28,15 @@ def prove(tmp_path: Path) -> Callable[..., list[Verdict]]:
         from accel_cli.proof.prove import prove as compare
         from accel_cli.proof.show import in_words
         from accel_state.environment import snapshot
+        from accel_state.errors import LaunchError
         from accel_state.launching.target import Target
 
         target = Target(str(script), arguments)
-        verdicts, _ = compare(target, snapshot(), tmp_path / "proof", ProofOptions(**options))
-        if any(verdict.has_fault for verdict in verdicts):
+        try:
+            verdicts, _ = compare(target, snapshot(), tmp_path / "proof", ProofOptions(**options))
+        except LaunchError as error:
+            pytest.fail(str(error), pytrace=False)
+        if any(verdict.has_fault for verdict in verdicts) or all(verdict.reason for verdict in verdicts):
             pytest.fail("\n".join(line for verdict in verdicts for line in in_words(verdict)), pytrace=False)
         return verdicts
 

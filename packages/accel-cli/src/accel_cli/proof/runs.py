@@ -35,8 +35,9 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 """Name → the flags of ``accel launch`` for two ranks."""
 
 _NO_MEMORY = ("not enough memory: you tried to allocate", "MemoryError", "Cannot allocate memory", "SIGKILL")
-_PLACE = re.compile(r'File "(.+)", line (\d+) in (\S+)')
-"""Of a frame that `faulthandler` writes."""
+# Of a frame in a traceback, and of one that `faulthandler` writes.
+_PLACE = re.compile(r'File "(.+)", line (\d+)(?:,? in (\S+))?')
+_INSTALLED = re.compile(r"/(site-packages|lib/python[^/]*|accel_\w+)/|^<")
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,16 @@ class ProofRun:
         if self.stuck:
             return self.stuck
         if not self.code:
-            return "the script ended without a step of a prepared optimizer"
+            return (
+                "the script ends before the first step of an optimizer that accelerator.prepare() was given"
+            )
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = [place for place, line in enumerate(lines) if "Error" in line.split(":")[0]]
         if not errors:
             return (lines or [f"exit code {self.code}"])[-1]
-        return " ".join(lines[errors[-1] : errors[-1] + 1 + lines[errors[-1]].endswith(":")])
+        place = _place("\n".join(lines[: errors[-1]]), -1)
+        said = " ".join(lines[errors[-1] : errors[-1] + 1 + lines[errors[-1]].endswith(":")])
+        return f"{said} ({place})" if place else said
 
     @property
     def lacks_memory(self) -> bool:
@@ -169,7 +174,7 @@ def run(
     words += [] if job.devices else ["--cpu"]
     variables = rank_environment(resolve(str(config), environ, parse_flags(words)).local(), environ)
     variables |= {"ACCELERATE_PROOF": str(path), "WANDB_MODE": "disabled", "GLOO_SOCKET_IFNAME": "lo"}
-    code = server.run([target.kind, target.name, *target.args], ranks, variables, output)
+    code = server([target.kind, target.name, *target.args], ranks, variables, output)
     found = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     complete = code == 0 and all(path.exists() for path in found)
     records = [_read(path) for path in found] if complete else []
@@ -178,20 +183,20 @@ def run(
 
 
 def _stuck(folder: Path, limit: float) -> str:
-    """Where the script was at the end of its time: the innermost line that is in no installed package."""
+    """Where the script was at the end of its time."""
     for path in sorted(folder.glob("stuck-*")):
-        places = [place.groups() for place in _PLACE.finditer(path.read_text())]
-        own = [
-            place
-            for place in places
-            if not re.search(r"/(site-packages|lib/python[^/]*|accel_\w+)/", place[0])
-        ]
-        if places:
-            file, line, function = (own or places)[0]
-            return (
-                f"not at its end after {limit:g} s (--limit), but at {Path(file).name}:{line} in {function}"
-            )
+        if stack := path.read_text():
+            return f"not at its end after {limit:g} s (--limit), but at {_place(stack, 0) or 'a line of a package'}"
     return ""
+
+
+def _place(stack: str, innermost: int) -> str:
+    """The innermost line that is in no installed package; empty: there is none."""
+    places = [place for place in _PLACE.findall(stack) if not _INSTALLED.search(place[0])]
+    if not places:
+        return ""
+    file, line, function = places[innermost]
+    return f"{Path(file).name}:{line}" + (f" in {function}" if function not in ("", "<module>") else "")
 
 
 def _read(path: Path) -> RankRecord:

@@ -17,8 +17,8 @@ from typing import Any
 
 __all__ = ["enter", "shadow"]
 
+# Files that have links of their own; further folders are links as a whole.
 _MOST = 10_000
-"""Files that have links of their own; further folders are links as a whole."""
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 

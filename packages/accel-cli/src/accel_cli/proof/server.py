@@ -7,65 +7,52 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from accel_state.errors import LaunchError
 
-__all__ = ["RunServer"]
+__all__ = ["RunServer", "run_server"]
+
+# Takes KIND, NAME and arguments of a script, where KIND is ``script`` or ``module``; how many ranks; their environment;
+# and a file for both of their output streams. Returns the exit code, negative for a signal.
+RunServer = Callable[[Sequence[str], int, Mapping[str, str], Path], int]
 
 
-class RunServer:
-    """That process, seen from the proof; a context, at whose end it is gone with all that it has forked.
+@contextmanager
+def run_server(environ: Mapping[str, str]) -> Iterator[RunServer]:
+    """Start that process, and give what runs a script once; at the end it is gone with all that it has forked.
 
     Args:
         environ: what it inherits.
+
+    Raises:
+        LaunchError: the process has ended before.
     """
+    process = subprocess.Popen(
+        (sys.executable, "-m", "accel_cli.proof.child"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        start_new_session=True,
+    )
+    sent, answers = process.stdin, process.stdout
+    assert sent is not None, "opened above"
+    assert answers is not None, "opened above"
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        argv = (sys.executable, "-m", "accel_cli.proof.child")
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, words: Sequence[str], ranks: int, environ: Mapping[str, str], output: Path) -> int:
-        """Run the script once.
-
-        Args:
-            words: KIND, NAME and arguments of the script; KIND is ``script`` or ``module``.
-            ranks: how many.
-            environ: their environment.
-            output: file for both of their output streams.
-
-        Returns:
-            The exit code, negative for a signal.
-
-        Raises:
-            LaunchError: the process has ended.
-        """
-        task = {"words": words, "ranks": ranks, "environment": dict(environ), "output": str(output)}
-        sent, answers = self._process.stdin, self._process.stdout
-        assert sent is not None, "opened above"
-        assert answers is not None, "opened above"
+    def run(words: Sequence[str], ranks: int, environment: Mapping[str, str], output: Path) -> int:
+        task = {"words": words, "ranks": ranks, "environment": dict(environment), "output": str(output)}
         sent.write(json.dumps(task) + "\n")
         sent.flush()
         answer = answers.readline()
         if not answer:
-            raise LaunchError(f"the process that runs the script ended with code {self._process.wait()}")
+            raise LaunchError(f"the process that runs the script ended with code {process.wait()}")
         return int(answer)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # ranks notice
-        self._process.communicate()
+    try:
+        yield run
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # ranks notice
+        process.communicate()

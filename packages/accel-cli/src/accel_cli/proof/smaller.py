@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 
 __all__ = ["cut_data", "cut_models"]
 
+# That an epoch has.
 _BATCHES = 2
-"""That an epoch has."""
 
 
 class _Cut(Subset[Any]):
@@ -36,33 +37,26 @@ def cut_data(odd: bool, mark: Path, readers: int) -> None:
         readers: how many ranks have such a batch each.
     """
     make: Callable[..., None] = DataLoader.__init__
+    signature = inspect.signature(make)
     made: list[int] = []
 
-    def init(
-        self: Any,
-        dataset: Any,
-        batch_size: Any = 1,
-        shuffle: Any = None,
-        sampler: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        dataset, sampler = given["dataset"], given["sampler"]
         plain = type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is dataset
-        trains = bool(shuffle) or isinstance(sampler, RandomSampler) or not made
-        rows = _BATCHES * readers * (batch_size or 0) - (odd or not trains)
-        whole = not args and kwargs.get("batch_sampler") is None and (sampler is None or plain)
-        if (
-            whole
-            and hasattr(dataset, "__getitem__")
-            and hasattr(dataset, "__len__")
-            and len(dataset) > rows > 0
-        ):
-            dataset = _Cut(dataset, range(rows))
+        trains = bool(given["shuffle"]) or isinstance(sampler, RandomSampler) or not made
+        rows = _BATCHES * readers * (given["batch_size"] or 0) - (odd or not trains)
+        whole = given["batch_sampler"] is None and (sampler is None or plain)
+        sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if whole and sized and len(dataset) > rows > 0:
+            given["dataset"] = _Cut(dataset, range(rows))
             if plain:
-                sampler.data_source = dataset
+                sampler.data_source = given["dataset"]
             mark.touch()
             made.append(rows)
-        make(self, dataset, batch_size, shuffle, sampler, *args, **kwargs)
+        make(*bound.args, **bound.kwargs)
 
     DataLoader.__init__ = init  # type: ignore[method-assign] # this process runs nothing but the script
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["RowNoise"]
@@ -18,8 +18,8 @@ _DRAWING = (
     torch.randint_like, torch.bernoulli, torch.binomial, torch.poisson, torch._standard_gamma, torch._sample_dirichlet,
     Tensor.bernoulli, functional.rrelu,
 )  # fmt: skip
+# Functions that draw one of the values in a row.
 _CHOOSING = (torch.multinomial, Tensor.multinomial, functional.gumbel_softmax)
-"""Functions that draw one of the values in a row."""
 _FILLING = (
     Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.random_, Tensor.exponential_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,
@@ -87,10 +87,8 @@ class RowNoise(TorchFunctionMode):
         if self._double and args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:
                 return args[0]
-            args = [torch.float64 if value is torch.float32 else value for value in args]
-            kwargs = {
-                name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()
-            }
+            args = [_doubled(value) for value in args]
+            kwargs = {name: value if name == "out" else _doubled(value) for name, value in kwargs.items()}
         if func in _DROPOUT:
             return self._without_dropout(func, args, kwargs)
         if func not in (*_DRAWING, *_CHOOSING, *_FILLING):
@@ -128,6 +126,13 @@ class RowNoise(TorchFunctionMode):
         named = {name: 0.0 for name in ("p", "dropout_p") if kwargs.get(name)}
         self.dropout += bool(named) or any(isinstance(value, float) and value > 0 for value in args)
         return func(*(0.0 if isinstance(value, float) else value for value in args), **kwargs | named)
+
+
+def _doubled(value: Any) -> Any:
+    """A dtype of 32 bits, or data in it, which a loss is in that has a part of it, as one of 64."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and not isinstance(value, Parameter):
+        return value.double()
+    return torch.float64 if value is torch.float32 else value
 
 
 def _row_of(value: Any, row: int, seeds: Sequence[int]) -> Any:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ProofEnd", "StepRecorder"]
 
+# Steps beyond the wanted ones that an optimizer may take while another one has not taken its own.
 _MOST = 16
-"""Steps beyond the wanted ones that an optimizer may take while another one has not taken its own."""
+# Bytes of the hash of a row.
 _HASH = 8
-"""Bytes of the hash of a row."""
 
 
 class ProofEnd(SystemExit):
@@ -70,6 +70,7 @@ class StepRecorder(StepObserver):
         self._now: dict[str, list[Any]] = defaultdict(list)
         self._places: dict[str, str] = {}
         self._own: dict[int, list[Tensor]] = {}  # of each parameter, for each backward pass
+        self._dtypes: set[str] = set()  # of losses
         self._depth = 0
         self._read: list[str] = []  # rows that no forward with gradients has had yet
         self._evaluates = False  # a forward without gradients has had them
@@ -161,6 +162,8 @@ class StepRecorder(StepObserver):
         """A loss, and how many items it is the sum over."""
         value = float(loss.detach().double()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         self._now["losses"].append([value, None if num_items is None else float(num_items)])
+        if isinstance(loss, Tensor):
+            self._dtypes.add(str(loss.dtype))
         self._note_place("losses")
         if self._probe == "terms" and value is not None and not self._steps:
             self._note_terms(loss)
@@ -208,7 +211,9 @@ class StepRecorder(StepObserver):
             if id(parameter) in own and parameter.grad is not None:
                 self._tensors[f"{step}/gradient/{name}"] = _whole(parameter.grad)
                 for number, gradient in enumerate(self._own.get(id(parameter), ())):
-                    self._tensors[f"{step}/own {number}/{name}"] = gradient
+                    self._tensors[f"{step}/own {number}/{name}"] = (
+                        gradient.clone()
+                    )  # a later step may have it, too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights that the step has left; the end, if it was the last."""
@@ -272,6 +277,9 @@ class StepRecorder(StepObserver):
         modules = [
             module for model in here.prepared_models for module in here.plan.strategy.plain(model).modules()
         ]
+        norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        dtypes = {str(parameter.dtype) for _, parameter in self._named()} | self._dtypes
+        seed = self._seed or torch.initial_seed()
         about = {
             "index": index,
             "size": size,
@@ -280,24 +288,12 @@ class StepRecorder(StepObserver):
             "reads": bool(self.seeds),
             "schedules": bool(here.schedulers),
             "steps": self._steps,
-            "noise": {
-                "drawn": self.noise.drawn,
-                "dropout": self.noise.dropout,
-                "seed": self._seed or torch.initial_seed(),
-            },
-            "normalises_batches": any(
-                isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-                for module in modules
-            ),
-            "dtypes": sorted(
-                {str(parameter.dtype) for _, parameter in self._named()}
-                | ({str(here.plan.precision.dtype)} if here.plan.precision.dtype else set())
-            ),
+            "noise": {"drawn": self.noise.drawn, "dropout": self.noise.dropout, "seed": seed},
+            "normalises_batches": not all(isinstance(norm, nn.SyncBatchNorm) for norm in norms),
+            "dtypes": sorted(dtypes | {str(here.plan.precision.dtype)} - {"None"}),
         }
-        save_file(
-            {name: tensor.contiguous() for name, tensor in self._tensors.items()},
-            self._folder / f"rank-{rank}.safetensors",
-        )
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors.items()}
+        save_file(tensors, self._folder / f"rank-{rank}.safetensors")
         (self._folder / f"rank-{rank}.json").write_text(json.dumps(about))
 
 
