@@ -125,8 +125,7 @@ for x, y in loader:
 """
 
 ROWS = """
-import random
-import sys
+import random, sys
 import torch
 from accel_train import Accelerator, DistributedDataParallelKwargs
 from torch import nn
@@ -287,7 +286,7 @@ def of(script: str, fault: str, strategy: str, kind: str, said: str, mark: str =
         of(ROWS, "in place", "ddp", "divided", "all parameters: divided once too often (x1/2)"),
         of(ROWS, "in place on a rank", "ddp", "fails", "gradients of 1 of 6 parameters, the first 'first.weight'"),
         of(ROWS, "weights", "ddp", "ranks apart", "after step 2 ranks do not have the same values of second.bias"),
-        of(ROWS, "one rank", "ddp", "by rank", "(train.py:54) of the same samples is another one on another rank"),
+        of(ROWS, "one rank", "ddp", "by rank", "(train.py:56) of the same samples is another one on another rank"),
     ],
 )  # fmt: skip
 def test_planted_faults_have_their_names(
