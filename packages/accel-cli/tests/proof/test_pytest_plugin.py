@@ -55,7 +55,7 @@ def test_nothing_compared_and_a_script_that_ends_fail_the_test(prove, monkeypatc
 def test_strategies_that_say_the_same_are_told_once():
     cause = Cause("summed", "it is twice", "leave out the sum")
     one, other = merged([Verdict(name, ["losses"], [cause]) for name in ("ddp", "fsdp2")] + [Verdict("tp")])
-    assert in_words(one) == ["ddp, fsdp2: wrong, summed: it is twice", "  leave out the sum"]
+    assert in_words(one) == ["ddp; fsdp2: wrong, summed: it is twice", "  leave out the sum"]
     assert in_words(other) == []
 
 

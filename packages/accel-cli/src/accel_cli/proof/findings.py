@@ -474,7 +474,7 @@ def _of_rate(difference: Mismatch, reference: Recorded, other: Recorded) -> Caus
     scaled = any(math.isclose(scale, known, rel_tol=1e-6) for known in (size, math.sqrt(size)))
     if scaled and _rates_are_alike(reference.steps, other.steps, scale):
         return cause("planned for ranks", f"{text}: the script multiplies it by {scale:.6g} on {size} ranks")
-    if other.about["schedules"] and _rates_are_alike(reference.steps[1:], other.steps[size::size], 1):
+    if other.about["schedules"] and _rates_are_alike(reference.steps, other.steps[::size], 1):
         return cause(
             "planned for ranks", f"{text}: the schedule is planned to advance {size} times in a step"
         )
@@ -484,7 +484,7 @@ def _of_rate(difference: Mismatch, reference: Recorded, other: Recorded) -> Caus
 
 def _rates_are_alike(right: Sequence[StepRecord], found: Sequence[StepRecord], scale: float) -> bool:
     pairs = [*zip(right, found, strict=False)]
-    return bool(pairs) and all(
+    return len(pairs) > 1 and all(
         math.isclose(scale * rate, other)
         for one, two in pairs
         for rate, other in zip(one.rates, two.rates, strict=True)

@@ -43,7 +43,7 @@ def merged(verdicts: Sequence[Verdict]) -> list[Verdict]:
     alike: dict[tuple[str, Sequence[Cause]], list[str]] = {}
     for verdict in verdicts:
         alike.setdefault((verdict.reason, tuple(verdict.findings)), []).append(verdict.name)
-    return [Verdict(", ".join(names), (), causes, reason) for (reason, causes), names in alike.items()]
+    return [Verdict("; ".join(names), (), causes, reason) for (reason, causes), names in alike.items()]
 
 
 def in_words(verdict: Verdict) -> list[str]:
