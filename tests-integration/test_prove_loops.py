@@ -817,7 +817,7 @@ def train(rate):
         optimizer.step()
         optimizer.zero_grad()
 
-notebook_launcher(train, (0.01,), num_processes=2)
+notebook_launcher(train, (0.01,), 2)
 """
 
 LOOPS = {

@@ -60,3 +60,4 @@ def test_a_client_is_proved_to_train_the_same_on_ranks(name, tmp_path):
         # diffusers' scripts plan their schedules for as many advances in a step as there are processes.
         assert notes == (["planned for ranks"] if scenario.client == "images" else []), found
         assert bool(found["differ"]) == bool(notes), found
+        assert ("the schedule is planned to advance 2 times" in str(found)) == (scenario.client == "images")

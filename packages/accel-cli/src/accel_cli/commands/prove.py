@@ -70,6 +70,7 @@ def prove_script(context: typer.Context) -> int:
     flags = ProveCommand.read(context.args)
     if not flags.rest:
         raise ConfigError("there is no script to prove; example: accel prove train.py --lr 0.1")
+    from accel_cli.proof.findings import passed
     from accel_cli.proof.prove import prove
     from accel_cli.proof.show import as_json, show
 
@@ -86,8 +87,7 @@ def prove_script(context: typer.Context) -> int:
         print(json.dumps(as_json(verdicts, facts), indent=2))
     else:
         show(verdicts, facts)
-    nothing = all(verdict.reason for verdict in verdicts)
-    return int(nothing or any(verdict.has_fault for verdict in verdicts))
+    return int(not passed(verdicts))
 
 
 def _options(flags: ParsedFlags, config: LaunchConfig) -> ProofOptions:

@@ -10,7 +10,7 @@ import os
 import random
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -82,13 +82,16 @@ def run_script(words: Sequence[str]) -> None:
     if job.layers:
         cut_models(job.layers)
     torch.set_num_threads(1)
-    notebook.notebook_launcher = lambda function, args=(), **_: function(
-        *args
-    )  # this process is a rank already
+    notebook.notebook_launcher = notebook.debug_launcher = _called
     set_seed(SEED + get_int_from_env(["RANK"], 0))  # where the script sets none, ranks have their own
     _draw_by_sample()
     enter(Path(job.files), job.since, job.overwrite)
     become(kind, name, arguments)
+
+
+def _called(function: Callable[..., Any], args: Iterable[Any] = (), *_: Any, **__: Any) -> None:
+    """What a script that starts its own ranks gets here: this process is one already."""
+    function(*args)
 
 
 def _draw_by_sample() -> None:

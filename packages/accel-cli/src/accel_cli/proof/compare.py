@@ -9,18 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.proof.runs import ProofRun, RankRecord
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["COUNT", "ORDER", "Mismatch", "Recorded", "StepRecord", "differences", "distance", "scale_of"]
+__all__ = ["ORDER", "Mismatch", "RankRecord", "Recorded", "StepRecord", "differences", "distance", "scale_of"]
 
 ORDER = ("samples", "losses", "gradients", "norms", "rates", "weights", "metrics")
 """What is compared, in the order in which a fault shows."""
 
-COUNT = "count"
-"""The name of a `Mismatch` in how many values there are."""
 # Relative; sums of ranks are rounded in another order.
 _BOUNDS = {"torch.float64": 1e-9, "torch.float32": 2e-4, "torch.float16": 2e-2, "torch.bfloat16": 5e-2}
 # Bounds above this are those of 16-bit dtypes.
@@ -29,6 +25,14 @@ _HALF = 1e-2
 _METRIC = 1e-6
 # Of the largest value of its kind: what is smaller is compared with that.
 _TINY = 1e-7
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank recorded; see ``accel_train.proof.recorder``."""
+
+    about: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,20 @@ class Recorded:
     steps: Sequence[StepRecord]
 
     @classmethod
-    def of(cls, run: ProofRun) -> Recorded:
+    def of(cls, name: str, ranks: Sequence[RankRecord]) -> Recorded:
         """Merge the records of all ranks."""
-        first = run.ranks[0].about
+        first = ranks[0].about
         indexes: dict[int, RankRecord] = {}
-        for rank in run.ranks:
+        for rank in ranks:
             indexes.setdefault(rank.about["index"], rank)
         readers = [indexes[index] for index in sorted(indexes)]
-        fewest = min(len(rank.about["steps"]) for rank in run.ranks)
+        fewest = min(len(rank.about["steps"]) for rank in ranks)
         computing: dict[int, RankRecord] = {}
-        for rank in sorted(run.ranks, key=lambda rank: rank.about["index"]):
+        for rank in sorted(ranks, key=lambda rank: rank.about["index"]):
             computing.setdefault(rank.about["loss_index"], rank)
-        steps = [_step(number, run.ranks, readers, list(computing.values())) for number in range(fewest)]
+        steps = [_step(number, ranks, readers, list(computing.values())) for number in range(fewest)]
         seeds = [rank.about["noise"]["seed"] for rank in readers]
-        return cls(run.name, first, first["size"], seeds, steps)
+        return cls(name, first, first["size"], seeds, steps)
 
     def without(self, names: Collection[str]) -> Recorded:
         """The same run without logged values of these names."""
@@ -125,7 +129,7 @@ class Mismatch:
         kind: one of ``ORDER``.
         step: number of the step, from 0.
         name: the parameter or the logged value; empty for others.
-        found, expected: the values: numbers, tensors or counts of samples.
+        found, expected: the values: floats, tensors or counts of samples; an `int` is how many values there are.
         relative: the relative difference.
     """
 
@@ -266,7 +270,7 @@ def _of_numbers(kind: str, number: int, right: Sequence[float], found: Sequence[
         relative = 0.0 if diverged else abs(other - one) / max(abs(one), 1e-12)
         yield Mismatch(kind, number, f"{place}" if len(right) > 1 else "", other, one, relative)
     if len(right) != len(found):
-        yield Mismatch(kind, number, COUNT, len(found), len(right), float("inf"))
+        yield Mismatch(kind, number, "", len(found), len(right), float("inf"))
 
 
 def _of_tensors(

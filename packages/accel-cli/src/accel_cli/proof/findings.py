@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from accel_cli.proof import compare
-from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, distance, scale_of
+from accel_cli.proof.compare import ORDER, Mismatch, Recorded, StepRecord, differences, distance, scale_of
 from accel_cli.proof.runs import STRATEGIES, ProofRun
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ADVICE", "Cause", "Verdict", "cause", "examine", "failed"]
+__all__ = ["ADVICE", "Cause", "Verdict", "cause", "examine", "failed", "passed"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,13 @@ class Verdict:
         return any(finding.fault for finding in self.findings)
 
 
+def passed(verdicts: Sequence[Verdict]) -> bool:
+    """Whether something was compared, and nothing is wrong."""
+    return not all(verdict.reason for verdict in verdicts) and not any(
+        verdict.has_fault for verdict in verdicts
+    )
+
+
 @dataclass(frozen=True)
 class _Runs:
     """What `examine` is given, and the relative difference up to which values are equal."""
@@ -136,7 +142,7 @@ def examine(reference: Recorded, other: Recorded, apart: Recorded | None, **prob
             samples; ``terms`` is of one process, and recorded the gradients of each term of a loss that is a sum.
     """
     bound = max(reference.bound, other.bound, _reorder(reference, apart))
-    found = compare.differences(reference, other, bound)
+    found = differences(reference, other, bound)
     trained = {one.step for one in found if one.kind in ("losses", "gradients")}
     # Other rows alone are padded to the longest of a batch.
     found = [one for one in found if one.kind != "samples" or one.step in trained or _read_alike(one.found)]
@@ -177,8 +183,8 @@ def failed(run: ProofRun) -> Verdict:
     if run.name != "ddp" and any(f"{name}:" in said for name in _REFUSALS):
         return Verdict(run.name, reason=said)
     flags = " ".join(["--cpu", "--num_processes", "2", *STRATEGIES[run.name]])
-    advice = f"start the script alone, with accel launch {flags}"
-    return Verdict(run.name, ORDER, [Cause("fails", f"fails on two ranks: {said}", advice.rstrip())])
+    advice = f"start the script alone, with accel launch {flags}".rstrip()
+    return Verdict(run.name, ORDER, [Cause("fails", f"fails on two ranks: {said}", advice)])
 
 
 _REFUSALS = ("IncompatibleOptionsError", "OptionError", "PrepareError", "ConfigError")
@@ -198,7 +204,7 @@ def _reorder(reference: Recorded, apart: Recorded | None) -> float:
 def _explain(first: Sequence[Mismatch], found: Sequence[Mismatch], runs: _Runs) -> Cause:
     kind, step = first[0].kind, first[0].step
     here = runs.other.steps[step]
-    if first[0].name == compare.COUNT:
+    if isinstance(first[0].found, int):
         return cause(
             "passes", f"step {step + 1} has {first[0].found} {kind}, and {first[0].expected} on one process"
         )

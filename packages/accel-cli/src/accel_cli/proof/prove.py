@@ -79,7 +79,7 @@ def prove(
     job = ProofJob(**{name: getattr(options, name) for name in same}, memory=memory, since=time.time())
     with run_server(environ) as server:
         proof = _Proof(server, target, environ, folder, options, tell, job)
-        reference = Recorded.of(proof.settle())
+        reference = proof.settle().recorded
         verdicts = [verdict for name in options.ways for verdict in proof.verdicts(WAYS[name])]
     facts = {
         "compared": f"{len(reference.steps)} steps on one process with those on {options.ranks} ranks",
@@ -152,7 +152,7 @@ class _Proof:
     @staticmethod
     def _rows(run: ProofRun) -> int:
         """How many samples the first step reads."""
-        return Recorded.of(run).steps[0].rows.total()
+        return run.recorded.steps[0].rows.total()
 
     def verdicts(self, way: Way) -> list[Verdict]:
         """Run the script in one way under each strategy."""
@@ -167,9 +167,9 @@ class _Proof:
         if reason:
             found = [Verdict(name, reason=reason) for name in names]
         elif way.resumes:
-            found = [each for name in names for each in self._resumed(name, ranks, job, Recorded.of(one))]
+            found = [each for name in names for each in self._resumed(name, ranks, job, one.recorded)]
         else:
-            found = self._compared(names, ranks, way.flags, job, Recorded.of(one))
+            found = self._compared(names, ranks, way.flags, job, one.recorded)
         self.refused |= {verdict.name for verdict in found if verdict.reason and way is WAYS["written"]}
         if way is WAYS["written"]:
             return found
@@ -218,7 +218,7 @@ class _Proof:
         """Under each strategy."""
         runs = [self._run(name, ranks, job, flags) for name in names]
         plain = self._run("ddp", ranks, job)
-        apart = Recorded.of(plain) if plain.ranks else None
+        apart = plain.recorded if plain.ranks else None
 
         def judged(**probes: Recorded) -> list[Verdict]:
             return [self._examined(reference, made, apart, **probes) for made in runs]
@@ -228,7 +228,7 @@ class _Proof:
         where = {"swapped": ("ddp", ranks), "terms": ("one process", 1)}
         probes = {probe: self._run(*where[probe], replace(job, probe=probe)) for probe in sorted(wanted)}
         if probes:
-            verdicts = judged(**{probe: Recorded.of(made) for probe, made in probes.items() if made.ranks})
+            verdicts = judged(**{probe: made.recorded for probe, made in probes.items() if made.ranks})
         return verdicts
 
     def _examined(
@@ -237,23 +237,22 @@ class _Proof:
         """Compare, without what two runs on one process do not have alike either."""
         if not made.ranks:
             return failed(made)
-        other = Recorded.of(made)
-        verdict = examine(reference.without(self.left_out), other, apart, **probes)
+        verdict = examine(reference.without(self.left_out), made.recorded, apart, **probes)
         if not verdict.has_fault:
             return verdict
         kinds = {one.kind for one in self.unsteady}
         if kinds <= {"metrics"}:
             self.left_out = {one.name for one in self.unsteady}
-            return examine(reference.without(self.left_out), other, apart, **probes)
+            return examine(reference.without(self.left_out), made.recorded, apart, **probes)
         text = f"two runs of the script on one process differ in their {min(kinds, key=ORDER.index)}"
         return replace(verdict, findings=[cause("not repeatable", text)])
 
     @cached_property
     def unsteady(self) -> list[Mismatch]:
         """What two runs of the script on one process do not have alike."""
-        one = Recorded.of(self._run("one process", 1, self.job))
+        one = self._run("one process", 1, self.job).recorded
         again = self._run("one process", 1, self.job, again=True)
-        return differences(one, Recorded.of(again), one.bound) if again.ranks else []
+        return differences(one, again.recorded, one.bound) if again.ranks else []
 
     def _resumed(self, name: str, ranks: int, job: ProofJob, reference: Recorded) -> list[Verdict]:
         """Kill the ranks after a saved state; start again, and on one process."""
@@ -275,7 +274,7 @@ class _Proof:
                 verdicts.append(Verdict(name, ["losses"], [cause("does not resume", text)]))
                 continue
             first = replace(reference, steps=reference.steps[:1])
-            if done and not examine(first, Recorded.of(again), None).differ:
+            if done and not examine(first, again.recorded, None).differ:
                 reason = "with these arguments the script begins again; see --resume_with"
                 return [Verdict(name, reason=reason)]
             verdicts.append(replace(self._examined(rest, again), name=name + label))

@@ -24,6 +24,7 @@ def prove(tmp_path: Path) -> Callable[..., list[Verdict]]:
     """
 
     def run(script: str | Path, *arguments: str, **options: Any) -> list[Verdict]:
+        from accel_cli.proof.findings import passed
         from accel_cli.proof.prove import ProofOptions
         from accel_cli.proof.prove import prove as compare
         from accel_cli.proof.show import in_words
@@ -36,7 +37,7 @@ def prove(tmp_path: Path) -> Callable[..., list[Verdict]]:
             verdicts, _ = compare(target, snapshot(), tmp_path / "proof", ProofOptions(**options))
         except LaunchError as error:
             pytest.fail(str(error), pytrace=False)
-        if any(verdict.has_fault for verdict in verdicts) or all(verdict.reason for verdict in verdicts):
+        if not passed(verdicts):
             pytest.fail("\n".join(line for verdict in verdicts for line in in_words(verdict)), pytrace=False)
         return verdicts
 

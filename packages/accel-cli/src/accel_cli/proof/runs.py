@@ -6,19 +6,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from accel_cli.proof.compare import RankRecord, Recorded
 from accel_cli.proof.server import RunServer
 from accel_state.config.codec import rank_environment
 from accel_state.config.flags import parse_flags
 from accel_state.config.merge import resolve
 from accel_state.launching.target import Target
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["SEED", "STRATEGIES", "ProofJob", "ProofRun", "RankRecord", "run"]
+__all__ = ["SEED", "STRATEGIES", "ProofJob", "ProofRun", "run"]
 
 SEED = 1_234_567_891
 """Of a script that sets none."""
@@ -83,14 +81,6 @@ class ProofJob:
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """What one rank recorded; see ``accel_train.proof.recorder``."""
-
-    about: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
 class ProofRun:
     """One run.
 
@@ -128,6 +118,11 @@ class ProofRun:
         place = _place("\n".join(lines[: errors[-1]]), -1)
         said = " ".join(lines[errors[-1] : errors[-1] + 1 + lines[errors[-1]].endswith(":")])
         return f"{said} ({place})" if place else said
+
+    @cached_property
+    def recorded(self) -> Recorded:
+        """The records of all ranks together; there are some."""
+        return Recorded.of(self.name, self.ranks)
 
     @property
     def lacks_memory(self) -> bool:
@@ -196,7 +191,7 @@ def _place(stack: str, innermost: int) -> str:
     if not places:
         return ""
     file, line, function = places[innermost]
-    return f"{Path(file).name}:{line}" + (f" in {function}" if function not in ("", "<module>") else "")
+    return f"{Path(file).name}:{line}" + (f" in {function}" if function else "")
 
 
 def _read(path: Path) -> RankRecord:

@@ -23,7 +23,7 @@ def show(verdicts: Sequence[Verdict], facts: Mapping[str, str]) -> None:
     for name, value in facts.items():
         show_text(f"{name}: {value}")
     print()
-    width = max(len(verdict.name) for verdict in verdicts)
+    width = max((len(verdict.name) for verdict in verdicts), default=0)
     print(f"{'':{width}}  " + "  ".join(ORDER))
     for verdict in verdicts:
         cells = [_cell(verdict, kind).center(len(kind)) for kind in ORDER]
