@@ -50,6 +50,7 @@ COMMANDS: dict[str, Entry] = {
     "doctor": Entry("look", "Find what would stop or slow a training run: machine, network, ranks."),
     "test": Entry("look", "Check the configured world: collectives, data, training, saving."),
     "env": Entry("look", "Show versions, devices and the configuration, for bug reports."),
+    "jobs": Entry("look", "List jobs that launch --submit has started, show their output, cancel them."),
     "runs": Entry("look", "List the runs in a folder of logs: state, checkpoint, last lines."),
     "checkpoint": Entry("look", "List, show, verify, compare and remove checkpoints."),
     "completion": Entry("look", "Print the script that completes accel in a shell."),

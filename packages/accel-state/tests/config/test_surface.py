@@ -33,6 +33,10 @@ OUR_FLAGS = {
     "parallelism_config_pp_schedule", "parallelism_config_pp_size", "parallelism_config_pp_stages_per_rank",
     "processes_per", "rdzv_id", "resume", "shutdown_timeout", "signals_to_handle",
     "spares", "start_timeout", "step_timeout", "straggler_report", "submit",
+    "submit_engine", "submit_memory", "submit_retries", "submit_image", "submit_workdir",
+    "submit_env", "submit_secrets", "submit_volumes", "submit_shared_memory", "submit_kind",
+    "submit_namespace", "submit_queue", "submit_node_selector", "submit_tolerations", "submit_service_account",
+    "submit_address",
     "submit_account", "submit_args", "submit_cpus_per_task", "submit_gpus_per_machine", "submit_job_name",
     "submit_output", "submit_partition", "submit_setup", "submit_signal_time", "submit_time", "tpu_env", "tpu_name",
     "tpu_use_cluster", "tpu_vm", "tpu_zone", "use_cpu", "virtual_local_rank",
@@ -163,6 +167,10 @@ def test_launcher_only_fields_are_frozen():
         "signals_to_handle", "spares", "virtual_local_rank", "submit", "submission.job_name", "submission.partition",
         "submission.account", "submission.time", "submission.gpus_per_machine", "submission.cpus_per_task",
         "submission.signal_time", "submission.output", "submission.setup", "submission.args",
+        "submission.engine", "submission.memory", "submission.retries", "submission.image",
+        "submission.workdir", "submission.env", "submission.secrets", "submission.volumes",
+        "submission.shared_memory", "submission.kind", "submission.namespace", "submission.queue",
+        "submission.node_selector", "submission.tolerations", "submission.service_account", "submission.address",
     }  # fmt: skip
 
 

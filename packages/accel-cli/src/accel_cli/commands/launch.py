@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,14 +138,16 @@ def _submit(
     from accel_state.launching.submission import SUBMISSIONS, Job
     from accel_state.launching.target import check_target
 
-    check_target(target, environ)
+    submission = SUBMISSIONS.get(str(config.submit))
+    if not submission.has_own_files:
+        check_target(target, environ)
     kept = without_flags(
         arguments,
         LaunchCommand.taking(),
         lambda name: name in ("submit", "dry_run") or name.startswith("submit_"),
     )
-    job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
-    submission = SUBMISSIONS.get(str(config.submit))
+    command = (sys.executable, "-m", "accel_cli", "launch", *kept)
+    job = Job(config, command, target.name, tuple(target.args), secrets.token_hex(3))
     if config.dry_run:
         sys.stdout.write(without_secrets(submission.script(job)))
     else:

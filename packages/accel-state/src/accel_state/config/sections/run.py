@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.config.option import Section, option
+from accel_state.config.sections.submission import ENGINES
 
 __all__ = ["RunOptions"]
 
@@ -101,8 +102,8 @@ class RunOptions(Section):
         ours=True,
     )
     submit: str | None = option(
-        help="Scheduler to which the run is submitted as a job; --dry_run prints the script.",
-        choices=("slurm",),
+        help="Engine to which the run is submitted as a job; --dry_run prints the script or manifest.",
+        choices=ENGINES,
         group="accel_state.launchers",
         in_file=False,
     )

@@ -1,17 +1,51 @@
-"""The base class of submissions, and the job that they submit."""
+"""The contract of an engine that runs jobs, and the job that is submitted to it."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
+from accel_state.config.flags import to_flags
 from accel_state.config.launch import LaunchConfig
-from accel_state.errors import ConfigError
+from accel_state.config.schema import schema_of
+from accel_state.config.sections.submission import SubmitSection
+from accel_state.errors import ConfigError, NotAvailableError
+from accel_state.messages import is_secret
 
-__all__ = ["Job", "Submission"]
+__all__ = ["Job", "JobState", "JobStatus", "Submission"]
+
+# The forms that the manual page of sbatch lists under --time.
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_LABEL = 40
+"""Characters of a label: names of pods, which engines build from it, are DNS labels of at most 63."""
+
+JobState = Literal["waiting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
+"""States of jobs. ``preempted``: the job saved its state, ended with code 75, and waits to be started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A submitted job as its engine describes it.
+
+    Attributes:
+        id: what ``accel jobs logs`` and ``cancel`` take.
+        name: the job's name.
+        state: its state.
+        machines: number of machines; None if the engine does not say.
+        why: the engine's reason, in its words: why a job waits or has failed.
+    """
+
+    id: str
+    name: str
+    state: JobState
+    machines: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +54,18 @@ class Job:
 
     Attributes:
         config: the resolved configuration.
-        command: the launch command that each machine runs, without the flags of the submission.
+        command: the launch command that each machine runs on the file system of this one, without the flags of the
+            submission.
         script: the script's name, for the name of the job.
+        arguments: the script's arguments.
+        suffix: end of the label, so that two jobs of one script do not share a name, an address or a store.
     """
 
     config: LaunchConfig
     command: tuple[str, ...]
     script: str
+    arguments: tuple[str, ...] = ()
+    suffix: str = ""
 
     @property
     def name(self) -> str:
@@ -34,8 +73,29 @@ class Job:
         return self.config.submission.job_name or Path(self.script).stem
 
     @property
+    def label(self) -> str:
+        """The name as a DNS label (RFC 1123) of at most 40 characters; it ends with ``suffix`` unless the user has
+        named the job.
+
+        Raises:
+            ConfigError: the user's name is not such a label.
+        """
+        given = self.config.submission.job_name
+        if given is not None:
+            if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", given) or len(given) > _LABEL:
+                raise ConfigError(
+                    f"--submit_job_name {given!r} cannot name a job of this engine; expected at most {_LABEL} "
+                    "lower-case letters, digits and dashes, beginning with a letter and not ending with a dash"
+                )
+            return given
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        plain = plain if plain[:1].isalpha() else f"job-{plain}"
+        end = f"-{self.suffix}" if self.suffix else ""
+        return plain[: _LABEL - len(end)].strip("-") + end
+
+    @property
     def gpus(self) -> str | None:
-        """Accelerators of each machine; None: the ranks compute on the CPU.
+        """Accelerators of each machine, as ``number`` or ``type:number``; None: the ranks compute on the CPU.
 
         Raises:
             ConfigError: their number is not set, and the machine that submits cannot know it.
@@ -57,20 +117,117 @@ class Job:
             )
         return str(config.num_processes // config.num_machines)
 
+    @property
+    def accelerators(self) -> tuple[str, int]:
+        """Type of the accelerators, empty if any will do, and their number on each machine; 0 without any.
+
+        Raises:
+            ConfigError: see ``gpus``, or the number is none.
+        """
+        kind, _, number = (self.gpus or "0").rpartition(":")
+        if not number.isdecimal():
+            raise ConfigError(
+                f"--submit_gpus_per_machine {self.gpus} is not a number of accelerators; expected a number, or "
+                "type:number such as H100:8"
+            )
+        return kind, int(number)
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit; None without one.
+
+        Raises:
+            ConfigError: it has none of Slurm's forms, or is not longer than the time for saving.
+        """
+        about = self.config.submission
+        if about.time is None:
+            return None
+        if not _TIME.fullmatch(about.time):
+            raise ConfigError(
+                f"--submit_time {about.time} is not a time limit; expected minutes, 4:00:00, 2-12 (days-hours) or "
+                "UNLIMITED"
+            )
+        if not about.time[0].isdecimal():
+            return None
+        seconds = _seconds(about.time)
+        if self.config.resume and seconds <= about.signal_time:
+            raise ConfigError(
+                f"--submit_time {about.time} is not longer than --submit_signal_time {about.signal_time} seconds, so "
+                "the job would get the stop signal as soon as it starts; raise the first, or lower the second"
+            )
+        return seconds
+
     def shell(self) -> str:
-        """The launch command for a shell."""
+        """The launch command for a shell, where the job sees the files of this machine."""
         return shlex.join(self.command)
+
+    def container_command(self) -> tuple[str, ...]:
+        """The launch command inside an image: every option is a flag, because a file of this machine is not there."""
+        own = dataclasses.replace(self.config, submission=SubmitSection(), submit=None, dry_run=False)
+        return ("accel", "launch", *to_flags(own), self.script, *self.arguments)
+
+
+def _seconds(time: str) -> int:
+    """A time limit of Slurm in seconds: ``minutes[:seconds]``, ``h:m:s``, ``days-hours[:m[:s]]``."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def _is_secret(setting: str) -> bool:
+    return is_secret(setting.partition("=")[0])
 
 
 class Submission(ABC):
-    """A scheduler to which jobs can be submitted."""
+    """An engine to which jobs can be submitted.
+
+    Attributes:
+        title: the engine's name in messages.
+        uses: the options of ``SubmitSection`` that it uses, beside ``engine``; others that are set are refused. None:
+            it checks them itself.
+        has_own_files: jobs have other files than this machine, so the script need not be here.
+    """
+
+    title: ClassVar[str] = "this engine"
+    has_own_files: ClassVar[bool] = False
+    uses: ClassVar[frozenset[str] | None] = None
+
+    def check(self, job: Job) -> None:
+        """Check what all engines have in common.
+
+        Raises:
+            ConfigError: an option is set that the engine does not have, or an argument holds a secret.
+        """
+        about = job.config.submission
+        for bound in schema_of(SubmitSection).options:
+            name = bound.path
+            if self.uses is None or name == "engine" or name in self.uses:
+                continue
+            value = getattr(about, name)
+            if value is not None and value != bound.default:
+                raise ConfigError(
+                    f"{bound.label} is {value!r}, and jobs of {self.title} have no such option; leave it out"
+                )
+        secrets = [
+            f"--submit_env {setting.partition('=')[0]}" for setting in about.env or () if _is_secret(setting)
+        ]
+        for word, following in zip(job.arguments, (*job.arguments[1:], "-"), strict=False):
+            if word.startswith("--") and _is_secret(word) and ("=" in word or not following.startswith("-")):
+                secrets.append(f"the script's argument {word.partition('=')[0]}")
+        if secrets:
+            raise ConfigError(
+                f"{secrets[0]} looks like a secret, which everybody who can see the job would read; let the engine "
+                "keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let the "
+                "script read the variable"
+            )
 
     @abstractmethod
     def script(self, job: Job) -> str:
-        """The batch script of a job.
+        """The batch script or the manifest of a job, as ``--dry_run`` prints it.
 
         Raises:
-            ConfigError: an option does not fit this scheduler.
+            ConfigError: an option does not fit this engine.
         """
 
     @abstractmethod
@@ -78,6 +235,36 @@ class Submission(ABC):
         """Submit a job; return a sentence for the user.
 
         Raises:
-            ConfigError: an option does not fit this scheduler.
-            LaunchError: the scheduler's tool is missing or refused the job.
+            ConfigError: an option does not fit this engine.
+            LaunchError: the engine's tool is missing, or refused the job.
         """
+
+    def jobs(self, about: SubmitSection, environ: Mapping[str, str]) -> Sequence[JobStatus]:
+        """The user's jobs that were submitted with ``accel launch``, the newest last.
+
+        Args:
+            about: the options of the submission, such as the namespace or the address of the engine.
+            environ: the environment of this process.
+
+        Raises:
+            LaunchError: the engine's tool is missing, does not answer, or answers with something else.
+        """
+        raise NotAvailableError(f"{self.title} has no list of jobs here; ask its own tools")
+
+    def logs(
+        self, job: str, about: SubmitSection, environ: Mapping[str, str], *, follow: bool = False
+    ) -> Iterator[str]:
+        """The lines of a job's output so far; with ``follow`` until it ends.
+
+        Raises:
+            LaunchError: there is no such job, or see ``jobs``.
+        """
+        raise NotAvailableError(f"{self.title} has no logs here; ask its own tools")
+
+    def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
+        """End a job; return a sentence for the user.
+
+        Raises:
+            LaunchError: there is no such job, or see ``jobs``.
+        """
+        raise NotAvailableError(f"{self.title} cannot cancel jobs from here; ask its own tools")

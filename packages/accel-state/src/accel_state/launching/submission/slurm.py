@@ -10,35 +10,67 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, Submission
+from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
 
 __all__ = ["SLURM", "SlurmSubmission"]
 
-# The forms that the manual page of sbatch lists under --time.
-_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _FLAGS = {
     "job-name": "--submit_name, or the name of the script,",
     "gpus-per-node": "--submit_gpus_per_machine",
     "cpus-per-task": "--submit_cpus_per_task",
     "partition": "--submit_partition",
     "account": "--submit_account",
+    "mem": "--submit_memory",
     "output": "--submit_output, or --log_dir,",
 }
+_MARK = "accel"
+"""Comment of the jobs that `accel launch` has submitted."""
+_STATES: Mapping[str, JobState] = {
+    "PENDING": "waiting",
+    "REQUEUED": "preempted",
+    "PREEMPTED": "preempted",
+    "RUNNING": "running",
+    "CONFIGURING": "running",
+    "COMPLETING": "running",
+    "COMPLETED": "done",
+    "CANCELLED": "cancelled",
+    "FAILED": "failed",
+    "TIMEOUT": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+}
+"""Slurm's states, as the manual page of squeue lists them."""
+_GOES_ON = ("waiting", "running", "preempted")
+_LOOK = 1.0
+"""Seconds between two looks at the output of a job."""
 _JOB = re.compile(r"(\d+)(?:;\S+)?\s*$")
 
 
 class SlurmSubmission(Submission):
     """Submits with ``sbatch``."""
 
+    title = "Slurm"
+    uses = frozenset(
+        {
+            *("job_name", "partition", "account", "time", "gpus_per_machine", "cpus_per_task", "memory"),
+            *("signal_time", "output", "setup", "args"),
+        }
+    )
+
     def script(self, job: Job) -> str:
         """See the base class. With ``--resume`` the job is signalled before its limit, and requeued after it has
         saved.
         """
+        self.check(job)
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job))]
         lines += ["", *(job.config.submission.setup or ()), f"srun {job.shell()}", "code=$?"]
         if job.config.resume:
@@ -48,12 +80,7 @@ class SlurmSubmission(Submission):
     def submit(self, job: Job, environ: Mapping[str, str]) -> str:
         """See the base class."""
         text = self.script(job)
-        tool = shutil.which("sbatch", path=environ.get("PATH"))
-        if tool is None:
-            raise LaunchError(
-                "--submit slurm needs sbatch, which was not found on PATH; run this command on a login node of the "
-                "cluster, or add --dry_run to see the script"
-            )
+        tool = _tool("sbatch", environ)
         folder = Path(_output(job)).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)  # Slurm does not, and then loses the output
@@ -71,12 +98,86 @@ class SlurmSubmission(Submission):
             )
         return f"submitted job {match[1]}; its output goes to {_output(job).replace('%j', match[1])}"
 
+    def jobs(self, about: SubmitSection, environ: Mapping[str, str]) -> list[JobStatus]:
+        """See the base class. Slurm forgets jobs some minutes after their end (MinJobAge)."""
+        form = ["--me", "--states=all", "--noheader", "--sort=i", "--format=%i|%k|%T|%D|%r|%j"]
+        found = []
+        for line in _answer("squeue", form, environ).splitlines():
+            cells = line.strip().split("|", 5)
+            if len(cells) != 6 or cells[1] != _MARK:
+                continue
+            number, _, word, nodes, why, name = cells
+            state = _STATES.get(word, "unknown")
+            if word == "PENDING" and _field(number, "Restarts", environ) not in ("", "0"):
+                state = "preempted"
+            told = "" if why == "None" else why
+            found.append(JobStatus(number, name, state, int(nodes) if nodes.isdecimal() else None, told))
+        return found
+
+    def logs(
+        self, job: str, about: SubmitSection, environ: Mapping[str, str], *, follow: bool = False
+    ) -> Iterator[str]:
+        """See the base class. The file is read where Slurm writes it, so this machine has to see it."""
+        path = Path(_field(_checked(job), "StdOut", environ))
+        while not path.is_file():
+            if not follow or _field(job, "JobState", environ) not in ("PENDING", "CONFIGURING"):
+                raise LaunchError(f"job {job} has written no output yet; it goes to {path}")
+            time.sleep(_LOOK)
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            while True:
+                ended = not follow or _STATES.get(_field(job, "JobState", environ)) not in _GOES_ON
+                yield from stream
+                if ended:
+                    return
+                time.sleep(_LOOK)
+
+    def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
+        """See the base class."""
+        _field(_checked(job), "JobState", environ)  # scancel says nothing about jobs that there are not
+        _answer("scancel", [job], environ)
+        return f"cancelled job {job}"
+
 
 SLURM = SlurmSubmission()
 
 
+def _tool(name: str, environ: Mapping[str, str]) -> str:
+    found = shutil.which(name, path=environ.get("PATH"))
+    if found is None:
+        raise LaunchError(
+            f"Slurm's {name} was not found on PATH; run this command on a login node of the cluster"
+            + (", or add --dry_run to see the script" if name == "sbatch" else "")
+        )
+    return found
+
+
+def _answer(name: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
+    done = subprocess.run(
+        [_tool(name, environ), *words], capture_output=True, text=True, env=dict(environ), check=False
+    )
+    if done.returncode:
+        raise LaunchError(
+            f"{name} failed (exit code {done.returncode}): {(done.stderr or done.stdout).strip()}"
+        )
+    return done.stdout
+
+
+def _checked(job: str) -> str:
+    if not re.fullmatch(r"\d+(_\d+)?", job):
+        raise ConfigError(f"{job!r} is not a job of Slurm; expected a number, as accel jobs lists it")
+    return job
+
+
+def _field(job: str, name: str, environ: Mapping[str, str]) -> str:
+    """A field of a job in the answer of ``scontrol``, one in a line or a word; empty if it is not there."""
+    answer = _answer("scontrol", ["show", "job", job], environ)
+    found = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+\w+=|\s*$)", answer, re.MULTILINE)
+    return found[1] if found is not None else ""
+
+
 def _options(job: Job) -> list[str]:
     config, about = job.config, job.config.submission
+    _ = job.seconds  # checks the time limit
     found = {
         "job-name": job.name,
         "nodes": f"{config.min_machines}-{config.num_machines}"
@@ -87,24 +188,16 @@ def _options(job: Job) -> list[str]:
         "cpus-per-task": about.cpus_per_task,
         "partition": about.partition,
         "account": about.account,
+        "mem": about.memory,
         "time": about.time,
+        "comment": _MARK,
         "output": _output(job),
     }
     if config.spares:
         found["nodes"] = str(config.num_machines + config.spares)
-    if about.time is not None and not _TIME.fullmatch(about.time):
-        raise ConfigError(
-            f"--submit_time {about.time} is not a time limit of Slurm; expected minutes, 4:00:00, 2-12 (days-hours) "
-            "or UNLIMITED"
-        )
     for name, value in found.items():
         _one_line(_FLAGS.get(name, f"the option {name} of sbatch"), value)
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in found.items() if value is not None]
-    if config.resume and about.time is not None and _seconds(about.time) <= about.signal_time:
-        raise ConfigError(
-            f"--submit_time {about.time} is not longer than --submit_signal_time {about.signal_time} seconds, so the "
-            "job would get the stop signal as soon as it starts; raise the first, or lower the second"
-        )
     if config.resume:
         options += ["--requeue", "--open-mode=append"]
         if about.signal_time:
@@ -131,16 +224,6 @@ def _one_line(flag: str, value: object) -> None:
             f"{flag} is {str(value)[:80]!r}; a value in a batch script is one line of printable characters. Remove the "
             "others"
         )
-
-
-def _seconds(time: str) -> float:
-    """A time limit of Slurm in seconds: ``minutes[:seconds]``, ``h:m:s``, ``days-hours[:m[:s]]``."""
-    if not time[0].isdecimal():
-        return float("inf")
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _output(job: Job) -> str:
