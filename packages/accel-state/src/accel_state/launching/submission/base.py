@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from accel_state.config.flags import to_flags
 from accel_state.config.launch import LaunchConfig
@@ -161,9 +161,15 @@ class Job:
         """The launch command for a shell, where the job sees the files of this machine."""
         return shlex.join(self.command)
 
-    def container_command(self) -> tuple[str, ...]:
-        """The launch command inside an image: every option is a flag, because a file of this machine is not there."""
-        own = dataclasses.replace(self.config, submission=SubmitSection(), submit=None, dry_run=False)
+    def container_command(self, **changes: Any) -> tuple[str, ...]:
+        """The launch command inside an image: every option is a flag, because a file of this machine is not there.
+
+        Args:
+            changes: other values of options.
+        """
+        own = dataclasses.replace(
+            self.config, submission=SubmitSection(), submit=None, dry_run=False, **changes
+        )
         return ("accel", "launch", *to_flags(own), self.script, *self.arguments)
 
 
