@@ -24,7 +24,10 @@ model = torch.nn.Linear(3, 1, dtype=torch.float64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 rows = torch.arange(48, dtype=torch.float64).reshape(16, 3).sin()
 loader = DataLoader(
-    TensorDataset(rows), batch_size=4 // accelerator.num_processes, shuffle=True, generator=torch.Generator().manual_seed(1)
+    TensorDataset(rows),
+    batch_size=4 // accelerator.num_processes,
+    shuffle=True,
+    generator=torch.Generator().manual_seed(1),
 )
 
 
@@ -50,7 +53,11 @@ while progress.done < steps:
         optimizer.zero_grad()
         progress.done += 1
         time.sleep(pace)
-        if accelerator.process_index == accelerator.num_processes - 1 and progress.done == 5 and (folder / "crash").exists():
+        if (
+            accelerator.process_index == accelerator.num_processes - 1
+            and progress.done == 5
+            and (folder / "crash").exists()
+        ):
             (folder / "crash").unlink()
             raise RuntimeError("told to crash")
         if accelerator.should_stop:

@@ -42,7 +42,13 @@ def cluster() -> Iterator[Any]:
 
 
 def run_of(*words: str, **changes: Any) -> RayRun:
-    given: dict[str, Any] = {"per_machine": 1, "machines": 2, "resources": {"CPU": 1}, "grace": 30.0, "patience": 5.0}
+    given: dict[str, Any] = {
+        "per_machine": 1,
+        "machines": 2,
+        "resources": {"CPU": 1},
+        "grace": 30.0,
+        "patience": 5.0,
+    }
     return RayRun(("accel", "launch", "--cpu", "--resume", *words), **(given | changes))
 
 
@@ -59,7 +65,9 @@ def undisturbed(folder: Path, steps: int = 40) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_weights(folder: Path, other: Path, steps: int = 40) -> None:
-    torch.testing.assert_close(torch.load(folder / "weights.pt"), undisturbed(other, steps), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.load(folder / "weights.pt"), undisturbed(other, steps), rtol=1e-12, atol=0
+    )
 
 
 def when(lines: list[str], text: str, act: Any) -> threading.Thread:
@@ -115,7 +123,8 @@ def test_a_dead_node(cluster: Any, tmp_path: Path, replaced: bool) -> None:
     run = run_of(*training(tmp_path / "run", 60), min_machines=None if replaced else 1, grace=10.0)
     assert run_on_ray(run, write=lines.append) == 0
     resumed = [line for line in lines if "from step " in line and "from step 0" not in line]
-    assert resumed and f"on {2 if replaced else 1} ranks" in resumed[-1], lines
+    assert resumed
+    assert f"on {2 if replaced else 1} ranks" in resumed[-1], lines
     assert_equal_weights(tmp_path / "run", tmp_path / "other", 60)
 
 
@@ -127,7 +136,9 @@ def test_a_node_that_is_taken_away_saves_first(cluster: Any, tmp_path: Path) -> 
         words = ["--address", cluster.address, "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
         words += ["--reason-message", "spot", "--deadline-remaining-seconds", "60"]
         done = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words], capture_output=True, text=True
+            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -136,7 +147,8 @@ def test_a_node_that_is_taken_away_saves_first(cluster: Any, tmp_path: Path) -> 
     assert run_on_ray(run, write=lines.append) == 0
     assert any("all ranks stop after optimizer step" in line for line in lines), lines
     resumed = [line for line in lines if "from step " in line and "from step 0" not in line]
-    assert resumed and "on 1 ranks" in resumed[-1], lines
+    assert resumed
+    assert "on 1 ranks" in resumed[-1], lines
     assert_equal_weights(tmp_path / "run", tmp_path / "other", 60)
 
 
@@ -147,7 +159,16 @@ def accel(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_submitted_job(cluster: Any, tmp_path: Path) -> None:
     place = ("--engine", "ray", "--address", "http://127.0.0.1:8299")
-    words = ("launch", "--submit", "ray", "--submit_address", "http://127.0.0.1:8299", "--cpu", "--num_machines", "2")
+    words = (
+        "launch",
+        "--submit",
+        "ray",
+        "--submit_address",
+        "http://127.0.0.1:8299",
+        "--cpu",
+        "--num_machines",
+        "2",
+    )
     done = accel(*words, "--num_processes", "2", "--resume", *training(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     number = done.stdout.split("submitted job ")[1].split(";")[0]
@@ -158,13 +179,23 @@ def test_a_submitted_job(cluster: Any, tmp_path: Path) -> None:
     assert [(job["id"], job["state"], job["machines"]) for job in listed] == [(number, "done", 2)]
     assert_equal_weights(tmp_path / "run", tmp_path / "other")
     again = accel("jobs", "cancel", number, *place)
-    assert again.returncode == 1 and "has ended already" in again.stderr
+    assert again.returncode == 1
+    assert "has ended already" in again.stderr
     assert "does not know the job 'nobody'" in accel("jobs", "logs", "nobody", *place).stderr
 
 
 def test_a_cancelled_job_saves_first(cluster: Any, tmp_path: Path) -> None:
     place = ("--engine", "ray", "--address", "http://127.0.0.1:8299")
-    words = ("launch", "--submit", "ray", "--submit_address", "http://127.0.0.1:8299", "--cpu", "--num_machines", "2")
+    words = (
+        "launch",
+        "--submit",
+        "ray",
+        "--submit_address",
+        "http://127.0.0.1:8299",
+        "--cpu",
+        "--num_machines",
+        "2",
+    )
     done = accel(*words, "--num_processes", "2", *training(tmp_path / "run", 600))
     assert done.returncode == 0, done.stderr
     number = done.stdout.split("submitted job ")[1].split(";")[0]
@@ -186,7 +217,9 @@ def test_a_function_of_a_notebook(cluster: Any, tmp_path: Path) -> None:
         Path(folder, str(accelerator.process_index)).write_text(str(total.item()))
 
     ray_launcher(train, (str(tmp_path), 10.0), 4, num_machines=2, use_cpu=True)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {str(rank): "100.0" for rank in range(4)}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        str(rank): "100.0" for rank in range(4)
+    }
 
 
 def test_inside_ray_trains_workers_an_accelerator_finds_its_place(cluster: Any, tmp_path: Path) -> None:

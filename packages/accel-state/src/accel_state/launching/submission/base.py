@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from accel_state.config.flags import to_flags
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.merge import resolve
 from accel_state.config.schema import schema_of
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, NotAvailableError
@@ -157,6 +160,56 @@ class Job:
             )
         return seconds
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of ``--submit_env``.
+
+        Raises:
+            ConfigError: one of them is not ``NAME=value``.
+        """
+        found = {}
+        for setting in self.config.submission.env or ():
+            name, equals, value = setting.partition("=")
+            if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError(f"--submit_env {setting!r} is not a variable; expected NAME=value")
+            found[name] = value
+        return found
+
+    @property
+    def volumes(self) -> list[tuple[str, str]]:
+        """Name of each volume, and the folder that it has in the job.
+
+        Raises:
+            ConfigError: one of them is not ``name:/folder``.
+        """
+        found = []
+        for text in self.config.submission.volumes or ():
+            name, _, folder = text.partition(":")
+            if not name or not folder.startswith("/"):
+                raise ConfigError(f"--submit_volumes {text!r} is not a volume; expected name:/folder")
+            found.append((name, folder))
+        return found
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of each machine in bytes; 0: not set."""
+        memory = self.config.submission.memory
+        return 0 if memory is None else self.bytes_of(memory, "--submit_memory")
+
+    @staticmethod
+    def bytes_of(text: str, flag: str) -> int:
+        """A size in bytes, from Kubernetes' notation of quantities.
+
+        Raises:
+            ConfigError: it has another form.
+        """
+        found = re.fullmatch(r"(\d+)([KMGT]i?)?", text)
+        if found is None:
+            raise ConfigError(f"{flag} {text!r} is not a size; expected such as 64Gi")
+        unit = found[2] or ""
+        base = 1024 if unit.endswith("i") else 1000
+        return int(found[1]) * (base ** ("KMGT".index(unit[0]) + 1) if unit else 1)
+
     def shell(self) -> str:
         """The launch command for a shell, where the job sees the files of this machine."""
         return shlex.join(self.command)
@@ -170,7 +223,9 @@ class Job:
         own = dataclasses.replace(
             self.config, submission=SubmitSection(), submit=None, dry_run=False, **changes
         )
-        return ("accel", "launch", *to_flags(own), self.script, *self.arguments)
+        defaults = to_flags(resolve(environ={}, use_default_file=False).local())
+        flags = [word for word in to_flags(own) if word not in defaults]
+        return ("accel", "launch", *flags, self.script, *self.arguments)
 
 
 def _seconds(time: str) -> int:
@@ -227,6 +282,15 @@ class Submission(ABC):
                 "keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let the "
                 "script read the variable"
             )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def written(text: str) -> Iterator[str]:
+        """Context with a file that holds ``text``, for a tool that reads no standard input."""
+        with tempfile.TemporaryDirectory(prefix="accel-submit-") as folder:
+            file = Path(folder) / "job.yaml"
+            file.write_text(text, encoding="utf-8")
+            yield str(file)
 
     @abstractmethod
     def script(self, job: Job) -> str:

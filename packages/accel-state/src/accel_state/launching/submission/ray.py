@@ -40,7 +40,16 @@ class RaySubmission(Submission):
     has_own_files = True
     uses = frozenset(
         {
-            *("job_name", "gpus_per_machine", "cpus_per_task", "memory", "retries", "workdir", "env", "address"),
+            *(
+                "job_name",
+                "gpus_per_machine",
+                "cpus_per_task",
+                "memory",
+                "retries",
+                "workdir",
+                "env",
+                "address",
+            ),
             *("signal_time", "time"),
         }
     )
@@ -78,7 +87,7 @@ class RaySubmission(Submission):
         if kind:
             resources[f"accelerator_type:{kind}"] = 0.001  # Ray's convention for "a machine with this type"
         if about.memory is not None:
-            resources["memory"] = _bytes(about.memory)
+            resources["memory"] = job.memory_bytes
         machines = {
             "command": job.container_command(num_machines=1, min_machines=None, num_processes=None),
             "per_machine": _processes(job),
@@ -90,7 +99,7 @@ class RaySubmission(Submission):
             "patience": config.connect_timeout,
             "limit": job.seconds,
         }
-        runtime: dict[str, Any] = {"env_vars": _variables(about)} if about.env else {}
+        runtime: dict[str, Any] = {"env_vars": job.variables} if about.env else {}
         if about.workdir is not None:
             runtime["working_dir"] = about.workdir
         return {
@@ -166,7 +175,9 @@ def _status(client: Any, job: str) -> str:
     try:
         status = client.get_job_status(job)
     except RuntimeError as error:
-        raise LaunchError(f"Ray does not know the job {job!r}; accel jobs ls --engine ray lists them") from error
+        raise LaunchError(
+            f"Ray does not know the job {job!r}; accel jobs ls --engine ray lists them"
+        ) from error
     return str(getattr(status, "value", status))
 
 
@@ -181,21 +192,3 @@ def _processes(job: Job) -> int | None:
             "the total over all machines"
         )
     return config.num_processes // config.num_machines
-
-
-def _variables(about: SubmitSection) -> dict[str, str]:
-    found = {}
-    for setting in about.env or ():
-        name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
-            raise ConfigError(f"--submit_env {setting!r} is not a variable; expected NAME=value")
-        found[name] = value
-    return found
-
-
-def _bytes(text: str) -> int:
-    units = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    number = text.rstrip("KMGTi")
-    if not number.isdecimal() or (text[len(number) :] and text[len(number) :] not in units):
-        raise ConfigError(f"--submit_memory {text!r} is not a size; expected such as 64Gi")
-    return int(number) * units.get(text[len(number) :], 1)

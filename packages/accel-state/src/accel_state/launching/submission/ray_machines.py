@@ -109,7 +109,7 @@ class Machine:
                 )
             if self._stopped:  # the signal came before the launcher
                 self.stop()
-            for line in lines:  # Ray sends a value into the generator, which a file does not take
+            for line in lines:  # noqa: UP028 - Ray sends values into the generator, which a file does not take
                 yield line
             while (code := self._process.poll()) is None:
                 time.sleep(0.05)
@@ -131,9 +131,7 @@ class _Attempt:
     codes: dict[int, int | None] = field(default_factory=dict)
 
 
-def run_on_ray(
-    run: RayRun, payload: bytes | None = None, write: Callable[[str], None] | None = None
-) -> int:
+def run_on_ray(run: RayRun, payload: bytes | None = None, write: Callable[[str], None] | None = None) -> int:
     """Start a run on the machines of the cluster that this process is connected to, and wait for its end.
 
     Args:
@@ -204,8 +202,12 @@ def _machines_of(run: RayRun, machines: int, stop: threading.Event) -> Iterator[
                 return
             if time.monotonic() - told > _TOLD_EVERY:
                 told = time.monotonic()
-                say(f"accel: the run waits for {machines} machines with {json.dumps(dict(run.resources))} each")
-        others = {name: amount for name, amount in run.resources.items() if name not in ("CPU", "GPU", "memory")}
+                say(
+                    f"accel: the run waits for {machines} machines with {json.dumps(dict(run.resources))} each"
+                )
+        others = {
+            name: amount for name, amount in run.resources.items() if name not in ("CPU", "GPU", "memory")
+        }
         actor = ray.remote(Machine)
         actors = [
             actor.options(
@@ -267,11 +269,8 @@ def _watch(
     ends: float | None = None
     told = False
     while len(attempt.codes) < count and (ends is None or time.monotonic() < ends):
-        try:
+        with contextlib.suppress(queue.Empty):
             at, event = events.get(timeout=_LOOK)
-        except queue.Empty:
-            pass
-        else:
             if isinstance(event, str):
                 write(f"[machine {at}] {event.rstrip()}" if count > 1 else event.rstrip())
                 continue
@@ -390,7 +389,9 @@ def ray_launcher(
         raise ConfigError(f"num_processes={count} is not divisible by num_machines={num_machines}")
     words = ["accel", "launch", *(["--cpu"] if use_cpu else []), f"--mixed_precision={mixed_precision}"]
     words += ["-m", "accel_state.launching.submission.ray_function", "{payload}"]
-    run = RayRun(words, count // num_machines, num_machines, resources, min_machines, max_restarts, grace=30.0)
+    run = RayRun(
+        words, count // num_machines, num_machines, resources, min_machines, max_restarts, grace=30.0
+    )
     if not ray.is_initialized():
         ray.init(address=address or "auto", log_to_driver=False)
     code = run_on_ray(run, cloudpickle.dumps((function, tuple(args))))

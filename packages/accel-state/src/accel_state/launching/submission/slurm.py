@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.tools import answer, tool
 
 __all__ = ["SLURM", "SlurmSubmission"]
 
@@ -32,6 +31,15 @@ _FLAGS = {
 }
 _MARK = "accel"
 """Comment of the jobs that `accel launch` has submitted."""
+_RETRY = """\
+failures=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format=%k | tr -cd 0-9)
+case $code in
+{done}) ;;
+*) if [ "${{failures:-0}}" -lt {retries} ]; then
+  scontrol update JobId="$SLURM_JOB_ID" Comment="{mark} $((${{failures:-0}} + 1))" && scontrol requeue "$SLURM_JOB_ID"
+fi ;;
+esac"""
+"""Slurm counts restarts alone, so the comment of the job counts those after failures."""
 _STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
     "REQUEUED": "preempted",
@@ -62,7 +70,7 @@ class SlurmSubmission(Submission):
     uses = frozenset(
         {
             *("job_name", "partition", "account", "time", "gpus_per_machine", "cpus_per_task", "memory"),
-            *("signal_time", "output", "setup", "args"),
+            *("signal_time", "output", "setup", "args", "retries"),
         }
     )
 
@@ -72,15 +80,17 @@ class SlurmSubmission(Submission):
         """
         self.check(job)
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job))]
-        lines += ["", *(job.config.submission.setup or ()), f"srun {job.shell()}", "code=$?"]
+        about = job.config.submission
+        lines += ["", *(about.setup or ()), f"srun {job.shell()}", "code=$?"]
         if job.config.resume:
             lines.append(f'if [ "$code" = {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi')
+        if about.retries:
+            lines.append(_RETRY.format(done=f"0|{PREEMPTED}", retries=about.retries, mark=_MARK))
         return "\n".join([*lines, 'exit "$code"', ""])
 
     def submit(self, job: Job, environ: Mapping[str, str]) -> str:
         """See the base class."""
         text = self.script(job)
-        tool = _tool("sbatch", environ)
         folder = Path(_output(job)).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)  # Slurm does not, and then loses the output
@@ -88,23 +98,19 @@ class SlurmSubmission(Submission):
             raise LaunchError(
                 f"the folder {folder} for the job's log cannot be created ({error.strerror})"
             ) from error
-        answer = subprocess.run(
-            [tool, "--parsable"], input=text, capture_output=True, text=True, env=dict(environ), check=False
-        )
-        match = _JOB.search(answer.stdout)
-        if answer.returncode or match is None:
-            raise LaunchError(
-                f"sbatch refused the job (exit code {answer.returncode}): {(answer.stderr or answer.stdout).strip()}"
-            )
+        told = _ask("sbatch", ["--parsable"], environ, text)
+        match = _JOB.search(told)
+        if match is None:
+            raise LaunchError(f"sbatch has answered {told.strip()[:200]!r}, which names no job")
         return f"submitted job {match[1]}; its output goes to {_output(job).replace('%j', match[1])}"
 
     def jobs(self, about: SubmitSection, environ: Mapping[str, str]) -> list[JobStatus]:
         """See the base class. Slurm forgets jobs some minutes after their end (MinJobAge)."""
         form = ["--me", "--states=all", "--noheader", "--sort=i", "--format=%i|%k|%T|%D|%r|%j"]
         found = []
-        for line in _answer("squeue", form, environ).splitlines():
+        for line in _ask("squeue", form, environ).splitlines():
             cells = line.strip().split("|", 5)
-            if len(cells) != 6 or cells[1] != _MARK:
+            if len(cells) != 6 or cells[1].split(" ")[0] != _MARK:
                 continue
             number, _, word, nodes, why, name = cells
             state = _STATES.get(word, "unknown")
@@ -134,32 +140,16 @@ class SlurmSubmission(Submission):
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""
         _field(_checked(job), "JobState", environ)  # scancel says nothing about jobs that there are not
-        _answer("scancel", [job], environ)
+        _ask("scancel", [job], environ)
         return f"cancelled job {job}"
 
 
 SLURM = SlurmSubmission()
 
 
-def _tool(name: str, environ: Mapping[str, str]) -> str:
-    found = shutil.which(name, path=environ.get("PATH"))
-    if found is None:
-        raise LaunchError(
-            f"Slurm's {name} was not found on PATH; run this command on a login node of the cluster"
-            + (", or add --dry_run to see the script" if name == "sbatch" else "")
-        )
-    return found
-
-
-def _answer(name: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    done = subprocess.run(
-        [_tool(name, environ), *words], capture_output=True, text=True, env=dict(environ), check=False
-    )
-    if done.returncode:
-        raise LaunchError(
-            f"{name} failed (exit code {done.returncode}): {(done.stderr or done.stdout).strip()}"
-        )
-    return done.stdout
+def _ask(name: str, words: Sequence[str], environ: Mapping[str, str], text: str | None = None) -> str:
+    remedy = "run this command on a login node of the cluster, or add --dry_run to see the script"
+    return answer(tool(name, environ, remedy), words, environ, text)
 
 
 def _checked(job: str) -> str:
@@ -170,7 +160,7 @@ def _checked(job: str) -> str:
 
 def _field(job: str, name: str, environ: Mapping[str, str]) -> str:
     """A field of a job in the answer of ``scontrol``, one in a line or a word; empty if it is not there."""
-    answer = _answer("scontrol", ["show", "job", job], environ)
+    answer = _ask("scontrol", ["show", "job", job], environ)
     found = re.search(rf"(?:^|\s){name}=(.*?)(?=\s+\w+=|\s*$)", answer, re.MULTILINE)
     return found[1] if found is not None else ""
 
@@ -198,10 +188,10 @@ def _options(job: Job) -> list[str]:
     for name, value in found.items():
         _one_line(_FLAGS.get(name, f"the option {name} of sbatch"), value)
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in found.items() if value is not None]
-    if config.resume:
+    if config.resume or about.retries:
         options += ["--requeue", "--open-mode=append"]
-        if about.signal_time:
-            options.append(f"--signal=USR1@{about.signal_time}")
+    if config.resume and about.signal_time:
+        options.append(f"--signal=USR1@{about.signal_time}")
     for extra in about.args or ():
         _one_line("--submit_args", extra)
         if not extra.startswith("-"):
