@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,33 @@ HERE = Path(__file__).parent
 PATIENCE = 180.0
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
+@contextlib.contextmanager
+def started(**head: Any) -> Iterator[Any]:
     """A head without processors and two nodes with one each."""
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": 8299},
-    )
-    made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **head})
+    made.workers = [made.add_node(num_cpus=1) for _ in range(2)]
     ray.init(address=made.address, log_to_driver=False)
     try:
         yield made
     finally:
         ray.shutdown()
         made.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    with started() as made:
+        yield made
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of the job server of a cluster."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with started(include_dashboard=True, dashboard_port=port):
+        yield f"http://127.0.0.1:{port}"
 
 
 def run_of(*words: str, **changes: Any) -> RayRun:
@@ -70,19 +85,29 @@ def assert_equal_weights(folder: Path, other: Path, steps: int = 40) -> None:
     )
 
 
-def when(lines: list[str], text: str, act: Any) -> threading.Thread:
-    """Call ``act`` in a thread as soon as a line of output contains ``text``."""
+def disturbed(run: RayRun, text: str, act: Callable[[], None]) -> list[str]:
+    """The lines of a run during which ``act`` is called as soon as one of them contains ``text``.
 
-    def wait() -> None:
-        until = time.monotonic() + PATIENCE
-        while not any(text in line for line in lines) and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(1.0)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
+    Only a main thread may start nodes of Ray, so the run has a thread of its own.
+    """
+    lines: list[str] = []
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run_on_ray(run, write=lines.append)), daemon=True)
     thread.start()
-    return thread
+    until = time.monotonic() + PATIENCE
+    while not any(text in line for line in lines):
+        assert time.monotonic() < until, lines
+        time.sleep(0.05)
+    time.sleep(1.0)
+    act()
+    thread.join(PATIENCE)
+    assert codes == [0], lines
+    return lines
+
+
+def resumed(lines: list[str]) -> str:
+    """The last line that tells from which step a run goes on."""
+    return [line for line in lines if "from step " in line and "from step 0" not in line][-1]
 
 
 def test_one_world_on_two_nodes(cluster: Any) -> None:
@@ -112,43 +137,34 @@ def test_without_retries_a_crash_is_the_exit_code(cluster: Any, tmp_path: Path) 
 
 @pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "with what is left"])
 def test_a_dead_node(cluster: Any, tmp_path: Path, replaced: bool) -> None:
-    lines: list[str] = []
-
     def kill() -> None:
-        cluster.remove_node(cluster.nodes[1], allow_graceful=False)
+        cluster.remove_node(cluster.workers[1], allow_graceful=False)
         if replaced:
             cluster.add_node(num_cpus=1)
 
-    when(lines, "from step 0 on 2 ranks", kill)
     run = run_of(*training(tmp_path / "run", 60), min_machines=None if replaced else 1, grace=10.0)
-    assert run_on_ray(run, write=lines.append) == 0
-    resumed = [line for line in lines if "from step " in line and "from step 0" not in line]
-    assert resumed
-    assert f"on {2 if replaced else 1} ranks" in resumed[-1], lines
+    lines = disturbed(run, "from step 0 on 2 ranks", kill)
+    assert f"on {2 if replaced else 1} ranks" in resumed(lines)
     assert_equal_weights(tmp_path / "run", tmp_path / "other", 60)
 
 
 def test_a_node_that_is_taken_away_saves_first(cluster: Any, tmp_path: Path) -> None:
-    lines: list[str] = []
-
     def drain() -> None:
-        node = cluster.nodes[1].node_id
+        node = cluster.workers[1].node_id
         words = ["--address", cluster.address, "--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
         words += ["--reason-message", "spot", "--deadline-remaining-seconds", "60"]
         done = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words],
             capture_output=True,
             text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    when(lines, "from step 0 on 2 ranks", drain)
     run = run_of(*training(tmp_path / "run", 60), min_machines=1)
-    assert run_on_ray(run, write=lines.append) == 0
+    lines = disturbed(run, "from step 0 on 2 ranks", drain)
     assert any("all ranks stop after optimizer step" in line for line in lines), lines
-    resumed = [line for line in lines if "from step " in line and "from step 0" not in line]
-    assert resumed
-    assert "on 1 ranks" in resumed[-1], lines
+    assert "on 1 ranks" in resumed(lines)
     assert_equal_weights(tmp_path / "run", tmp_path / "other", 60)
 
 
@@ -157,14 +173,14 @@ def accel(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
 
 
-def test_a_submitted_job(cluster: Any, tmp_path: Path) -> None:
-    place = ("--engine", "ray", "--address", "http://127.0.0.1:8299")
+def test_a_submitted_job(server: str, tmp_path: Path) -> None:
+    place = ("--engine", "ray", "--address", server)
     words = (
         "launch",
         "--submit",
         "ray",
         "--submit_address",
-        "http://127.0.0.1:8299",
+        server,
         "--cpu",
         "--num_machines",
         "2",
@@ -184,14 +200,14 @@ def test_a_submitted_job(cluster: Any, tmp_path: Path) -> None:
     assert "does not know the job 'nobody'" in accel("jobs", "logs", "nobody", *place).stderr
 
 
-def test_a_cancelled_job_saves_first(cluster: Any, tmp_path: Path) -> None:
-    place = ("--engine", "ray", "--address", "http://127.0.0.1:8299")
+def test_a_cancelled_job_saves_first(server: str, tmp_path: Path) -> None:
+    place = ("--engine", "ray", "--address", server)
     words = (
         "launch",
         "--submit",
         "ray",
         "--submit_address",
-        "http://127.0.0.1:8299",
+        server,
         "--cpu",
         "--num_machines",
         "2",
