@@ -123,6 +123,15 @@ def test_what_others_place_is_left_alone(flags):
     assert around(SLURM, *flags).allocation is None
 
 
+def test_a_job_is_not_submitted_whose_launchers_would_ignore_its_machines():
+    with pytest.raises(ConfigError, match=r"^--cluster none, so .*--submit slurm gets; remove it"):
+        around({}, "--submit", "slurm", "--cluster", "none")
+    with pytest.raises(
+        ConfigError, match=r"^ACCEL_CLUSTER=none in the environment, so "
+    ):  # sbatch hands it on
+        around({"ACCEL_CLUSTER": "none"}, "--submit", "slurm")
+
+
 def test_a_machine_rank_without_a_number_of_machines_is_an_error():
     for name in ("NODE_RANK", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX"):
         with pytest.raises(ConfigError, match=rf"{name} is 1.*NNODES.*--num_machines"):

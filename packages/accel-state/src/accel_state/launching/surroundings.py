@@ -62,6 +62,11 @@ def find_surroundings(resolved: Resolved, environ: Mapping[str, str], *, trains:
     """
     config = resolved.config
     if not isinstance(config, LaunchConfig) or _placed_by_others(config):
+        if isinstance(config, LaunchConfig) and config.submit and config.cluster == "none":
+            raise ConfigError(
+                f"{_shown(resolved, 'cluster')}, so the launchers of the job would ignore the machines that "
+                f"--submit {config.submit} gets; remove it"
+            )
         return Surroundings(resolved)
     # The launcher of this rank was told the scheduler. A launcher in a rank starts a world of its own.
     inherited = "LOCAL_RANK" in environ and resolved.origin("cluster") == Origin.ENVIRONMENT
