@@ -66,7 +66,7 @@ POD = {
 SET_UP = {"tpu.command_file", "tpu.commands"}  # accel tpu-config, whose tests have them
 COMMAND = {"module", "no_python", "dry_run"}
 # These reach the plan through the host, the scheduler or a batch script, whose own tests show their effects.
-ELSEWHERE = {"numa_binding", "cluster", "submit"} | {
+ELSEWHERE = {"numa_binding", "submit"} | {
     path for path in launcher_only_fields() if path.startswith("submission.")
 }
 

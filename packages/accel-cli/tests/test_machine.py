@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +41,32 @@ def test_a_port_that_is_in_use_is_seen(tmp_path):
             taken.bind(("", 29500))
             taken.listen()
         assert not gather_machine(tmp_path, {}).port_free
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root mounts a folder")
+def test_the_shared_memory_of_a_container_is_read(tmp_path):
+    """On a mount as Docker makes it: 64 MB, of which another program has filled the half."""
+    script = (
+        "from pathlib import Path\n"
+        "from accel_cli.machine import GATHERED, Machine\n"
+        "from accel_cli.doctor.checks import CHECKS\n"
+        "facts = GATHERED['reading the limits of this machine'](Path('.'))\n"
+        "print(facts['shared_memory'], facts['shared_free'])\n"
+        "findings = [finding for check, _ in CHECKS for finding in check(Machine(**facts))]\n"
+        "print(next(finding for finding in findings if finding.topic == 'shared memory'))\n"
+    )
+    mounted = "mount -t tmpfs -o size=64m none /dev/shm && head -c 32M /dev/zero > /dev/shm/other && exec "
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mounted} "$0" -c "$1"', sys.executable, script],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip(f"this system does not let root mount: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    sizes, finding = done.stdout.splitlines()
+    assert sizes == f"{64 * 2**20} {32 * 2**20}"
+    assert "status='problem'" in finding
+    assert "/dev/shm has 67 MB, 34 MB free" in finding
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

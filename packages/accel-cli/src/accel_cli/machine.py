@@ -58,6 +58,8 @@ _KINDS = {
 """Kinds of accelerators, as people call them."""
 
 
+_SHARED = Path("/dev/shm")
+
 _PROBE = 64 * 2**20
 """Bytes that are written to measure a disk: enough to leave the caches of a drive, and fast on a slow one."""
 
@@ -80,6 +82,7 @@ class Machine:
         accelerator_files: number of devices that the system shows, such as /dev/nvidia0.
         driver: version of NVIDIA's driver; empty: none.
         shared_memory: bytes of /dev/shm; None: it does not exist.
+        shared_free: free bytes there.
         open_files: largest number of open files; None: not known.
         cpus: CPUs that this process may use.
         cpu_quota: CPUs that a container may use; None: no limit.
@@ -107,6 +110,7 @@ class Machine:
     accelerator_files: int = 0
     driver: str = ""
     shared_memory: int | None = None
+    shared_free: int = 0
     open_files: int | None = None
     cpus: int = 1
     cpu_quota: float | None = None
@@ -282,9 +286,11 @@ def _devices(folder: Path) -> dict[str, Any]:
 def _system(folder: Path) -> dict[str, Any]:
     import psutil
 
-    quota, memory, shared = _limit("cpu.max"), _limit("memory.max"), Path("/dev/shm")
+    quota, memory = _limit("cpu.max"), _limit("memory.max")
+    shared = shutil.disk_usage(_SHARED) if _SHARED.exists() else None
     return {
-        "shared_memory": shutil.disk_usage(shared).total if shared.exists() else None,
+        "shared_memory": None if shared is None else shared.total,
+        "shared_free": 0 if shared is None else shared.free,
         "open_files": _open_files(),
         "cpus": usable_cpus(),
         "cpu_quota": None if quota is None else quota[0] / quota[1],

@@ -11,7 +11,8 @@ GB = 10**9
 OURS = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 GOOD = Machine(
     versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0"}, torch_build="CUDA 12.8", usable=8,
-    accelerator_files=8, driver="570.1", shared_memory=64 * GB, open_files=65536, cpus=64, memory=512 * GB,
+    accelerator_files=8, driver="570.1", shared_memory=64 * GB, shared_free=63 * GB, open_files=65536,
+    cpus=64, memory=512 * GB,
     host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9,
     temporary_free=90 * GB,
     environ={"ACCELERATE_MIXED_PRECISION": "bf16", "ACCEL_DEVICE_COUNT": "0"},
@@ -44,7 +45,11 @@ def test_a_good_machine_has_no_findings():
         ("accelerators", "problem", "nvidia-smi", {"usable": 0}),
         ("CPUs", "warning", "OMP_NUM_THREADS=2", {"cpu_quota": 2.0}),
         ("CPUs", "warning", "more than that", {"environ": {"OMP_NUM_THREADS": "128"}}),
-        ("shared memory", "problem", "--shm-size", {"shared_memory": 64 * 2**20}),
+        ("shared memory", "problem", "--shm-size", {"shared_memory": 64 * 2**20, "shared_free": 64 * 2**20}),
+        ("shared memory", "problem", "emptyDir with medium: Memory", {"shared_memory": 2**26, "shared_free": 2**26}),
+        ("shared memory", "warning", "programs that have ended", {"shared_free": 10**8}),
+        ("cluster", "warning", "accel launch stops", {"environ": {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}}),
+        ("cluster", "warning", "accel launch stops", {"environ": {"JOB_COMPLETION_INDEX": "1"}}),
         ("open files", "warning", "ulimit -n", {"open_files": 1024}),
         ("host name", "warning", "/etc/hosts", {"addresses": ()}),
         ("host name", "warning", "GLOO_SOCKET_IFNAME", {"addresses": ("127.0.1.1",)}),
@@ -67,6 +72,16 @@ def test_devices_that_a_variable_hides_are_told():
     assert "CUDA_VISIBLE_DEVICES='' hides them" in hidden.found
     fewer = dataclasses.replace(GOOD, usable=2, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert any("2 of 8" in finding.found for finding in examine(fewer))
+
+
+def test_the_machines_of_a_job_are_told():
+    def found(**environ):
+        findings = examine(dataclasses.replace(GOOD, environ=environ))
+        return next((finding.status, finding.found) for finding in findings if finding.topic == "cluster")
+
+    pod = {"JOB_COMPLETION_INDEX": "1", "NNODES": "3", "MASTER_ADDR": "train-0.train"}
+    assert found(**pod) == ("ok", "3 machines from the containers' variables, this is machine 2")
+    assert found(SLURM_NNODES="2", ACCEL_CLUSTER="none") == found() == ("ok", "none; one machine")
 
 
 def test_a_clock_that_is_years_behind():

@@ -28,6 +28,10 @@ def test_one_process_is_no_world(flags):
     assert place(*flags) is None
 
 
+def test_the_shell_of_a_job_with_several_machines_can_be_checked():
+    assert place(environ={"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}) is None
+
+
 def test_ranks_of_one_machine_meet_at_any_port_of_it():
     found = place("--num_processes", "3")
     assert found.place == RankPlace(World(3, 3, 1, 0, True), 0, 3, "127.0.0.1", 0)

@@ -29,6 +29,16 @@ SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SK
        "SKYPILOT_NUM_GPUS_PER_NODE": "4", "SKYPILOT_TASK_ID": "sky-1"}  # fmt: skip
 FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "3",
         "FLUX_TASK_LOCAL_ID": "1", "MASTER_ADDR": "host1", "PMI_RANK": "3", "PMI_SIZE": "4"}  # fmt: skip
+# dstack's runner for the second node of a run of two: runner/internal/runner/executor/executor.go.
+DSTACK = {
+    "DSTACK_RUN_ID": "5a1d0c2e-5b21-4c61-9f0e-3b8f3d6f2d11", "DSTACK_JOB_ID": "0e6d4f1b-1f57-4d6e-8a4f-7b5f7f3f7d3a",
+    "DSTACK_RUN_NAME": "train-distrib", "DSTACK_REPO_ID": "repo", "DSTACK_NODES_IPS": "10.128.0.47\n10.128.0.48",
+    "DSTACK_MASTER_NODE_IP": "10.128.0.47", "DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2",
+    "DSTACK_GPUS_PER_NODE": "8", "DSTACK_GPUS_NUM": "16", "DSTACK_MPI_HOSTFILE": "/root/.dstack/mpi/hostfile",
+}  # fmt: skip
+# Kubernetes sets the index alone; the manifest the rest.
+INDEXED = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "2", "NNODES": "3",
+           "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}  # fmt: skip
 CONTAINERS = {"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "job-master", "MASTER_PORT": "23456"}
 NODES = {"NNODES": "2", "NODE_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
@@ -90,6 +100,70 @@ def test_skypilot_lists_the_addresses_of_its_nodes():
         "10.0.0.1",
     )
     assert found.processes_per_machine.value == 4
+
+
+def test_dstack_lists_the_addresses_of_its_nodes():
+    found, options = said(DSTACK)
+    assert (options["num_machines"], options["machine_rank"]) == (2, 1)
+    assert options["main_process_ip"] == DSTACK["DSTACK_MASTER_NODE_IP"]
+    assert 15000 <= options["main_process_port"] < 32768
+    assert (found.scheduler, found.processes_per_machine.value, found.joins) == ("dstack", 8, False)
+    another = said(DSTACK | {"DSTACK_RUN_ID": "another"})[1]
+    assert another["main_process_port"] != options["main_process_port"]  # two runs of one name
+    assert said(DSTACK | {"DSTACK_GPUS_PER_NODE": "0"})[0].processes_per_machine is None
+    alone = {"DSTACK_NODES_NUM": "1", "DSTACK_NODE_RANK": "0", "DSTACK_NODES_IPS": "10.128.0.47"}
+    assert find_allocation(DSTACK | alone) is None
+
+
+def test_kubernetes_tells_the_index_of_a_pod():
+    found, options = said(INDEXED)
+    assert (found.role, options["num_machines"], options["machine_rank"]) == ("machine", 3, 2)
+    assert (options["main_process_ip"], options["main_process_port"]) == ("train-0.train", 29500)
+    assert found.options["machine_rank"].source == "JOB_COMPLETION_INDEX=2"
+    assert said(INDEXED | {"NODE_RANK": "1"})[1]["machine_rank"] == 1  # of a manifest that counts otherwise
+    assert find_allocation(INDEXED | {"NNODES": "1", "JOB_COMPLETION_INDEX": "0"}) is None
+
+
+def test_sagemaker_starts_a_launcher_on_each_host():
+    found, options = said({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-2"})
+    assert (found.role, found.joins, found.scheduler) == ("machine", True, "SageMaker")
+    assert (options["num_machines"], options["machine_rank"], options["main_process_ip"]) == (2, 1, "algo-1")
+
+
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+          "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "scheduler"),
+    [
+        (DSTACK | MPIRUN, "MPI"),
+        (DSTACK | INDEXED, "dstack"),
+        (SKY | INDEXED, "SkyPilot"),
+        (INDEXED | TRAINER, "torchrun's variables (PET_*)"),
+        (SLURM | INDEXED, "Slurm"),
+    ],
+)
+def test_the_variables_that_know_most_are_read_first(environ, scheduler):
+    assert find_allocation(environ).scheduler == scheduler
+
+
+@pytest.mark.parametrize(
+    "address", ["a; rm -rf /", "a b", "$(id)", "-oProxyCommand=id", "a\nb", "é", "x" * 254]
+)
+def test_an_address_that_is_none_is_refused(address):
+    for environ in (CONTAINERS | {"MASTER_ADDR": address}, INDEXED | {"MASTER_ADDR": address},
+                    TRAINER | {"PET_MASTER_ADDR": address}, SLURM | {"MASTER_ADDR": address}):  # fmt: skip
+        with pytest.raises(ConfigError, match="is no host name or address") as error:
+            find_allocation(environ)
+        assert repr(address) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "fe80::1%eth0", "::1", "my_service", "algo-1", "a.svc.cluster.local"]
+)
+def test_names_and_addresses_are_kept(address):
+    assert said(INDEXED | {"MASTER_ADDR": address})[1]["main_process_ip"] == address
 
 
 def test_flux_comes_before_mpi_whose_variables_it_sets_too():
@@ -157,6 +231,16 @@ def test_a_wanted_scheduler_must_be_there(scheduler):
         (ELASTIC_JOB | {"PET_RDZV_ENDPOINT": "job:x"}, ["PET_RDZV_ENDPOINT", "'job:x'"]),
         (SKY | {"SKYPILOT_NUM_NODES": "3"}, ["SKYPILOT_NUM_NODES is 3", "lists 2"]),
         (SKY | {"SKYPILOT_NODE_RANK": ""}, ["SKYPILOT_NODE_RANK is not set"]),
+        (DSTACK | {"DSTACK_NODES_NUM": "3"}, ["DSTACK_NODES_NUM is 3", "DSTACK_NODES_IPS lists 2"]),
+        (DSTACK | {"DSTACK_NODES_NUM": "two"}, ["DSTACK_NODES_NUM", "'two'"]),
+        (DSTACK | {"DSTACK_NODE_RANK": "2"}, ["DSTACK_NODE_RANK is 2", "DSTACK_NODES_NUM is 2"]),
+        (DSTACK | {"DSTACK_NODE_RANK": ""}, ["DSTACK_NODE_RANK is not set", "--cluster none"]),
+        (DSTACK | {"DSTACK_GPUS_PER_NODE": "many"}, ["DSTACK_GPUS_PER_NODE", "'many'"]),
+        (INDEXED | {"JOB_COMPLETION_INDEX": "3"}, ["JOB_COMPLETION_INDEX is 3", "NNODES is 3"]),
+        (INDEXED | {"JOB_COMPLETION_INDEX": "a"}, ["JOB_COMPLETION_INDEX", "'a'"]),
+        (INDEXED | {"NNODES": "0"}, ["NNODES is 0"]),
+        (INDEXED | {"WORLD_SIZE": "4"}, ["WORLD_SIZE is 4", "NNODES=3", "JOB_COMPLETION_INDEX"]),
+        (INDEXED | {"MASTER_PORT": "70000"}, ["MASTER_PORT is 70000"]),
         (SLURM | {"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
         (FLUX | {"FLUX_TASK_LOCAL_ID": ""}, ["FLUX_TASK_LOCAL_ID is not set"]),
         ({"LSB_JOBID": "1", "LSF_PM_TASKID": "1", "LSB_MCPU_HOSTS": "a b c"}, ["LSB_MCPU_HOSTS", "'a b c'"]),

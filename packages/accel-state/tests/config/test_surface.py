@@ -58,6 +58,7 @@ OUR_KEYS = {
     },
 }  # fmt: skip
 OUR_VARIABLES = {
+    "ACCEL_CLUSTER",
     "ACCELERATE_COLLECTIVE_CHECKS", "ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "ACCELERATE_DISTRIBUTED_TYPE",
     "ACCELERATE_PROOF", "ACCELERATE_REHEARSAL", "ACCELERATE_RESUME", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
     "PARALLELISM_CONFIG_CP_LOAD_BALANCE", "PARALLELISM_CONFIG_EP_SIZE", "PARALLELISM_CONFIG_PP_NUM_MICRO_BATCHES",
@@ -163,7 +164,7 @@ def test_launcher_only_fields_are_frozen():
         "mpirun.hostfile", "tpu.tpu_name", "tpu.tpu_zone", "tpu.tpu_use_cluster",
         "tpu.tpu_use_sudo", "tpu.command_file", "tpu.commands", "tpu.tpu_vm", "tpu.tpu_env",
         "tpu.main_training_function", "start_timeout", "step_timeout", "checkpoint_timeout", "straggler_report",
-        "cluster", "connect_timeout", "min_machines", "numa_binding", "processes_per", "rdzv_id",
+        "connect_timeout", "min_machines", "numa_binding", "processes_per", "rdzv_id",
         "signals_to_handle", "spares", "virtual_local_rank", "submit", "submission.job_name", "submission.partition",
         "submission.account", "submission.time", "submission.gpus_per_machine", "submission.cpus_per_task",
         "submission.signal_time", "submission.output", "submission.setup", "submission.args",

@@ -387,6 +387,23 @@ def test_more_processes_than_accelerators(tmp_path):
     assert "DeviceError num_processes=3 needs 3 accelerators, but this machine has 2" in done.stdout
 
 
+def test_one_process_runs_in_the_shell_of_a_job_with_several_machines(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    done = run(
+        """
+        import os
+        def show():
+            from accel_state import PartialState
+            print(PartialState().num_processes)
+        notebook_launcher(show, num_processes=1)
+        debug_launcher(show, num_processes=1)
+        print(os.environ.get("ACCEL_CLUSTER"))
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "1\n[rank 0] 1\nNone\n", done.stderr
+
+
 def test_one_process_runs_here():
     seen = []
     notebook_launcher(lambda value: seen.append((value, os.getpid())), (7,), num_processes=1)

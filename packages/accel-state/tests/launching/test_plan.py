@@ -351,7 +351,6 @@ REACHES = {
         ]
         == [("0", "0"), ("0", "1")]
     ),
-    "cluster": lambda: configured("--cluster", "none").cluster == "none",  # heard in test_surroundings
     "submit": lambda: configured("--submit", "slurm").submit == "slurm",  # heard in test_submission
     "tpu.tpu_name": lambda: "one" in pod("--tpu_name", "one"),
     "tpu.tpu_zone": lambda: pod("--tpu_name", "one", "--tpu_zone", "here")[6:8] == ("--zone", "here"),

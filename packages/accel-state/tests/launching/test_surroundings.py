@@ -123,20 +123,53 @@ def test_what_others_place_is_left_alone(flags):
     assert around(SLURM, *flags).allocation is None
 
 
+def test_a_job_is_not_submitted_whose_launchers_would_ignore_its_machines():
+    with pytest.raises(ConfigError, match=r"^--cluster none, so .*--submit slurm gets; remove it"):
+        around({}, "--submit", "slurm", "--cluster", "none")
+    with pytest.raises(
+        ConfigError, match=r"^ACCEL_CLUSTER=none in the environment, so "
+    ):  # sbatch hands it on
+        around({"ACCEL_CLUSTER": "none"}, "--submit", "slurm")
+
+
 def test_a_machine_rank_without_a_number_of_machines_is_an_error():
-    with pytest.raises(ConfigError, match=r"NODE_RANK is 1.*NNODES.*--num_machines"):
-        around({"NODE_RANK": "1"})
-    place = ("--num_machines", "2", "--machine_rank", "1")
-    assert around({"NODE_RANK": "1"}, *place).resolved.local().machine_rank == 1
+    for name in ("NODE_RANK", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX"):
+        with pytest.raises(ConfigError, match=rf"{name} is 1.*NNODES.*--num_machines"):
+            around({name: "1"})
+        place = ("--num_machines", "2", "--machine_rank", "1")
+        assert around({name: "1"}, *place).resolved.local().machine_rank == 1
+        assert around({name: "1"}, "--cluster", "none").allocation is None
     assert around({"NODE_RANK": "0"}).notes == ()
 
 
-def test_the_shell_of_a_job_with_several_machines_is_told_about_srun():
+def test_the_first_pod_of_an_indexed_job_is_told_that_it_trains_alone():
+    pod = {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    (note,) = around(pod).notes
+    assert "JOB_COMPLETION_INDEX is 0" in note
+    assert "NNODES" in note
+    for single in (pod | {"NNODES": "1"}, pod | {"LOCAL_RANK": "0"}, pod | {"ACCEL_CLUSTER": "none"}):
+        assert around(single).notes == ()
+
+
+def test_the_shell_of_a_job_with_several_machines_does_not_start_on_one():
     shell = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
-    assert around(shell).notes == (
-        "this Slurm job has 3 machines, but only this one is used: start the launcher with srun to use all",
-    )
+    with pytest.raises(
+        ConfigError, match=r"Slurm job has 3 machines \(SLURM_NNODES=3\).*srun.*--cluster none"
+    ):
+        around(shell)
     assert around(shell, "--cluster", "none").notes == ()
+    assert around(shell | {"ACCEL_CLUSTER": "none"}).allocation is None
+    place = ("--num_machines", "3", "--machine_rank", "0", "--main_process_ip", "n1")
+    assert around(shell, *place).resolved.local().num_machines == 3
+    config = resolve(None, environ=shell, use_default_file=False)
+    assert find_surroundings(config, shell, trains=False).notes == ()
+
+
+def test_a_launcher_in_a_rank_does_not_inherit_the_scheduler_of_its_launcher():
+    inherited = SLURM | {"ACCEL_CLUSTER": "slurm"}
+    assert around(inherited).allocation.total == 2
+    assert around(inherited | {"LOCAL_RANK": "0"}).allocation is None
+    assert around(SLURM | {"LOCAL_RANK": "0"}, "--cluster", "slurm").allocation.total == 2
 
 
 ADDRESS = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
@@ -199,6 +232,15 @@ MACHINES = [
     ADDRESS
     | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "auto", "WORLD_SIZE": "2", "RANK": "1"},
     {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"},
+    {"DSTACK_NODES_NUM": "2", "DSTACK_NODES_IPS": "10.0.0.1\n10.0.0.2", "DSTACK_NODE_RANK": "1"},
+    {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0"},
+    {
+        "CLUSTER_SPEC": '{"cluster": {"workerpool0": ["a:2222"], "workerpool1": ["b:2222"]}, '
+        '"task": {"type": "workerpool1", "index": 0}}'
+    },
+    {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"},
+    {"VC_WORKER_HOSTS": "w-0.job,w-1.job", "VC_WORKER_NUM": "2", "VC_TASK_INDEX": "1"},
+    ADDRESS | {"NNODES": "2", "JOB_COMPLETION_INDEX": "1"},
     *(tasks(1, 2, 0, 1) for tasks in TASKS),
 ]
 

@@ -51,6 +51,39 @@ def alone(monkeypatch):
 # ---- alone
 
 
+def test_a_script_of_a_job_with_several_machines_needs_a_launcher(monkeypatch):
+    for name, text in {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(
+        ConfigError, match=r"PET_NNODES=2, PET_NODE_RANK=1\).*accel launch.*ACCEL_CLUSTER=none"
+    ):
+        PartialState()
+    assert current_state() is None, "nothing is half done"
+    with patch_environment(ACCEL_CLUSTER="none"):
+        assert PartialState().num_processes == 1
+
+
+def test_ranks_and_process_groups_of_a_job_are_left_alone(monkeypatch):
+    monkeypatch.setenv("SLURM_NNODES", "2")  # the shell of a batch job
+    with pytest.raises(ConfigError, match="Slurm job has 2 machines"):
+        PartialState()
+    with patch_environment(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0):  # torchrun --nproc_per_node 1
+        assert PartialState().topology.launcher == "torchrun"
+    PartialState._reset_state()
+    with patch_environment(FORK_LAUNCHED=1):
+        assert PartialState().num_processes == 1
+    PartialState._reset_state()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert PartialState().backend == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_of_a_job_join_their_world():
+    assert worlds.run(lambda: PartialState().num_processes, 2, environ={"SLURM_NNODES": "2"}) == [2, 2]
+
+
 def test_a_misspelt_variable_is_told_by_the_first_state(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECSION", "bf16")
     monkeypatch.setenv("ACCELERATE_TEAM", "theirs")

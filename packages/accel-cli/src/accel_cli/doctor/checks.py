@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.machine import GATHERED, PACKAGES, Machine
+from accel_state.clusters.alone import check_shell
+from accel_state.clusters.schedulers import find_allocation
 from accel_state.constants import OLDEST_TORCH
+from accel_state.errors import ConfigError
 from accel_state.installing import INSTALL
 
 __all__ = ["CHECKS", "Finding", "examine_here"]
@@ -106,13 +109,18 @@ def _processors(machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
-    shared = machine.shared_memory
-    if shared is not None and shared < _GB:
-        yield Finding(
-            "shared memory", "problem", f"/dev/shm has {shared / 10**6:.0f} MB",
-            "data loader workers pass batches through it: start the container with --shm-size=8g or --ipc=host, or use "
-            "num_workers=0",
-        )  # fmt: skip
+    shared, free = machine.shared_memory, machine.shared_free
+    if shared is not None and free < _GB:
+        found = f"/dev/shm has {shared / 10**6:.0f} MB, {free / 10**6:.0f} MB free"
+        advice = "data loader workers pass batches through it: "
+        if shared < _GB:
+            advice += (
+                "start the container with --shm-size=8g or --ipc=host, in Kubernetes mount an emptyDir with medium: "
+                "Memory at /dev/shm, or use num_workers=0"
+            )
+        else:
+            advice += "files of programs that have ended may fill it; remove those that no process has open"
+        yield Finding("shared memory", "problem" if shared < _GB else "warning", found, advice)
     elif shared is not None:
         yield Finding("shared memory", "ok", f"/dev/shm has {shared / _GB:.1f} GB")
     files = machine.open_files
@@ -149,6 +157,17 @@ def _network(machine: Machine) -> Iterator[Finding]:
             "port 29500", "warning", "in use",
             "accel launch chooses a free port on one machine; for several pass another --main_process_port",
         )  # fmt: skip
+
+
+def _cluster(machine: Machine) -> Iterator[Finding]:
+    try:
+        found = find_allocation(machine.environ, machine.environ.get("ACCEL_CLUSTER") or "auto")
+        if found is None and machine.environ.get("ACCEL_CLUSTER") != "none":
+            check_shell(machine.environ)
+    except ConfigError as error:
+        yield Finding("cluster", "warning", str(error), "accel launch stops with this error")
+    else:
+        yield Finding("cluster", "ok", "none; one machine" if found is None else found.summary())
 
 
 def _clock(machine: Machine) -> Iterator[Finding]:
@@ -218,6 +237,7 @@ CHECKS: tuple[tuple[Callable[[Machine], Iterator[Finding]], str], ...] = (
     (_clock, "reading the limits of this machine"),
     (_network, "asking the name server for this machine"),
     (_disk, "measuring the disk"),
+    (_cluster, ""),
     (_variables, ""),
 )
 """The checks in the order in which they are shown, each with the part of ``GATHERED`` that it needs; empty: none."""

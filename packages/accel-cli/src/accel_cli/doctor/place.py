@@ -49,7 +49,7 @@ def find_place(flags: ParsedFlags, environ: Mapping[str, str]) -> FoundPlace | N
     if resolved.config.compute_environment == "AMAZON_SAGEMAKER":
         return None
     check_available(resolved)
-    surroundings = find_surroundings(resolved, environ)
+    surroundings = find_surroundings(resolved, environ, trains=False)
     config = surroundings.resolved.local()
     accelerators = Accelerators() if config.use_cpu else find_accelerators(environ)
     if surroundings.joins:

@@ -82,6 +82,32 @@ class Scheduler(ABC):
             ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
         """
 
+    def of_machines(
+        self,
+        number: tuple[int, str],
+        rank: tuple[int, str],
+        address: tuple[str | None, str],
+        port: tuple[int | None, str],
+        *,
+        per: Described | None = None,
+        joins: bool = False,
+    ) -> Allocation:
+        """The allocation of a job with one launcher on each machine.
+
+        Args:
+            number: number of machines. This and the next three are values, each with its source.
+            rank: index of this machine.
+            address: of the first machine; None if it is not known.
+            port: of the first machine; None if it is not known.
+            per: processes on each machine.
+            joins: see ``Allocation``.
+        """
+        options = {"num_machines": Described(*number), "machine_rank": Described(*rank)}
+        for path, (value, source) in (("main_process_ip", address), ("main_process_port", port)):
+            if value is not None:
+                options[path] = Described(value, source, firm=False)
+        return Allocation(self.name, "machine", rank[0], number[0], options, per, joins)
+
 
 INSTALLED: Registry[Scheduler] = Registry("cluster", "accel_state.clusters", {}, base=Scheduler)
 """The schedulers of installed packages; the name of one is its value of the option ``cluster``."""
@@ -109,12 +135,10 @@ class TaskScheduler(Scheduler):
         if topology.world_size > topology.num_nodes:
             size = {"num_processes": Described(topology.world_size, sources["size"])}
             return Allocation(self.name, "rank", topology.rank, topology.world_size, size, joins=True)
-        options = {
-            "num_machines": Described(topology.num_nodes, sources["nodes"]),
-            "machine_rank": Described(topology.node_rank, sources["node"]),
-            "main_process_port": Described(topology.master_port, "the job's number", firm=False),
-        }
-        if topology.master_addr is not None:
-            source = sources.get("address", "MASTER_ADDR")
-            options["main_process_ip"] = Described(topology.master_addr, source, firm=False)
-        return Allocation(self.name, "machine", topology.node_rank, topology.num_nodes, options, joins=True)
+        return self.of_machines(
+            (topology.num_nodes, sources["nodes"]),
+            (topology.node_rank, sources["node"]),
+            (topology.master_addr, sources.get("address", "MASTER_ADDR")),
+            (topology.master_port, "the job's number"),
+            joins=True,
+        )

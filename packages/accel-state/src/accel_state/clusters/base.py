@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,12 @@ __all__ = [
     "Cluster",
     "TaskCluster",
     "Topology",
+    "is_host",
     "is_loopback",
     "node_placement",
     "read_first",
     "read_int",
+    "read_machine_rank",
     "read_port",
     "read_task",
     "stable_port",
@@ -139,6 +142,26 @@ def read_int(
     return number
 
 
+def read_machine_rank(environ: Mapping[str, str], name: str, number: tuple[str, int]) -> int:
+    """The index of this machine in variable ``name``.
+
+    Args:
+        environ: the variables.
+        name: the variable to read.
+        number: name and value of the number of machines.
+
+    Raises:
+        ConfigError: it is not set, not an integer, or out of range.
+    """
+    rank = read_int(environ, name, below=number)
+    if rank is None:
+        raise ConfigError(
+            f"{number[0]} is {number[1]}, but {name} is not set, so the rank of this machine is unknown; set it, or "
+            "pass --cluster none and --machine_rank"
+        )
+    return rank
+
+
 def read_task(
     environ: Mapping[str, str], size: tuple[str, int], rank: str, local_rank: str, advice: str
 ) -> tuple[int, int]:
@@ -178,6 +201,11 @@ def read_port(environ: Mapping[str, str]) -> int | None:
     if port is not None and port > 65535:
         raise ConfigError(f"environment variable MASTER_PORT is {port}; the largest port is 65535")
     return port
+
+
+def is_host(text: str) -> bool:
+    """Whether ``text`` can be a host name or an address. It has no character that a shell interprets."""
+    return re.fullmatch(r"[\w:][\w.:%-]{0,252}", text, re.ASCII) is not None
 
 
 def is_loopback(host: str | None) -> bool:

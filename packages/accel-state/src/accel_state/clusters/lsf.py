@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from accel_state.clusters.allocation import Allocation, Described, TaskScheduler
+from accel_state.clusters.allocation import Allocation, TaskScheduler
 from accel_state.clusters.base import (
     TaskCluster,
     Topology,
@@ -105,21 +105,14 @@ class LSFJobs(TaskScheduler):
         if of_tasks is not None or not environ.get("LSB_JOBID") or not environ.get("LSF_PM_TASKID"):
             return of_tasks
         variable, hosts = hosts_of(environ)
-        return None if len(hosts) < 2 else _by_host(environ, variable, hosts)
-
-
-def _by_host(environ: Mapping[str, str], variable: str, hosts: list[str]) -> Allocation:
-    name = socket.gethostname()
-    index = next((i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]), None)
-    if index is None:
-        raise ConfigError(
-            f"this host, {name}, is not among those of the LSF job, {', '.join(hosts)} (from {variable}), so its "
-            "machine rank is unknown; pass --num_machines, --machine_rank and --main_process_ip with --cluster none"
-        )
-    options = {
-        "num_machines": Described(len(hosts), variable),
-        "machine_rank": Described(index, variable),
-        "main_process_ip": Described(hosts[0], variable, firm=False),
-        "main_process_port": Described(stable_port(environ["LSB_JOBID"]), "LSB_JOBID", firm=False),
-    }
-    return Allocation("LSF", "machine", index, len(hosts), options)
+        if len(hosts) < 2:
+            return None
+        name = socket.gethostname()
+        index = next((i for i, host in enumerate(hosts) if host.split(".")[0] == name.split(".")[0]), None)
+        if index is None:
+            raise ConfigError(
+                f"this host, {name}, is not among those of the LSF job, {', '.join(hosts)} (from {variable}), so its "
+                "machine rank is unknown; pass --num_machines, --machine_rank and --main_process_ip with --cluster none"
+            )
+        port = stable_port(environ["LSB_JOBID"]), "LSB_JOBID"
+        return self.of_machines((len(hosts), variable), (index, variable), (hosts[0], variable), port)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from accel_state.clusters.allocation import TaskScheduler
 from accel_state.clusters.base import Cluster, Topology, read_int
 from accel_state.errors import ConfigError
 
-__all__ = ["SageMaker", "sagemaker_hosts"]
+__all__ = ["SageMaker", "SageMakerHosts", "sagemaker_hosts"]
 
 _PORT = 7777
 """As SageMaker's own scripts for torchrun."""
@@ -58,3 +59,17 @@ class SageMaker(Cluster):
             master_port=read_int(environ, "MASTER_PORT", minimum=1) or _PORT,
             launcher=self.name,
         )
+
+
+class SageMakerHosts(TaskScheduler):
+    """A launcher on each machine of a training job."""
+
+    key = "sagemaker"
+    name = "SageMaker"
+    hint = "start it in a training job with several instances"
+    cluster = SageMaker()
+
+    def sources(self, environ: Mapping[str, str], topology: Topology) -> Mapping[str, str]:
+        """See the base class."""
+        node = f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']}"
+        return {"size": "SM_HOSTS", "nodes": "SM_HOSTS", "node": node, "address": "SM_HOSTS"}

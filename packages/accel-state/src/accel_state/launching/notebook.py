@@ -98,7 +98,8 @@ def notebook_launcher(
     if precision != "no" or "ACCELERATE_MIXED_PRECISION" not in environ:
         variables["ACCELERATE_MIXED_PRECISION"] = precision
     if count * num_nodes == 1:
-        with patch_environment(**variables):
+        # The caller has chosen one process, also in a shell of a job with several machines.
+        with patch_environment(**variables, ACCEL_CLUSTER="none"):
             _run_here(function, arguments)
         return
     elastic = rdzv_backend != "static"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accel_state.clusters.base import read_first, read_int
+from accel_state.clusters.alone import check_shell
+from accel_state.clusters.containers import MACHINES
 from accel_state.clusters.schedulers import Allocation, Described, find_allocation
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Origin, Resolved
@@ -45,21 +46,33 @@ class Surroundings:
     notes: tuple[str, ...] = ()
 
 
-def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroundings:
+def find_surroundings(resolved: Resolved, environ: Mapping[str, str], *, trains: bool = True) -> Surroundings:
     """Merge the configuration with the machines that the scheduler of this launcher describes.
 
     Nothing is added if another program places the ranks (mpirun, DeepSpeed's launcher, a submitted job, a pod).
 
+    Args:
+        resolved: the configuration.
+        environ: the environment variables.
+        trains: the ranks train, so it is an error if they would leave out machines of the job.
+
     Raises:
         ConfigError: a variable is missing or wrong, or contradicts a flag or a variable of the schema; the message
-            names both.
+            names both. Or this is the shell of a job with several machines.
     """
     config = resolved.config
     if not isinstance(config, LaunchConfig) or _placed_by_others(config):
+        if isinstance(config, LaunchConfig) and config.submit and config.cluster == "none":
+            raise ConfigError(
+                f"{_shown(resolved, 'cluster')}, so the launchers of the job would ignore the machines that "
+                f"--submit {config.submit} gets; remove it"
+            )
         return Surroundings(resolved)
-    found = find_allocation(environ, config.cluster)
+    # The launcher of this rank was told the scheduler. A launcher in a rank starts a world of its own.
+    inherited = "LOCAL_RANK" in environ and resolved.origin("cluster") == Origin.ENVIRONMENT
+    found = find_allocation(environ, "none" if inherited else config.cluster)
     if found is None:
-        return Surroundings(resolved, notes=_alone(config, environ))
+        return Surroundings(resolved, notes=_alone(config, environ) if trains else ())
     if found.role == "rank":
         _check_ranks(found, resolved, config)
         notes = (found.summary(),) if found.index == 0 else ()
@@ -74,21 +87,16 @@ def _alone(config: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Notes about machines that variables mention although they do not describe a world to this launcher.
 
     Raises:
-        ConfigError: this is a machine with a rank above 0, and the number of machines is unknown.
+        ConfigError: variables say that there are several machines, and not which of them this one is.
     """
-    if config.num_machines > 1 or config.cluster == "none" or "LOCAL_RANK" in environ:
+    if config.num_machines > 1 or config.cluster == "none":
         return ()
-    rank = read_int(environ, "NODE_RANK")
-    if rank:
-        raise ConfigError(
-            f"environment variable NODE_RANK is {rank}, but the number of machines is unknown; set NNODES (and "
-            "MASTER_ADDR, MASTER_PORT), or pass --num_machines, or unset it"
-        )
-    machines = read_first(environ, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1) or 1
-    if machines > 1 and "SLURM_STEP_ID" not in environ:
+    check_shell(environ)
+    # 0: perhaps the only pod. In the others of several this is an error.
+    if environ.get("JOB_COMPLETION_INDEX") and not environ.keys() & {"LOCAL_RANK", *MACHINES}:
         return (
-            f"this Slurm job has {machines} machines, but only this one is used: start the launcher with srun to use "
-            "all",
+            "this pod of an Indexed Job trains alone: JOB_COMPLETION_INDEX is 0, and NNODES is not set; with several "
+            "pods set NNODES and MASTER_ADDR",
         )
     return ()
 

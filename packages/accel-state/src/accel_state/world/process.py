@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environment
+from accel_state.clusters.alone import check_script
 from accel_state.clusters.topology import Topology, detect
 from accel_state.communication.channel import Channel, Channels, CheckSettings
 from accel_state.communication.participation import Participation
@@ -56,7 +57,8 @@ class PartialState:
 
     Environment variables can select the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), XLA devices
     (PJRT_DEVICE), debug mode (ACCELERATE_DEBUG_MODE), and CPU affinity to the cores near the GPU
-    (ACCELERATE_CPU_AFFINITY).
+    (ACCELERATE_CPU_AFFINITY). In a job of a cluster, ACCEL_CLUSTER=none lets a process that no launcher started train
+    alone.
 
     Args:
         cpu: compute on the CPU even if there is an accelerator (also ACCELERATE_USE_CPU).
@@ -84,7 +86,8 @@ class PartialState:
             real world.
 
     Raises:
-        ConfigError: an environment variable or option is wrong.
+        ConfigError: an environment variable or option is wrong, or no launcher started this process, in a job whose
+            variables describe several machines.
         DeviceError: this node has fewer devices than processes.
         NotAvailableError: XLA devices are selected, and torch_xla is not installed.
         LaunchError: rendezvous failed.
@@ -479,6 +482,10 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         member = rehearse(rehearsal, topology, choose)
     elif _belongs_to_world(topology, options, fork_launched):
         member = join(topology, choose, options)
+    elif topology.launcher == "single" and not (
+        fork_launched or use_xla
+    ):  # torch_xla finds the other hosts itself
+        check_script(environ, settings.cluster)
     device = device_for(topology) if member is None else member.device
     topology = topology if member is None else member.topology
     if topology.rank == 0 and NAMES_TOLD not in environ:
