@@ -116,6 +116,22 @@ BRANCHES = (
         {"distributed_type": "MULTI_CPU", "num_processes": 12},
     ),
     Branch(
+        "a job on Kubernetes",
+        """
+        place=engine submission.engine=kubernetes num_machines=2 devices=accelerators distributed_type num_processes=8
+        submission.image=me/train submission.queue=gpus mixed_precision extras
+        """,
+        {"distributed_type": "MULTI_GPU", "num_processes": 16},
+    ),
+    Branch(
+        "a job on SkyPilot",
+        """
+        place=engine submission.engine=skypilot num_machines=1 devices=accelerators distributed_type num_processes=8
+        submission.gpus_per_machine=H100:8 mixed_precision extras
+        """,
+        {"num_processes": 8},
+    ),
+    Branch(
         "FSDP by layer class",
         """
         place devices distributed_type=FSDP num_processes=2 fsdp.auto_wrap_policy

@@ -50,6 +50,13 @@ def plan(
         ),
     ] = None,
     machines: Annotated[int, typer.Option("--machines", min=1, help="Number of machines.")] = 1,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            "--config_file",
+            help="Configuration file of a job, whose machines and accelerators are the cluster.",
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -114,6 +121,11 @@ def plan(
     """
     if write is not None and write.expanduser().exists():
         raise ConfigError(f"--write {write} exists and is not changed; remove it, or give another path")
+    if config_file is not None:
+        if devices is not None or device is not None:
+            given = "--devices" if devices is not None else "--device"
+            raise ConfigError(f"--config_file and {given} both describe the cluster; leave one of them out")
+        devices, machines, device = _cluster_of_job(config_file, memory)
     with progress("loading torch") as shown:
         from accel_bigmodel.planning.footprints.base import Workload
 
@@ -228,6 +240,25 @@ class _Source:
             return timelines(numbers, again)
 
         return shape, told, ""
+
+
+def _cluster_of_job(file: str, memory: str | None) -> tuple[int, int, str | None]:
+    """Devices, machines, and the model of the devices, if ``memory`` does not replace it, of a job's configuration.
+
+    Raises:
+        ConfigError: the file does not say which accelerators the machines have.
+    """
+    from accel_state.config.merge import resolve
+    from accel_state.launching.submission import accelerators_of
+
+    config = resolve(file, {}).local()
+    kind, number = accelerators_of(config)
+    if not number or (not kind and memory is None):
+        raise ConfigError(
+            f"{file} does not say which accelerators its machines have; set submit_config.gpus_per_machine: H100:8, or "
+            "pass --memory (80GB)"
+        )
+    return number * config.num_machines, config.num_machines, kind.lower() if memory is None else None
 
 
 def _cluster(

@@ -22,6 +22,7 @@ from accel_state.host.colors import colors_for
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import plan_world
+from accel_state.launching.submission import accelerators_of
 from accel_state.launching.target import check_target
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def rehearse_script(context: typer.Context) -> int:
         raise ConfigError(
             f"{strategy.title} cannot be rehearsed: {strategy.no_rehearsal}; start one step on the GPUs instead"
         )
+    if config.num_processes is None and config.submission.gpus_per_machine is not None:
+        gpus = config.num_machines * accelerators_of(config)[1]
+        config = dataclasses.replace(config, num_processes=max(gpus, 1))
     if config.num_processes is None:
         raise ConfigError(
             "the size of the world is not known: pass --num_processes, such as --num_processes 1024, or a "

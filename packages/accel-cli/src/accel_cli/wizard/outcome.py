@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.wizard.answers import Answers, Situation
-from accel_cli.wizard.place_questions import CPU, SAGEMAKER, SEVERAL, TPU
+from accel_cli.wizard.place_questions import CPU, SAGEMAKER, TPU
 from accel_cli.wizard.run_questions import EXTRAS
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import read_layer, save
@@ -200,7 +200,7 @@ def _derived(answers: Answers) -> dict[str, Any]:
         path: True for path in EXTRAS if path in extras and isinstance(by_path[path].option_type, Bool)
     }
     values["use_cpu"] = answers.get("devices") == CPU
-    machines = answers.get("num_machines", 1) if answers.get("place") == SEVERAL else 1
+    machines = answers.get("num_machines", 1)
     values["num_machines"] = machines
     values["num_processes"] = machines * answers.get("num_processes", 1)
     if answers.get("place") == TPU:

@@ -17,7 +17,7 @@ from accel_state.launching.plan import plan_world
 
 __all__ = ["MACHINE_QUESTIONS", "RENDEZVOUS_QUESTIONS", "accelerator_type"]
 
-HERE, SEVERAL, TPU, SAGEMAKER = "here", "several", "tpu", "sagemaker"
+HERE, SEVERAL, ENGINE, TPU, SAGEMAKER = "here", "several", "engine", "tpu", "sagemaker"
 CPU, ACCELERATORS = "cpu", "accelerators"
 _STARTED_BY_HAND = (None, "standard", "nossh")
 """Launchers of DeepSpeed, and none, with which every machine runs the command itself."""
@@ -33,6 +33,8 @@ def _place_before(answers: Answers) -> str:
         return SAGEMAKER
     if answers.before("distributed_type") == "XLA":
         return TPU
+    if answers.before("submission.engine") is not None:
+        return ENGINE
     return SEVERAL if answers.before("num_machines", 1) > 1 else HERE
 
 
@@ -40,6 +42,7 @@ def _places(answers: Answers) -> Sequence[Choice]:
     return (
         Choice(HERE, "on one machine"),
         Choice(SEVERAL, "on several machines"),
+        Choice(ENGINE, "as a job of an engine: Slurm, Kubernetes, Ray, SkyPilot, dstack"),
         Choice(TPU, "on a TPU"),
         Choice(SAGEMAKER, "as a job on Amazon SageMaker"),
     )
@@ -75,7 +78,7 @@ def _strategies(answers: Answers) -> Sequence[Choice]:
         Choice("DEEPSPEED", f"DeepSpeed: ZeRO stages, offloading{absent}"),
         *(Choice(each.distributed_type, _described(each, engines)) for each in installed_strategies()),
     ]
-    unfit = {"NO"} if answers.get("place") == SEVERAL else set()
+    unfit = {"NO"} if answers.get("place") in (SEVERAL, ENGINE) else set()
     kind = answers.situation.machine.accelerators.kind
     if cpu:
         unfit |= {each.distributed_type for each in installed_strategies() if each.devices is not None}
@@ -98,7 +101,9 @@ def _strategy_before(answers: Answers) -> str:
     if before is not None and not before.startswith("MULTI_"):
         return str(before)
     count = answers.situation.machine.accelerators.count
-    several = answers.get("place") == SEVERAL or (answers.get("devices") == ACCELERATORS and count > 1)
+    several = answers.get("place") in (SEVERAL, ENGINE) or (
+        answers.get("devices") == ACCELERATORS and count > 1
+    )
     if before is None and not several:
         return "NO"
     return "MULTI_CPU" if answers.get("devices") == CPU else accelerator_type(answers)
@@ -109,7 +114,7 @@ def _ids(answers: Answers) -> int:
     if answers.get("devices") != ACCELERATORS:
         return 0
     ids = answers.get("gpu_ids", "all")
-    found = answers.situation.machine.accelerators.count
+    found = 0 if answers.get("place") == ENGINE else answers.situation.machine.accelerators.count
     return found if ids.strip().lower() == "all" else len(ids.split(","))
 
 
@@ -119,7 +124,7 @@ def _check_ids(answers: Answers, ids: str) -> None:
 
 
 def _processes(answers: Answers) -> dict[str, Any]:
-    one = answers.get("place") != SEVERAL
+    one = answers.get("place") not in (SEVERAL, ENGINE)
     replicas = answers.get("distributed_type", "").startswith("MULTI_")
     narrow: dict[str, Any] = {"low": 2 if one and replicas else 1, "high": _ids(answers) or None}
     if narrow["high"] is not None:
@@ -136,8 +141,8 @@ def _processes_before(answers: Answers) -> int:
     return _ids(answers) or 1
 
 
-def _machines_before(answers: Answers) -> int:
-    return max(2, int(answers.before("num_machines", 2)))
+def _fewest_machines(answers: Answers) -> int:
+    return 2 if answers.get("place") == SEVERAL else 1
 
 
 _OWN_PLACE = Option(
@@ -148,36 +153,49 @@ _OWN_DEVICES = Option(
     help="All machines of a run are alike. Sets use_cpu, and with the strategy distributed_type.",
     prompt="What will the processes compute on?",
 )
-_LOCAL = equals("place", HERE, SEVERAL)
+_LOCAL = equals("place", HERE, SEVERAL, ENGINE)
 _MACHINES = equals("place", SEVERAL)
+_JOB = equals("place", ENGINE)
 
 MACHINE_QUESTIONS = (
     Question(path="place", own=_OWN_PLACE, choices=_places, default=_place_before),
+    Question(path="submission.engine", when=(_JOB,), required=True),
     Question(
         path="num_machines",
-        when=(_MACHINES,),
-        narrow=lambda answers: {"low": 2},
-        default=_machines_before,
+        when=(equals("place", SEVERAL, ENGINE),),
+        narrow=lambda answers: {"low": _fewest_machines(answers)},
+        default=lambda answers: max(_fewest_machines(answers), int(answers.before("num_machines", 2))),
         required=True,
     ),
     Question(path="devices", own=_OWN_DEVICES, when=(_LOCAL,), choices=_devices, default=_device_before),
     Question(path="distributed_type", when=(_LOCAL,), choices=_strategies, default=_strategy_before),
     Question(
         path="gpu_ids",
-        when=(equals("devices", ACCELERATORS), known(lambda machine: machine.accelerators.count > 1)),
+        when=(
+            equals("devices", ACCELERATORS),
+            negated(_JOB),
+            known(lambda machine: machine.accelerators.count > 1),
+        ),
         default=lambda answers: answers.before("gpu_ids", "all"),
         check=_check_ids,
         required=True,
     ),
     Question(
         path="num_processes",
-        when=(equals("place", HERE, SEVERAL, TPU), negated(equals("distributed_type", "NO"))),
+        when=(equals("place", HERE, SEVERAL, ENGINE, TPU), negated(equals("distributed_type", "NO"))),
         narrow=_processes,
         default=_processes_before,
         required=True,
     ),
+    Question(
+        path="submission.gpus_per_machine",
+        when=(equals("submission.engine", "skypilot", "dstack"), equals("devices", ACCELERATORS)),
+        required=True,
+    ),
+    Question(path="submission.image", when=(equals("submission.engine", "kubernetes"),), required=True),
+    Question(path="submission.queue", when=(equals("submission.engine", "kubernetes"),)),
 )
-"""Machines, devices, strategy and number of processes."""
+"""Machines, devices, strategy and number of processes; the engine of a job and what it needs."""
 
 _BY_HAND = equals("deepspeed.deepspeed_multinode_launcher", *_STARTED_BY_HAND)
 

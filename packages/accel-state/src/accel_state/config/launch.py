@@ -107,6 +107,8 @@ class LaunchConfig(RunOptions, HardwareOptions):
                 return self.use_parallelism_config
             case "fp8":
                 return self.mixed_precision == "fp8"
+            case "submission":
+                return self.submission.engine is not None
             case _:
                 return self.strategy is not None and self.strategy.section_name == section
 

@@ -35,6 +35,7 @@ class SubmitSection(Section):
     )
     gpus_per_machine: str | None = option(
         help="Accelerators of each machine, a number or type:number; by default one per process, none with --cpu.",
+        prompt="Which accelerators has each machine, such as H100:8?",
         ours=True,
     )
     cpus_per_task: int | None = option(help="CPU cores that the job gets on each machine.", low=1, ours=True)
@@ -94,7 +95,11 @@ class SubmitSection(Section):
         ours=True,
     )
     namespace: str | None = option(help="Kubernetes namespace; by default that of the context.", ours=True)
-    queue: str | None = option(help="Queue of Kueue or Volcano.", ours=True)
+    queue: str | None = option(
+        help="Queue of Kueue or Volcano.",
+        prompt="Which queue of Kueue or Volcano does the job wait in (none: it has none)?",
+        ours=True,
+    )
     node_selector: tuple[str, ...] | None = option(
         help="A label that the job's nodes have, as label=value; repeatable.", ours=True
     )

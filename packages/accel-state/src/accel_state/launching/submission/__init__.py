@@ -7,10 +7,10 @@ installed package adds one by an entry point.
 from __future__ import annotations
 
 from accel_state.config.sections.submission import ENGINES
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission, accelerators_of
 from accel_state.registry import Registry
 
-__all__ = ["SUBMISSIONS", "Job", "JobState", "JobStatus", "Submission"]
+__all__ = ["SUBMISSIONS", "Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 SUBMISSIONS: Registry[Submission] = Registry(
     "launcher",

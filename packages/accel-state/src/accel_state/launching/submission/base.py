@@ -21,7 +21,7 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, NotAvailableError
 from accel_state.messages import is_secret
 
-__all__ = ["Job", "JobState", "JobStatus", "Submission"]
+__all__ = ["Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -103,37 +103,12 @@ class Job:
         Raises:
             ConfigError: their number is not set, and the machine that submits cannot know it.
         """
-        config = self.config
-        if config.submission.gpus_per_machine is not None:
-            return config.submission.gpus_per_machine
-        if config.use_cpu or config.distributed_type == "MULTI_CPU":
-            return None
-        if config.num_processes is None:
-            raise ConfigError(
-                "--submit cannot know how many accelerators the machines of the job have; pass --num_processes (the "
-                "total) or --submit_gpus_per_machine, or --cpu"
-            )
-        if config.num_processes % config.num_machines:
-            raise ConfigError(
-                f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it "
-                "is the total over all machines"
-            )
-        return str(config.num_processes // config.num_machines)
+        return _gpus(self.config)
 
     @property
     def accelerators(self) -> tuple[str, int]:
-        """Type of the accelerators, empty if any will do, and their number on each machine; 0 without any.
-
-        Raises:
-            ConfigError: see ``gpus``, or the number is none.
-        """
-        kind, _, number = (self.gpus or "0").rpartition(":")
-        if not number.isdecimal():
-            raise ConfigError(
-                f"--submit_gpus_per_machine {self.gpus} is not a number of accelerators; expected a number, or "
-                "type:number such as H100:8"
-            )
-        return kind, int(number)
+        """See ``accelerators_of``."""
+        return accelerators_of(self.config)
 
     @property
     def seconds(self) -> int | None:
@@ -226,6 +201,40 @@ class Job:
         defaults = to_flags(resolve(environ={}, use_default_file=False).local())
         flags = [word for word in to_flags(own) if word not in defaults]
         return ("accel", "launch", *flags, self.script, *self.arguments)
+
+
+def accelerators_of(config: LaunchConfig) -> tuple[str, int]:
+    """Type of the accelerators of a job's machines, empty if any will do, and their number on each; 0 without any.
+
+    Raises:
+        ConfigError: their number is not set, and the machine that submits cannot know it; or it is no number.
+    """
+    gpus = _gpus(config)
+    kind, _, number = (gpus or "0").rpartition(":")
+    if not number.isdecimal():
+        raise ConfigError(
+            f"--submit_gpus_per_machine {gpus} is not a number of accelerators; expected a number, or type:number such "
+            "as H100:8"
+        )
+    return kind, int(number)
+
+
+def _gpus(config: LaunchConfig) -> str | None:
+    if config.submission.gpus_per_machine is not None:
+        return config.submission.gpus_per_machine
+    if config.use_cpu or config.distributed_type == "MULTI_CPU":
+        return None
+    if config.num_processes is None:
+        raise ConfigError(
+            "--submit cannot know how many accelerators the machines of the job have; pass --num_processes (the "
+            "total) or --submit_gpus_per_machine, or --cpu"
+        )
+    if config.num_processes % config.num_machines:
+        raise ConfigError(
+            f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it "
+            "is the total over all machines"
+        )
+    return str(config.num_processes // config.num_machines)
 
 
 def _seconds(time: str) -> int:
