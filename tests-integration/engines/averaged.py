@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_train import Accelerator, ProjectConfiguration
+from accel_train import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 
 folder, steps, pace = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 accelerator = Accelerator(
     cpu=True,
     preemption=True,
+    dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=3),
 )
 torch.manual_seed(0)
