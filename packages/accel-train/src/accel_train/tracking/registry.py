@@ -22,6 +22,7 @@ TRACKERS: Registry[type[GeneralTracker]] = Registry(
         "clearml": "accel_train.tracking.clearml:ClearMLTracker",
         "comet_ml": "accel_train.tracking.comet_ml:CometMLTracker",
         "dvclive": "accel_train.tracking.dvclive:DVCLiveTracker",
+        "kubeflow": "accel_train.tracking.kubeflow:KubeflowTracker",
         "mlflow": "accel_train.tracking.mlflow:MLflowTracker",
         "swanlab": "accel_train.tracking.swanlab:SwanLabTracker",
         "tensorboard": "accel_train.tracking.tensorboard:TensorBoardTracker",

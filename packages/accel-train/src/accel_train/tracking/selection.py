@@ -101,11 +101,9 @@ def warn_of_absent(absent: Sequence[str]) -> None:
         if name == LoggerType.ALL.value:
             _logger.warning_once("log_with='all' was given, and no tracker is installed: nothing is logged")
         else:
-            _logger.warning_once(
-                "log_with=%r needs a package that is not installed, and nothing is logged with it: %s",
-                name,
-                LOGGER_TYPE_TO_CLASS[name].install_line(),
-            )
+            line = LOGGER_TYPE_TO_CLASS[name].install_line() or ""
+            need = "a package that is not installed" if line.startswith("pip ") else "what is not here"
+            _logger.warning_once("log_with=%r needs %s, and nothing is logged with it: %s", name, need, line)
 
 
 def _check(name: str, logging_dir: str | Path | None) -> None:
