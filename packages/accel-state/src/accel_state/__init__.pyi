@@ -158,6 +158,7 @@ from accel_state.host.versions import torch_version as torch_version
 from accel_state.launching.notebook import debug_launcher as debug_launcher
 from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
+from accel_state.launching.submission.ray_machines import ray_launcher as ray_launcher
 from accel_state.log import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.log import get_logger as get_logger
 from accel_state.module_trees import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING

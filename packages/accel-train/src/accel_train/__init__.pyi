@@ -160,6 +160,7 @@ from accel_state.host.system import get_cpu_distributed_information as get_cpu_d
 from accel_state.launching.notebook import debug_launcher as debug_launcher
 from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
+from accel_state.launching.submission.ray_machines import ray_launcher as ray_launcher
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_state.operations.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_state.operations.collectives import broadcast as broadcast

@@ -35,8 +35,8 @@ _logger = get_logger(__name__)
 class KubeflowTracker(GeneralTracker):
     """Reports numbers as the metrics of the TrainJob, and the step as its progress.
 
-    A thread sends the newest values every five seconds at most, so `log` waits for nothing. An update that fails is
-    told once and does not end the training. There is nothing to report outside of a TrainJob.
+    A thread sends the newest values every five seconds at most, so `log` waits for nothing. The first update that
+    fails is logged as a warning, and does not end the training. There is nothing to report outside of a TrainJob.
 
     Args:
         run_name: unused; the TrainJob has a name.

@@ -45,7 +45,7 @@ class RayRun:
         per_machine: processes of each machine; None: the launcher decides.
         machines: number of machines, at most.
         resources: what each machine of the run reserves, in Ray's names: CPU, GPU, memory in bytes, others.
-        min_machines: number of machines with which the run goes on after a loss; None: ``machines``.
+        min_machines: number of machines with which the run continues after a loss; None: ``machines``.
         retries: number of restarts after failures; preemptions and lost machines do not count.
         grace: seconds that launchers have to end after one of them has failed, or after a stop signal.
         patience: seconds that a restarted run waits for its missing machines.
@@ -365,7 +365,7 @@ def ray_launcher(
             each machine.
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
         num_machines: number of machines, each a node of the cluster.
-        min_machines: number of machines with which the run goes on after a loss; by default ``num_machines``.
+        min_machines: number of machines with which the run continues after a loss; by default ``num_machines``.
         max_restarts: restarts after failures; lost machines do not count.
         resources: what each machine reserves, in Ray's names; by default ``{"CPU": 1}``.
         address: address of the cluster, if this process is not connected to one; by default that of this machine.
