@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[1] / "tools" / "engines" / "slurm.sh"
@@ -157,3 +159,88 @@ def test_the_exit_code_of_a_job_is_that_of_the_rank(cluster: dict[str, str], tmp
     job, log = submit(cluster, tmp_path, str(script))
     wait_until(lambda: state_of(cluster, job, "JobState") == "FAILED", f"job {job}: {log}")
     assert state_of(cluster, job, "ExitCode") == "7:0"
+
+
+def finish(environ: dict[str, str], job: str, log: Path, state: str = "COMPLETED") -> str:
+    """Wait for the end of a job, and let it start at once when it is requeued: Slurm waits two minutes by itself."""
+
+    def has_ended() -> bool:
+        now = state_of(environ, job, "JobState")
+        if now == "PENDING":
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environ, check=False)
+        return now == state
+
+    wait_until(has_ended, f"job {job} did not end as {state}: {log.read_text() if log.exists() else ''}")
+    return log.read_text()
+
+
+def training(folder: Path, steps: int, pace: float) -> tuple[str, ...]:
+    folder.mkdir()
+    return (str(HERE / "averaged.py"), str(folder), str(steps), str(pace))
+
+
+def assert_equal_weights(folder: Path, other: Path, steps: int) -> None:
+    """Compare with a run on one process that nothing happens to."""
+    subprocess.run([sys.executable, *training(other, steps, 0.0)], check=True, timeout=120)
+    torch.testing.assert_close(
+        torch.load(folder / "weights.pt"), torch.load(other / "weights.pt"), rtol=1e-12, atol=0
+    )
+
+
+def test_a_crash_costs_one_retry(cluster: dict[str, str], tmp_path: Path) -> None:
+    words = ("--resume", "--submit_retries", "1", *training(tmp_path / "run", 20, 0.0))
+    (tmp_path / "run" / "crash").touch()
+    job, log = submit(cluster, tmp_path, *words)
+    text = finish(cluster, job, log)
+    assert "told to crash" in text
+    assert "from step 3 on 2 ranks" in text
+    assert_equal_weights(tmp_path / "run", tmp_path / "other", 20)
+
+
+def test_out_of_retries_a_job_fails_with_the_code_of_the_rank(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nprint('tried', flush=True)\nsys.exit(7)\n")
+    job, log = submit(cluster, tmp_path, "--submit_retries", "1", str(script))
+    text = finish(cluster, job, log, "FAILED")
+    assert state_of(cluster, job, "ExitCode") == "7:0"
+    assert text.count("tried") == 4, "two ranks, twice"
+
+
+def test_a_job_that_loses_a_machine_starts_again(cluster: dict[str, str], tmp_path: Path) -> None:
+    words = ("--resume", *training(tmp_path / "run", 60, 0.1))
+    job, log = submit(cluster, tmp_path, *words)
+    wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {job} did not start")
+    time.sleep(2)
+    down = ["scontrol", "update", "NodeName=node1"]
+    subprocess.run([*down, "State=DOWN", "Reason=test"], env=cluster, check=True)
+    wait_until(lambda: state_of(cluster, job, "JobState") == "PENDING", f"job {job} was not requeued")
+    subprocess.run([*down, "State=RESUME"], env=cluster, check=True)
+    text = finish(cluster, job, log)
+    begun = [int(line.split("from step ")[1].split()[0]) for line in text.splitlines() if "from step" in line]
+    assert begun[-1] > 0, text
+    assert_equal_weights(tmp_path / "run", tmp_path / "other", 60)
+
+
+def accel(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accel_cli", "jobs", *words, "--engine", "slurm"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_jobs_are_listed_followed_and_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
+    job, log = submit(cluster, tmp_path, *training(tmp_path / "run", 6, 0.0))
+    followed = accel(cluster, "logs", job, "--follow")
+    assert "done after step 6" in followed.stdout, followed.stdout + followed.stderr
+    other, log = submit(
+        cluster, tmp_path, "--submit_job_name", "long one", *training(tmp_path / "long", 900, 0.1)
+    )
+    wait_until(lambda: "from step 0" in log.read_text(), f"job {other} did not start")
+    listed = {one["id"]: one for one in json.loads(accel(cluster, "ls", "--json").stdout)}
+    assert (listed[job]["state"], listed[job]["machines"]) == ("done", 2)
+    assert (listed[other]["state"], listed[other]["name"]) == ("running", "long one")
+    assert accel(cluster, "cancel", other).stdout == f"cancelled job {other}\n"
+    wait_until(lambda: state_of(cluster, other, "JobState") == "CANCELLED", f"job {other} was not cancelled")
+    refused = accel(cluster, "cancel", "999999")
+    assert refused.returncode == 1
+    assert "Invalid job id" in refused.stderr
