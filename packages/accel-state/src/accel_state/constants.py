@@ -22,6 +22,7 @@ __all__ = [
     "NAMES_TOLD",
     "OLDEST_TORCH",
     "OPTIMIZER_NAME",
+    "PEER_FAILED",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
     "RANK_PREFIXED",
@@ -71,6 +72,9 @@ STALLED = 124
 
 PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
+
+PEER_FAILED = 76
+"""Exit code of a launcher whose ranks ended because another machine failed first (``EX_PROTOCOL``)."""
 
 MODEL_NAME = "pytorch_model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

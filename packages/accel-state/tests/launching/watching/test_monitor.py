@@ -188,7 +188,7 @@ attach(os.environ).joined()
 time.sleep(2)
 raise SystemExit(7)
 """
-    monitor = Monitor(1, Limits(step=1))
+    monitor = Monitor(range(1), Limits(step=1))
     try:
         monitor.begin()
         environ = os.environ | {"ACCEL_RUN_FOLDER": str(monitor.folder)}
@@ -206,7 +206,7 @@ raise SystemExit(7)
 
 @pytest.mark.wide
 def test_a_process_that_is_stopped_does_not_answer(tmp_path):
-    monitor = Monitor(1, Limits(step=1))
+    monitor = Monitor(range(1), Limits(step=1))
     try:
         monitor.begin()
         code = (
