@@ -232,12 +232,18 @@ class _Meeting:
         """Report that this machine is done; the machine with the store waits for the reports of all."""
         if self.client is None:
             return
-        with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
-            left = self.client.add(_LEFT, 1)
-            until = time.monotonic() + _AFTERWARDS
-            while self.server is not None and left < self.client.add(_COUNT, 0) and time.monotonic() < until:
-                time.sleep(0.2)
-                left = self.client.add(_LEFT, 0)
+
+        def report() -> None:
+            with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
+                left = self.client.add(_LEFT, 1)
+                while self.server is not None and left < self.client.add(_COUNT, 0):
+                    time.sleep(0.2)
+                    left = self.client.add(_LEFT, 0)
+
+        # torch waits without a limit for a machine that has lost its network.
+        reporting = threading.Thread(target=report, daemon=True, name="accel-agent-leave")
+        reporting.start()
+        reporting.join(_AFTERWARDS)
 
     def _store(self, server: bool) -> Any:
         import torch.distributed as dist
@@ -363,7 +369,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         """The exit code where the machines do not meet; an error if they have not met before."""
         if not agents or not agents[-1].started:
             raise otherwise from error
-        say(f"accel: another machine failed first, and the others do not meet again: {otherwise}")
+        say(f"accel: another machine failed first (exit code {PEER_FAILED}): {otherwise}")
         return PEER_FAILED
 
     def run() -> int:
@@ -371,20 +377,19 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
             torchrun.run(args)  # type: ignore[no-untyped-call]
         except ChildFailedError:
             end = agents[-1].settle()
-            say(f"accel: {end.why}")
+            say(f"accel: {end.why}{f' (exit code {PEER_FAILED})' if end.code == PEER_FAILED else ''}")
             return end.code
         except RunEndedError as error:
-            say(
-                f"accel: the ranks of {socket.gethostname()} are ended, with exit code {error.end.code}: {error}"
-            )
-            return error.end.code
+            code = error.end.code
+            say(f"accel: all ranks of {socket.gethostname()} are ended, with exit code {code}: {error}")
+            return code
         return 0
 
     while True:
         try:
             return run()
         except SignalException as error:
-            return PREEMPTED if agents[-1].preempted else 128 + int(error.sigval)
+            return PREEMPTED if agents and agents[-1].preempted else 128 + int(error.sigval)
         except RendezvousTimeoutError as error:
             if own.spares and meeting.is_running():
                 continue  # a spare: the run goes on without it

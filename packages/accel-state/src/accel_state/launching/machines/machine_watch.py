@@ -172,7 +172,7 @@ class MachineWatch:
         why = (
             f"another machine failed first, without a word: rank {failure.rank} lost its connection ({error})"
         )
-        return End(PEER_FAILED, f"{why} (exit code {PEER_FAILED})")
+        return End(PEER_FAILED, why)
 
     def finish(self) -> None:
         """Tell the other machines that the ranks of this machine have ended well."""
@@ -204,8 +204,7 @@ class MachineWatch:
         return End(
             PREEMPTED if preempted else PEER_FAILED,
             f"rank {first.failure.rank} on {first.host} {'was preempted' if preempted else 'failed'} first, with exit "
-            f"code {first.failure.code}; the ranks of {self._host} ended because of it (exit code "
-            f"{PREEMPTED if preempted else PEER_FAILED})",
+            f"code {first.failure.code}; the ranks of {self._host} ended because of it",
         )
 
     def _run(self) -> None:

@@ -25,7 +25,11 @@ __all__ = [
 
 _HEAD = "Stack (most recent call first)"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "accel_state/operations/collectives.py")
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "accel_state/operations/collectives.py",
+    "accel_state/world/process_group.py",  # ``join``, in which ranks wait for those that do not come
+)
 _OWN = ("accel_state/launching/ranks/worker.py", "<frozen runpy>")
 _OUTERMOST = re.compile(r"( in (<module>|_run_module_as_main)|^  \.\.\.)$")
 """The last line of a main thread, or of one with more frames than ``faulthandler`` writes."""
@@ -266,7 +270,7 @@ def _table(stacks: Sequence[RankStack], different: Sequence[int]) -> list[str]:
         rows.setdefault((stack.rank not in different, stack.host, stack.place()), []).append(stack.rank)
     ordered = sorted(rows.items(), key=lambda row: (row[0][0], row[1][0]))
     shown = [
-        (host, _ranks(ranks).partition(" ")[2], place)
+        (host, _ranks(ranks).partition(" ")[2], _plural(place) if len(ranks) > 1 else place)
         for (_, host, place), ranks in ordered[: len([row for row in rows if not row[0]]) + _MOST_ROWS]
     ]
     shown.insert(0, ("machine", "rank", "where"))
