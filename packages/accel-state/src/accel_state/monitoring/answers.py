@@ -31,7 +31,7 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", None) and signal.SIGRTMIN
 """Makes a rank write its stack. A real-time signal, which programs hardly ever use; None where there are none."""
 
 _MOST_GROUPS = 16
-"""Process groups whose last collective is told."""
+"""Process groups whose last collective an answer has."""
 
 _logger = logging.getLogger(__name__)
 _explanations: list[Callable[[], list[str]]] = []

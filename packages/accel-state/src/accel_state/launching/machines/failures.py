@@ -15,7 +15,7 @@ from typing import Any
 from accel_state.constants import PREEMPTED
 from accel_state.launching.watching.tracebacks import timed_out, waited_for_another
 
-__all__ = ["Cause", "Failure", "first_failure", "read_errors"]
+__all__ = ["Failure", "FailureCause", "first_failure", "read_errors"]
 
 _MISMATCH = re.compile(r"\bCollectiveMismatchError\b(?!.*\b(?:gone|ended|exited|died)\b)", re.DOTALL)
 """Ranks that call different collectives: an error of the program, and not of a rank that is gone."""
@@ -23,7 +23,7 @@ _LOST = re.compile(r"\bis gone\b|store of this world|recvValue failed")
 """What ranks report beside torch's collectives when a machine is gone, most often that with the store."""
 
 
-class Cause(enum.IntEnum):
+class FailureCause(enum.IntEnum):
     """What the failure of a rank says about its cause."""
 
     OWN = 0
@@ -47,7 +47,7 @@ class Failure:
 
     rank: int
     code: int
-    cause: Cause
+    cause: FailureCause
     error: str = ""
 
 
@@ -92,14 +92,14 @@ def first_failure(
     return min(found)[1] if found else None
 
 
-def _cause(code: int, error: str, program: bool) -> Cause:
+def _cause(code: int, error: str, program: bool) -> FailureCause:
     if code == PREEMPTED:
-        return Cause.OWN
+        return FailureCause.OWN
     if not error:
         aborted = code == -getattr(signal, "SIGABRT", 6)  # NCCL's watchdog ends a rank so, among others
-        return Cause.UNKNOWN if aborted or (program and code > 0) else Cause.OWN
+        return FailureCause.UNKNOWN if aborted or (program and code > 0) else FailureCause.OWN
     if _MISMATCH.search(error):
-        return Cause.OWN
+        return FailureCause.OWN
     if timed_out(error):
-        return Cause.UNKNOWN
-    return Cause.PEER if waited_for_another(error) or _LOST.search(error) else Cause.OWN
+        return FailureCause.UNKNOWN
+    return FailureCause.PEER if waited_for_another(error) or _LOST.search(error) else FailureCause.OWN

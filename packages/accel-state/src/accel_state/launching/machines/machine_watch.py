@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.constants import PEER_FAILED, PREEMPTED, STALLED
 from accel_state.errors import UntrustedMessageError
-from accel_state.launching.machines.failures import Cause, Failure
+from accel_state.launching.machines.failures import Failure, FailureCause
 from accel_state.launching.watching.hang_report import RankStack, as_data, from_data, render_hang, shown_line
 from accel_state.launching.watching.straggler_report import render_phases
 from accel_state.messages import first_line, say
@@ -154,19 +154,19 @@ class MachineWatch:
         self._wake.set()
         until = time.monotonic() + _WORD
         while time.monotonic() < until and not self.is_lost:
-            if failure.cause is Cause.OWN and self._posted:
+            if failure.cause is FailureCause.OWN and self._posted:
                 break
-            first = next((peer for peer in self._peers if peer.failure.cause is Cause.OWN), None)
-            if failure.cause is not Cause.OWN and first is not None:
+            first = next((peer for peer in self._peers if peer.failure.cause is FailureCause.OWN), None)
+            if failure.cause is not FailureCause.OWN and first is not None:
                 return self._because_of(first)
             time.sleep(_ALERT)
-        if failure.cause is Cause.OWN:
+        if failure.cause is FailureCause.OWN:
             return own
         # No machine knows of a cause of its own. The first that does not know of another one either has the failure.
-        unknown = next((peer for peer in self._peers if peer.failure.cause is Cause.UNKNOWN), None)
+        unknown = next((peer for peer in self._peers if peer.failure.cause is FailureCause.UNKNOWN), None)
         if unknown is not None:
             return self._because_of(unknown)
-        if failure.cause is Cause.UNKNOWN and not self.is_lost:
+        if failure.cause is FailureCause.UNKNOWN and not self.is_lost:
             return own
         error = failure.error[:200] or f"exit code {failure.code}"
         why = (
@@ -284,7 +284,7 @@ class MachineWatch:
                 self._on_hang(shown_line(value))
             elif kind == "failure" and machine != self._machine:
                 rank, code, cause, error = value
-                failure = Failure(int(rank), int(code), Cause(cause), shown_line(error))
+                failure = Failure(int(rank), int(code), FailureCause(cause), shown_line(error))
                 self._peers.append(_Peer(host, failure, time.monotonic()))
         except (TypeError, ValueError):
             say(f"accel: {key} in the store of this run is no event of a machine, so it was not read")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from accel_state.launching.watching.tracebacks import fold_frames, library_of, listed
 
 __all__ = [
+    "LastCollective",
     "RankStack",
-    "Recorded",
     "as_data",
     "differing",
     "from_data",
@@ -42,7 +42,7 @@ Frame = tuple[str, int, str]
 """File, line, name of the function."""
 
 
-class Recorded(NamedTuple):
+class LastCollective(NamedTuple):
     """The last collective that a rank has begun in a process group, as torch's flight recorder has it."""
 
     group: str
@@ -68,7 +68,7 @@ class RankStack:
     frames: tuple[Frame, ...] = ()
     collectives: tuple[str, ...] = ()
     note: str = ""
-    recorded: tuple[Recorded, ...] = ()
+    recorded: tuple[LastCollective, ...] = ()
     host: str = ""
     text: str = ""
 
@@ -153,13 +153,13 @@ def from_data(data: Mapping[str, Any], host: str) -> RankStack:
             tuple(shown_line(line) for line in data["collectives"]),
             shown_line(data["note"]),
             tuple(
-                Recorded(shown_line(group), int(number), shown_line(name))
+                LastCollective(shown_line(group), int(number), shown_line(name))
                 for group, number, name in data["recorded"]
             ),
             shown_line(host),
             "\n".join(shown_line(line) for line in str(data["text"]).splitlines()[: 2 * _MOST_FRAMES]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no description of a rank: {error}") from error
 
 
@@ -192,7 +192,7 @@ def _compare_recorders(stacks: Sequence[RankStack]) -> list[tuple[list[int], str
 
     Every member of a group numbers its collectives in the same way, so the last numbers can be compared.
     """
-    members: dict[str, dict[int, Recorded]] = {}
+    members: dict[str, dict[int, LastCollective]] = {}
     for stack in stacks:
         for entry in stack.recorded:
             members.setdefault(entry.group, {})[stack.rank] = entry

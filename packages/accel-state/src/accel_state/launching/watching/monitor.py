@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_state.launching.watching.hang_report import (
+    LastCollective,
     RankStack,
-    Recorded,
     is_whole,
     parse_stack,
     render_hang,
@@ -265,7 +265,7 @@ class Monitor:
             note = (
                 f"after {pulse.steps} steps, in phase {PHASES.get(pulse.phase, 'start')} for {seconds:.0f} s"
             )
-        recorded = tuple(Recorded(*entry) for entry in told.get("recorded", ()))
+        recorded = tuple(LastCollective(*entry) for entry in told.get("recorded", ()))
         return RankStack(rank, parse_stack(text), tuple(told.get("collectives", ())), note, recorded)
 
 
