@@ -130,7 +130,7 @@ def test_a_hang_is_one_of_all_machines_and_the_rank_at_fault_is_first(machines, 
         time.sleep(0.05)
     assert (first.end(), second.end()) == (None, None)
     why = "no rank of any machine has made progress for 0.5 s (--step_timeout)"
-    assert ends([first, second]) == [End(124, why)] * 2
+    assert ends([first, second]) == [End(124, why, restarts=True)] * 2
     text = capsys.readouterr().err
     assert text.count(f"accel: {why}; ending all ranks") == 1, "the first machine reports for all"
     rows = text.splitlines()[1:4]
@@ -157,7 +157,7 @@ def test_a_save_and_a_wait_for_others_are_no_hang(machines):
 def test_a_machine_that_is_late_ends_all(machines):
     first, second = machines(Limits(start=5))
     second.ranks.late_now = "rank 3 has not joined"
-    assert ends([first, second]) == [End(124, "on host1 rank 3 has not joined")] * 2
+    assert ends([first, second]) == [End(124, "on host1 rank 3 has not joined", restarts=True)] * 2
 
 
 def test_a_machine_that_does_not_answer_has_failed(machines, capsys):

@@ -363,7 +363,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         return agents[-1]
 
     # Where torch's launcher takes its agent from; it has no other way to name one.
-    api.LocalElasticAgent = make  # type: ignore[misc, assignment]
+    api.LocalElasticAgent = make  # type: ignore[assignment, attr-defined]
 
     def lost(error: Exception, otherwise: _UnreachableError) -> int:
         """The exit code where the machines do not meet; an error if they have not met before."""

@@ -24,7 +24,7 @@ from accel_state.messages import first_line, say
 from accel_state.monitoring.heartbeat import PHASES, Pulse
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
     from accel_state.launching.watching.monitor import Monitor
 
@@ -52,10 +52,11 @@ _LONGEST = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How this machine ends: its exit code, and a sentence that says why."""
+    """How this machine ends: its exit code, a sentence that says why, and whether a restart may help."""
 
     code: int
     why: str
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,15 +306,16 @@ class MachineWatch:
         elif self._machine:
             silent = [shown_line(name) for name in self._get(f"{self._prefix}reported")]
         gone = f"{', '.join(silent)} does not answer"
-        self._end = End(PEER_FAILED, gone) if silent else End(STALLED, why)
+        self._end = End(PEER_FAILED, gone, True) if silent else End(STALLED, why, True)
 
     def _report(self, why: str) -> list[str]:
         """Print where the ranks of all machines are; returns the names of those that do not answer."""
         stacks: list[RankStack] = []
         pulses: dict[int, Pulse] = {}
         hosts: dict[int, str] = {}
-        silent = [self._name_of(machine) for machine in range(self._machines)]
+        silent = set(range(self._machines))
         for machine, host, data in self._collect(f"{self._prefix}stacks"):
+            silent.remove(machine)
             try:
                 its_stacks, its_times = data
                 found = [from_data(stack, host) for stack in its_stacks]
@@ -323,14 +325,14 @@ class MachineWatch:
                     f"accel: what machine {machine} ({host}) says of its ranks cannot be read; it is left out"
                 )
                 continue
-            finally:
-                silent.remove(host)
             stacks += found
             pulses |= times
             hosts |= dict.fromkeys(times, host)
-        told = [f"{host} does not answer" for host in silent]
-        self._say_hang("; ".join([why, *told]), stacks, pulses, hosts)
-        return silent
+        names = [self._name_of(machine) for machine in sorted(silent)]
+        self._say_hang(
+            "; ".join([why, *(f"{name} does not answer" for name in names)]), stacks, pulses, hosts
+        )
+        return names
 
     def _say_hang(
         self, why: str, stacks: Sequence[RankStack], pulses: Mapping[int, Pulse], hosts: Mapping[int, str]

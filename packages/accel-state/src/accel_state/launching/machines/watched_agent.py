@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from accel_state import environment
 from accel_state.communication.signed_store import prefixed, signed
-from accel_state.constants import PREEMPTED, RUN_FOLDER, STALLED, STORE_SECRET
+from accel_state.constants import PREEMPTED, RUN_FOLDER, STORE_SECRET
 from accel_state.launching.machines.failures import first_failure, read_errors
 from accel_state.launching.machines.machine_watch import End, MachineWatch
 from accel_state.launching.watching.monitor import Limits, Monitor
@@ -65,18 +65,19 @@ class WatchedAgent(LocalElasticAgent):
             )
             self._monitor.begin()
             environment.assign(**{RUN_FOLDER: str(self._monitor.folder)})
-        ids = super()._start_workers(worker_group)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
         self.started = True
         spec = worker_group.spec
         backend = spec.rdzv_handler.get_backend()
         if backend not in ("static", "c10d"):  # the stores of others are no stores of torch
             return ids
+        group: Any = worker_group  # torch declares what it fills in later as None
         self._watch = MachineWatch(
-            signed(prefixed(worker_group.store.clone(), "accel/machines"), environment.get(STORE_SECRET)),
+            signed(prefixed(group.store.clone(), "accel/machines"), environment.get(STORE_SECRET)),
             # With c10d each attempt has a store of its own, and a machine that joins later counts from 0.
             spec.max_restarts - self._remaining_restarts if backend == "static" else 0,
-            worker_group.group_rank,
-            worker_group.group_world_size,
+            group.group_rank,
+            group.group_world_size,
             lambda: [rank for rank, code in self._codes().items() if code is None],
             self._monitor,
             folded=not own.all_frames,
@@ -87,16 +88,18 @@ class WatchedAgent(LocalElasticAgent):
         # Before torch's agent ends the other ranks: only those that have ended by now have failed by themselves.
         self._failed = {rank: code for rank, code in self._codes().items() if code}
         self._errors = read_errors(self._error_files()) if self._failed else {}
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and self._watch is not None:
             end = self._watch.end()
             if end is not None:
                 self._shutdown(signal.SIGTERM, _GRACE)
-                if end.code != STALLED or not self._remaining_restarts:
+                if not (end.restarts and self._remaining_restarts):
                     raise RunEndedError(end)
                 result = RunResult(state=WorkerState.UNHEALTHY)
         elif result.state is WorkerState.FAILED and not self._failed:  # they failed in between
-            self._failed = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            # Those that torch's agent has ended meanwhile are listed, too.
+            self._failed = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
             self._errors = read_errors(self._error_files())
         return result
 
@@ -107,7 +110,7 @@ class WatchedAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait for the other machines, unless the run has ended in another way."""
         if self._watch is None:
-            super()._exit_barrier()
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
             return
         self._watch.finish()
         until = time.monotonic() + self._exit_barrier_timeout
@@ -116,7 +119,8 @@ class WatchedAgent(LocalElasticAgent):
             if end is not None:
                 raise RunEndedError(end)
             time.sleep(0.05)
-        if self._own.straggler_report and self._worker_group.group_rank == 0 and not self._watch.is_lost:
+        machine: int | None = self._worker_group.group_rank
+        if self._own.straggler_report and machine == 0 and not self._watch.is_lost:
             untold = "--straggler_report: no rank has made an optimizer step through Accelerator.prepare()"
             say(f"accel: {self._watch.phases or untold}")
 
