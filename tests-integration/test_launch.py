@@ -1,7 +1,6 @@
 """Real worlds of torch processes, by every way of starting them."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -161,8 +160,7 @@ def test_the_agent_returns_the_code_of_the_failed_rank(tmp_path):
     done = accel(*words, "--machine_rank", "0", str(script))
     assert done.returncode == 9
     assert "rank 1 failed first, with exit code 9" in done.stderr
-    other.send_signal(signal.SIGTERM)
-    assert other.wait(timeout=60) == 143
+    assert other.wait(timeout=60) == 76, "its ranks, which notice nothing, are ended"
 
 
 def test_a_taken_port_of_the_first_machine_is_found_before_torch_starts(script):

@@ -182,6 +182,118 @@ def test_a_host_that_does_not_answer_is_named(hosts: list[Host], tmp_path: Path)
     assert f"{hosts[0].address}:{PORT} did not answer within 3 s" in log.read_text()
 
 
+def both(hosts: list[Host], folder: Path, *words: str) -> tuple[list[subprocess.Popen[str]], list[Path]]:
+    """Launch `faults.py` on the first two hosts; the last word is its argument."""
+    logs = [folder / f"{number}.log" for number in range(2)]
+    started = [
+        host.launch(log, *common(hosts), "--machine_rank", str(number), *words, script="faults.py")
+        for number, (host, log) in enumerate(zip(hosts, logs, strict=False))
+    ]
+    return started, logs
+
+
+def codes(launchers: list[subprocess.Popen[str]]) -> list[int]:
+    return [launcher.wait(PATIENCE) for launcher in launchers]
+
+
+HANGS = {
+    "sleep": (("--step_timeout", "15"), "no rank of any machine has made progress for 15 s (--step_timeout)"),
+    "save": (("--checkpoint_timeout", "8"), "been saving for more than 8 s (--checkpoint_timeout)"),
+    "absent": (("--start_timeout", "25"), "not joined the other ranks within 25 s (--start_timeout)"),
+}
+
+
+@pytest.mark.parametrize("fault", HANGS)
+def test_the_rank_that_hangs_is_first_in_one_report_and_all_hosts_end(
+    hosts: list[Host], tmp_path: Path, fault: str
+) -> None:
+    flags, why = HANGS[fault]
+    launchers, logs = both(hosts, tmp_path, *flags, fault)
+    assert codes(launchers) == [124, 124], [log.read_text() for log in logs]
+    report, other = (log.read_text() for log in logs)
+    assert why in report
+    assert "where" not in other
+    table = report.splitlines()
+    head = next(number for number, line in enumerate(table) if line.startswith("machine "))
+    assert table[head + 1].split()[:2] == [hosts[1].name, "3"], report
+    assert {line.split()[0] for line in table[head + 2 : head + 4]} == {hosts[0].name, hosts[1].name}
+    assert f"rank 3 on {hosts[1].name} differs from the others" in report
+    assert "time.sleep(600)" in report.split("rank 3 is in no collective, at")[1].split("\nrank")[0]
+
+
+def test_a_hang_is_restarted(hosts: list[Host], tmp_path: Path) -> None:
+    launchers, logs = both(hosts, tmp_path, "--step_timeout", "15", "--max_restarts", "1", "sleep")
+    assert codes(launchers) == [124, 124], [log.read_text() for log in logs]
+    assert logs[0].read_text().count("differs from the others") == 2
+    assert all(log.read_text().count("trains on") == 4 for log in logs)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("rank", "fault", "code"), [("3", "raise", 1), ("0", "raise", 1), ("3", "kill", 137)]
+)
+def test_the_host_that_fails_first_has_its_code_and_the_other_76(
+    hosts: list[Host], tmp_path: Path, backend: str, rank: str, fault: str, code: int
+) -> None:
+    # The rendezvous of c10d chooses the order of the hosts.
+    launchers, logs = both(hosts, tmp_path, "--rdzv_backend", backend, f"{fault}:{rank}")
+    ends = dict(zip(codes(launchers), (log.read_text() for log in logs), strict=True))
+    assert sorted(ends) == sorted([code, 76]), ends
+    assert f"rank {rank} failed first, with exit code {code}" in ends[code]
+    host = hosts[[log.read_text() for log in logs].index(ends[code])]
+    assert f"rank {rank} on {host.name} failed first, with exit code {code}" in ends[76]
+
+
+def test_hosts_with_errors_of_their_own_keep_their_codes(hosts: list[Host], tmp_path: Path) -> None:
+    launchers, logs = both(hosts, tmp_path, "raise:0,3")
+    assert codes(launchers) == [1, 1], [log.read_text() for log in logs]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_the_host_that_remains_ends_with_76(
+    hosts: list[Host], tmp_path: Path, backend: str, dies: int
+) -> None:
+    launchers, logs = both(hosts, tmp_path, "--rdzv_backend", backend, "none")
+    for log in logs:
+        wait_for(log, "trains on", 2)
+    hosts[dies].die()
+    assert launchers[1 - dies].wait(PATIENCE) == 76, logs[1 - dies].read_text()
+    assert "another machine failed first" in logs[1 - dies].read_text()
+
+
+def test_hosts_without_a_network_end(hosts: list[Host], tmp_path: Path) -> None:
+    launchers, logs = both(hosts, tmp_path, "--step_timeout", "8", "none")
+    for log in logs:
+        wait_for(log, "trains on", 2)
+    subprocess.run(["ip", "-n", hosts[1].name, "link", "set", "eth0", "down"], check=True)
+    assert codes(launchers) == [76, 76], [log.read_text() for log in logs]
+    assert f"{hosts[1].name} does not answer" in logs[0].read_text()
+    assert "the machine that hosts the store of this run does not answer" in logs[1].read_text()
+    for log, own in zip(logs, ("ranks 0 and 1", "ranks 2 and 3"), strict=True):
+        assert f"{own} wait in " in log.read_text()
+
+
+@pytest.mark.parametrize("stopped", [(0,), (1,), (0, 1)])
+def test_preempted_hosts_all_end_with_75(hosts: list[Host], tmp_path: Path, stopped: tuple[int, ...]) -> None:
+    launchers, logs = both(hosts, tmp_path, "preempted")
+    for log in logs:
+        wait_for(log, "trains on", 2)
+    for number in stopped:
+        launchers[number].send_signal(signal.SIGTERM)
+    assert codes(launchers) == [75, 75], [log.read_text() for log in logs]
+
+
+def test_the_slow_rank_is_named_with_its_host(hosts: list[Host], tmp_path: Path) -> None:
+    launchers, logs = both(hosts, tmp_path, "--straggler_report", "slow")
+    assert codes(launchers) == [0, 0], [log.read_text() for log in logs]
+    report = logs[0].read_text()
+    rows = [line.split() for line in report.splitlines() if line.split()[2:3] == ["60"]]
+    assert [row[:2] for row in rows] == [[hosts[rank // 2].name, str(rank)] for rank in range(4)], report
+    assert f"slowest: rank 3 on {hosts[1].name}, " in report
+    assert "slowest" not in logs[1].read_text()
+
+
 def examine(host: Host, *words: str) -> subprocess.Popen[str]:
     """Start `accel doctor` on this host."""
     inside = f'hostname {host.name}; exec "$@"'

@@ -74,7 +74,7 @@ PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
 
 PEER_FAILED = 76
-"""Exit code of a launcher whose ranks ended because another machine failed first."""
+"""Exit code of a launcher whose ranks ended because another machine failed first (``EX_PROTOCOL``)."""
 
 MODEL_NAME = "pytorch_model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

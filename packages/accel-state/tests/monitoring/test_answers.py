@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.monitoring.answers import STACK_SIGNAL, attach, heartbeat, training_heartbeat
+from accel_state.monitoring.answers import STACK_SIGNAL, attach, heartbeat, last_of_groups, training_heartbeat
 from accel_state.monitoring.heartbeat import HeartbeatFile
 from testkit import worlds
 
@@ -79,7 +79,9 @@ def ask(folder, rank):
     os.write(pipe, b"?")
     os.close(pipe)
     until(path.exists)
-    return json.loads(path.read_text(encoding="utf-8"))
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    assert answer.keys() == {"collectives", "recorded"}
+    return answer["collectives"]
 
 
 def test_a_rank_shows_its_stack_and_its_collectives(folder):
@@ -244,3 +246,34 @@ def test_torchs_flight_recorder_tells_of_other_process_groups(folder):
     if not json.loads(dumped)["entries"]:
         pytest.skip("this version of torch does not record the collectives of gloo")
     assert (before, found) == ([], ["all_reduce (#1 of gloo; Float 3x2)"])
+
+
+def recording():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    pair = dist.new_group([0, 1], group_desc="pair")
+    for size in (3, 5):
+        dist.all_reduce(torch.ones(size))
+    dist.broadcast(torch.ones(2, 2, dtype=torch.int64), 0, group=pair)
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(9), 1)
+    else:
+        dist.recv(torch.ones(9), 0)
+    return torch._C._distributed_c10d._dump_fr_trace_json(True, False)
+
+
+def test_the_last_collective_of_each_group_is_told():
+    entries = json.loads(worlds.run(recording, 2)[1])["entries"]
+    if not entries:
+        pytest.skip("this version of torch does not record the collectives of gloo")
+    assert [(number, text) for _, number, text in last_of_groups(entries)] == [
+        (2, "all_reduce (Float 5)"),
+        (1, "broadcast (Long 2x2)"),
+    ]
+    groups = [group for group, _, _ in last_of_groups(entries)]
+    assert ("default_pg gloo" in groups[0], "pair gloo" in groups[1]) == (True, True), groups
+    assert last_of_groups([]) == []
+    many = [{**entries[0], "process_group": [str(number), ""]} for number in range(100)]
+    assert [group for group, _, _ in last_of_groups(many)] == [f"{number} gloo" for number in range(84, 100)]

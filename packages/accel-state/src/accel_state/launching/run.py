@@ -377,18 +377,21 @@ def _check_supervision(config: LaunchConfig, target: Target, world: World, *, jo
         "--straggler_report": config.straggler_report or None,
     }
     given = [name for name, value in named.items() if value is not None]
-    elsewhere = (
-        joins or world.machines > 1 or config.mpirun.hostfile is not None or uses_deepspeed_launcher(config)
-    )
+    elsewhere = joins or config.mpirun.hostfile is not None or uses_deepspeed_launcher(config)
     if given and elsewhere:
         raise ConfigError(
-            f"{', '.join(given)}: another program starts the ranks of this run (a scheduler, torch's agent, mpirun or "
-            "DeepSpeed), so accel launch cannot watch them; leave it out. ACCELERATE_COLLECTIVE_TIMEOUT_REPORT makes "
-            "ranks report collectives that wait"
+            f"{', '.join(given)}: another program starts the ranks of this run (a scheduler, mpirun or DeepSpeed), so "
+            "accel launch cannot watch them; leave it out. ACCELERATE_COLLECTIVE_TIMEOUT_REPORT makes ranks report "
+            "collectives that wait"
+        )
+    if given and world.machines > 1 and config.rdzv_backend not in ("static", "c10d"):
+        raise ConfigError(
+            f"{', '.join(given)}: the machines exchange what their ranks do through torch's store, which "
+            f"--rdzv_backend {config.rdzv_backend} does not have; pass --rdzv_backend c10d, or leave it out"
         )
     if given and not CAN_WATCH:
         raise ConfigError(f"{', '.join(given)} needs Linux; leave it out on {sys.platform}")
-    if config.spares and target.kind == "program" and not elsewhere:
+    if config.spares and target.kind == "program" and not elsewhere and world.machines == 1:
         raise ConfigError(
             f"--spares {config.spares}: spare processes are Python interpreters, but --no_python runs {target.name!r}; "
             "leave --spares out, or launch a Python script"
@@ -525,9 +528,8 @@ class _Attempts:
         if self._monitor is None and CAN_WATCH:
             config = self.config
             limits = Limits(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
-            self._monitor = Monitor(
-                self.world.local_size, limits, timed=watches(config), folded=not config.debug
-            )
+            ranks = range(self.world.local_size)
+            self._monitor = Monitor(ranks, limits, timed=watches(config), folded=not config.debug)
         return self._monitor
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,10 +25,13 @@ from accel_state.messages import first_line
 from accel_state.monitoring.heartbeat import Heartbeat, HeartbeatFile
 from accel_state.whole_files import write_whole
 
-__all__ = ["STACK_SIGNAL", "attach", "explain_by", "heartbeat", "training_heartbeat"]
+__all__ = ["STACK_SIGNAL", "attach", "explain_by", "heartbeat", "last_of_groups", "training_heartbeat"]
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", None) and signal.SIGRTMIN + 9
 """Makes a rank write its stack. A real-time signal, which programs hardly ever use; None where there are none."""
+
+_MOST_GROUPS = 16
+"""Process groups whose last collective an answer has."""
 
 _logger = logging.getLogger(__name__)
 _explanations: list[Callable[[], list[str]]] = []
@@ -109,7 +112,10 @@ def _answer(folder: Path, rank: int) -> None:
                 questions.read()
             # The collectives in progress, from this project's channels, else from torch's flight recorder.
             found = [line for describe in list(_explanations) for line in _lines_of(describe)]
-            write_whole(folder / f"answer.{rank}", json.dumps(found or _flight_recorder()))
+            entries = _flight_recorder()
+            waiting = [_described(entry) for entry in entries if not entry.get("retired", True)]
+            answer = {"collectives": found or waiting[-1:], "recorded": last_of_groups(entries)}
+            write_whole(folder / f"answer.{rank}", json.dumps(answer))
         except OSError as error:
             _logger.debug("the launcher's folder is gone: %s", error)
             return
@@ -123,22 +129,48 @@ def _lines_of(describe: Callable[[], list[str]]) -> list[str]:
         return [f"unknown: {type(error).__name__}: {first_line(error)}"]
 
 
-def _flight_recorder() -> list[str]:
+def _flight_recorder() -> list[dict[str, Any]]:
+    """The collectives that torch has recorded: those of gloo and other backends of the CPU, then those of NCCL."""
     # Not imported: a rank that has not loaded torch waits in no collective.
     native: Any = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(native, "_dump_fr_trace_json", None)
-    if dump is None:
-        return []
-    with contextlib.suppress(RuntimeError):  # a build without a recorder
-        entries = json.loads(dump(True, False)).get("entries", [])
-        waiting = [entry for entry in entries if not entry.get("retired", True)]
-        return [_entry(entry) for entry in waiting[-1:]]
-    return []
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build without that recorder
+            found += json.loads(getattr(native, name)(True, False)).get("entries", [])
+    return found
 
 
-def _entry(entry: Mapping[str, Any]) -> str:
-    sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry.get("input_sizes", []))
-    kinds = ", ".join(dict.fromkeys(entry.get("input_dtypes", [])))
+def last_of_groups(entries: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, str]]:
+    """The last collective that this rank has begun in each process group, as torch's flight recorder has them.
+
+    Args:
+        entries: the recorder's list ``entries``, oldest first.
+
+    Returns:
+        the group, the number of the collective in it, and its description; of the groups used last.
+    """
+    found: dict[str, tuple[str, int, str]] = {}
+    for entry in entries:
+        if entry.get("is_p2p"):  # pairs of ranks count them apart
+            continue
+        backend = str(entry["profiling_name"]).partition(":")[0]
+        group = " ".join([*filter(None, entry["process_group"]), backend])
+        found.pop(group, None)  # the order is that of the last use
+        found[group] = (group, int(entry["collective_seq_id"]), _operation(entry))
+    return list(found.values())[-_MOST_GROUPS:]
+
+
+def _described(entry: Mapping[str, Any]) -> str:
     backend, _, name = str(entry["profiling_name"]).rpartition(":")
     number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
-    return f"{name} (#{number} of {backend or 'its group'}; {kinds} {sizes})"
+    return f"{name} (#{number} of {backend or 'its group'}; {_tensors(entry)})"
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    return f"{str(entry['profiling_name']).rpartition(':')[2]} ({_tensors(entry)})"
+
+
+def _tensors(entry: Mapping[str, Any]) -> str:
+    sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry.get("input_sizes", []))
+    kinds = ", ".join(dict.fromkeys(entry.get("input_dtypes", [])))
+    return f"{kinds} {sizes}"

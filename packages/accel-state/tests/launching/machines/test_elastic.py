@@ -46,7 +46,32 @@ def test_several_machines_are_started_by_an_agent():
     assert argv[:3] == ("python", "-m", "accel_state.launching.machines.agent")
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2"} <= {*argv}
     assert {"--master-addr=10.0.0.1", "--master-port=29501"} <= {*argv}
-    assert argv[-3:] == ("train.py", "--lr", "0.1")
+    # A rank leaves its error where the agent reads it, so the worker of this project starts the script.
+    module = ("--module", "accel_state.launching.ranks.worker", "script")
+    assert argv[-6:] == (*module, "train.py", "--lr", "0.1")
+
+
+def test_a_program_runs_as_it_is():
+    argv = first(*ELASTIC, target=Target("bash", ("-c", "true"), "program")).argv
+    assert argv[-4:] == ("--no-python", "bash", "-c", "true")
+    assert argv.index("--program") < argv.index("--")
+
+
+def test_the_agent_gets_what_it_watches():
+    flags = (
+        "--start_timeout",
+        "9",
+        "--step_timeout",
+        "600",
+        "--checkpoint_timeout",
+        "1800.5",
+        "--straggler_report",
+    )
+    argv = first(*ELASTIC, *flags, "--debug").argv
+    own = argv[3 : argv.index("--")]
+    wanted = {"--start-timeout=9", "--step-timeout=600", "--checkpoint-timeout=1800.5", "--straggler-report"}
+    assert wanted | {"--all-frames"} <= {*own}
+    assert not any("timeout=" in word for word in first(*ELASTIC).argv[4:])
 
 
 def test_other_rendezvous_backends_number_the_machines_themselves():

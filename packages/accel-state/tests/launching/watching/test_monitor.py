@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from accel_state.config.flags import parse_flags
+from accel_state.config.merge import resolve
+from accel_state.errors import ConfigError
+from accel_state.launching.run import launch
+from accel_state.launching.target import Target
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.monitoring.answers import STACK_SIGNAL
 from accel_state.monitoring.heartbeat import HeartbeatFile
@@ -162,13 +167,22 @@ def test_a_killed_launcher_leaves_no_folder(launcher):
         time.sleep(0.02)
 
 
-def test_ranks_that_others_start_cannot_be_watched(launcher):
+def test_machines_without_a_store_of_torch_cannot_be_watched(launcher):
     done = launcher.run(
         "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
-        "--main_process_port", "29500", "--step_timeout", "5", launcher.script("")
+        "--main_process_port", "29500", "--rdzv_backend", "etcd", "--step_timeout", "5", launcher.script("")
     )  # fmt: skip
     assert done.returncode != 0
-    assert "--step_timeout: another program starts the ranks of this run" in done.stderr
+    assert "--step_timeout: the machines exchange" in done.stderr
+    assert "--rdzv_backend etcd does not have; pass --rdzv_backend c10d" in done.stderr
+
+
+def test_ranks_of_a_scheduler_cannot_be_watched(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    config = resolve(environ={}, flags=parse_flags(["--cpu", "--step_timeout", "5"]), use_default_file=False)
+    with pytest.raises(ConfigError, match="--step_timeout: another program starts the ranks of this run"):
+        launch(config.local(), Target(str(script)), {}, joins=True)
 
 
 @pytest.mark.wide
@@ -188,7 +202,7 @@ attach(os.environ).joined()
 time.sleep(2)
 raise SystemExit(7)
 """
-    monitor = Monitor(1, Limits(step=1))
+    monitor = Monitor(range(1), Limits(step=1))
     try:
         monitor.begin()
         environ = os.environ | {"ACCEL_RUN_FOLDER": str(monitor.folder)}
@@ -206,7 +220,7 @@ raise SystemExit(7)
 
 @pytest.mark.wide
 def test_a_process_that_is_stopped_does_not_answer(tmp_path):
-    monitor = Monitor(1, Limits(step=1))
+    monitor = Monitor(range(1), Limits(step=1))
     try:
         monitor.begin()
         code = (

@@ -27,6 +27,17 @@ def test_the_slow_rank_is_the_one_that_others_wait_for_in_backward():
     assert row == ["1", "10", "41.00", "5.00", "40.00", "0.00", "0.00", "0.00"]
 
 
+def test_ranks_of_several_machines_have_names():
+    text = render_phases({0: pulse(data=10), 12: pulse(data=410)}, {0: "a", 12: "a.long.name"})
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[:3] for row in rows[1:4]] == [
+        ["machine", "rank", "steps"],
+        ["a", "0", "10"],
+        ["a.long.name", "12", "10"],
+    ]
+    assert "slowest: rank 12 on a.long.name, 41.00 times" in text
+
+
 def test_equal_ranks_are_not_accused():
     text = render_phases({0: pulse(data=10, forward=50), 1: pulse(data=10, forward=52)})
     assert "no rank is slow: the slowest, rank 1, takes 1.03 times the others' time" in text

@@ -1,9 +1,10 @@
 """The agent of one machine: torch's elastic agent, in a process of its own.
 
-It differs from torch's in five ways: it exits with the code of the rank that failed first; it hosts the store of a c10d
-rendezvous itself, for as long as spare machines need it; a machine that does not answer is an error that names host
-and port; a spare machine is probed before it may join, and then waits for as long as the run goes on; and a signal
-ends it at once while it waits for other machines.
+It differs from torch's in six ways: it exits with the code of the rank that failed first, or with 76 where another
+machine failed first; it watches the ranks together with the other machines; it hosts the store of the run itself, for
+as long as other machines need it; a machine that does not answer is an error that names host and port; a spare machine
+is probed before it may join, and then waits for as long as the run goes on; and a signal ends it at once while it waits
+for other machines.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 from accel_state import environment
+from accel_state.constants import PEER_FAILED, PREEMPTED
 from accel_state.messages import first_line, say
 
 __all__ = ["main", "read_state"]
@@ -87,6 +89,10 @@ def _split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--connect-timeout", type=float, required=True)
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--cpu", action="store_true")
+    for name in ("start", "step", "checkpoint"):
+        parser.add_argument(f"--{name}-timeout", type=float)
+    for name in ("straggler-report", "all-frames", "program"):
+        parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
 
 
@@ -151,6 +157,21 @@ class _Meeting:
             with contextlib.suppress(RuntimeError):  # another agent of this machine was faster
                 self.server = self._store(True)
 
+    def host_static_store(self) -> None:
+        """Listen as the first machine of a static rendezvous, which torch's agent then shares.
+
+        Raises:
+            _UnreachableError: the address cannot be used.
+        """
+        from torch.distributed import DistNetworkError
+
+        try:
+            self.server = self._store(True)
+        except DistNetworkError as error:
+            raise _UnreachableError(
+                f"{self.host}:{self.port}, where the machines meet, cannot be used: {first_line(error).rstrip('.')}"
+            ) from None
+
     def check_store(self) -> None:
         """Check that a store listens at the address: torch's agent would wait for its answer for long.
 
@@ -211,12 +232,18 @@ class _Meeting:
         """Report that this machine is done; the machine with the store waits for the reports of all."""
         if self.client is None:
             return
-        with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
-            left = self.client.add(_LEFT, 1)
-            until = time.monotonic() + _AFTERWARDS
-            while self.server is not None and left < self.client.add(_COUNT, 0) and time.monotonic() < until:
-                time.sleep(0.2)
-                left = self.client.add(_LEFT, 0)
+
+        def report() -> None:
+            with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
+                left = self.client.add(_LEFT, 1)
+                while self.server is not None and left < self.client.add(_COUNT, 0):
+                    time.sleep(0.2)
+                    left = self.client.add(_LEFT, 0)
+
+        # torch waits without a limit for a machine that has lost its network.
+        reporting = threading.Thread(target=report, daemon=True, name="accel-agent-leave")
+        reporting.start()
+        reporting.join(_AFTERWARDS)
 
     def _store(self, server: bool) -> Any:
         import torch.distributed as dist
@@ -235,6 +262,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
     _resolve(host, port, own.connect_timeout)
     if static and args.node_rank == 0:
         args.rdzv_conf = _with_default(args.rdzv_conf, "timeout", round(own.connect_timeout))
+        meeting.host_static_store()
     elif args.rdzv_backend == "c10d":
         meeting.host_store()
     if not (static and args.node_rank == 0) and args.rdzv_backend in ("static", "c10d"):
@@ -247,6 +275,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
         args.rdzv_conf = _with_default(args.rdzv_conf, "join_timeout", round(own.connect_timeout))
         # Ranks of a machine that joins later count their restarts from 0, so the agents' store must not be shared.
         environment.provide(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    if args.rdzv_backend in ("static", "c10d"):
         meeting.register()
     try:
         yield meeting
@@ -323,40 +352,77 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         RendezvousConnectionError,
         RendezvousTimeoutError,
     )
+    from torch.distributed.launcher import api
+
+    from accel_state.launching.machines.watched_agent import RunEndedError, WatchedAgent
+
+    agents: list[WatchedAgent] = []
+
+    def make(**kwargs: Any) -> WatchedAgent:
+        agents.append(WatchedAgent(own, **kwargs))
+        return agents[-1]
+
+    # Where torch's launcher takes its agent from; it has no other way to name one.
+    api.LocalElasticAgent = make  # type: ignore[assignment, attr-defined]
+
+    def lost(error: Exception, otherwise: _UnreachableError) -> int:
+        """The exit code where the machines do not meet; an error if they have not met before."""
+        if not agents or not agents[-1].started:
+            raise otherwise from error
+        say(f"accel: another machine failed first (exit code {PEER_FAILED}): {otherwise}")
+        return PEER_FAILED
+
+    def run() -> int:
+        try:
+            torchrun.run(args)  # type: ignore[no-untyped-call]
+        except ChildFailedError:
+            end = agents[-1].settle()
+            say(f"accel: {end.why}{f' (exit code {PEER_FAILED})' if end.code == PEER_FAILED else ''}")
+            return end.code
+        except RunEndedError as error:
+            code = error.end.code
+            say(f"accel: all ranks of {socket.gethostname()} are ended, with exit code {code}: {error}")
+            return code
+        return 0
 
     while True:
         try:
-            torchrun.run(args)  # type: ignore[no-untyped-call]
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-            say(f"accel: rank {rank} failed first, with exit code {code}")
-            return code
+            return run()
         except SignalException as error:
-            return 128 + int(error.sigval)
-        except RendezvousTimeoutError:
+            return PREEMPTED if agents and agents[-1].preempted else 128 + int(error.sigval)
+        except RendezvousTimeoutError as error:
             if own.spares and meeting.is_running():
                 continue  # a spare: the run goes on without it
-            raise _not_all(meeting, meeting.came()) from None
-        except (RendezvousClosedError, AttributeError):
+            return lost(error, _not_all(meeting, meeting.came()))
+        except (RendezvousClosedError, AttributeError) as error:
             # When the rendezvous closes, torch's agent returns None, which its launcher (2.13) takes for a result.
+            if agents and agents[-1].started and meeting.has_ended():
+                return lost(error, _UnreachableError("the run has ended"))
             if not own.spares or not meeting.has_ended():
                 raise
             say(f"accel: the run has ended; {socket.gethostname()} was a spare machine")
             return 0
         except RendezvousConnectionError as error:
-            raise _UnreachableError(
-                f"the connection to {meeting.host}:{meeting.port}, where the machines meet, was lost: the machine "
-                f"there has ended or its network has failed ({error})"
-            ) from error
+            return lost(
+                error,
+                _UnreachableError(
+                    f"the connection to {meeting.host}:{meeting.port}, where the machines meet, was lost: the machine "
+                    f"there has ended or its network has failed ({error})"
+                ),
+            )
         except DistStoreError as error:
-            raise _not_all(meeting, str(error).rstrip(".")) from None
+            return lost(error, _not_all(meeting, str(error).rstrip(".")))
         except DistNetworkError as error:
             reason = first_line(error).rstrip(".")
-            raise _UnreachableError(
-                f"{meeting.host}:{meeting.port}, where the machines meet, cannot be used: {reason}"
-            ) from None
-        return 0
+            return lost(
+                error,
+                _UnreachableError(
+                    f"{meeting.host}:{meeting.port}, where the machines meet, cannot be used: {reason}"
+                ),
+            )
+        finally:
+            for agent in agents:
+                agent.close()
 
 
 def _not_all(meeting: _Meeting, came: str) -> _UnreachableError:

@@ -78,11 +78,19 @@ def elastic_argv(
         words += [f"--log-dir={config.log_dir}", f"--tee={config.tee or '3'}"]
     elif config.tee not in (None, "", "0"):
         words.append(f"--tee={config.tee}")
-    words += {"module": ["--module"], "program": ["--no-python"], "script": []}[target.kind]
+    # Ranks run in a process of ours that leaves their error where the agent reads it; a program runs as it is.
+    program = target.kind == "program"
+    words += ["--no-python", *target.argv()] if program else ["--module", *target.watched_argv()[2:]]
     own = [f"--connect-timeout={config.connect_timeout:g}"]
+    for name in ("start", "step", "checkpoint"):
+        limit = getattr(config, f"{name}_timeout")
+        own += [f"--{name}-timeout={limit:g}"] if limit is not None else []
+    own += ["--straggler-report"] if config.straggler_report else []
+    own += ["--all-frames"] if config.debug else []
+    own += ["--program"] if program else []
     if config.spares:
         own += [f"--spares={config.spares}", *(["--cpu"] if cpu else [])]
-    return (python, "-m", _MODULE, *own, "--", *words, target.name, *target.args)
+    return (python, "-m", _MODULE, *own, "--", *words)
 
 
 def _backend(config: LaunchConfig) -> str:

@@ -6,23 +6,29 @@ of its own in tracebacks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from accel_state import environment
 from accel_state.monitoring.answers import attach
+from accel_state.whole_files import write_whole
 
-__all__ = ["become", "main", "script_frames", "wait_for_work"]
+__all__ = ["become", "main", "script_frames", "wait_for_work", "write_error"]
 
 SPARE = "--spare"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _OWN = (__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
@@ -34,8 +40,34 @@ def main(words: Sequence[str]) -> None:
     """
     if words[0] == SPARE:
         words = wait_for_work(int(words[1]), cpu=words[2] == "cpu")
-    attach(environment.snapshot())
-    become(words[0], words[1], words[2:])
+    environ = environment.snapshot()
+    attach(environ)
+    try:
+        become(words[0], words[1], words[2:])
+    except Exception as error:
+        if environ.get(_ERROR_FILE):
+            write_error(Path(environ[_ERROR_FILE]), error)
+        raise
+
+
+def write_error(path: Path, error: BaseException) -> None:
+    """Write an error to the file of this rank that torch's agent reads, as torch's ``record`` does.
+
+    ``origin`` is ours: the first of a chain of exceptions, which names the cause. An error that another rank's end
+    causes may have followed one of the script, or may have led to one.
+    """
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None and before not in chain:
+        chain.append(before)
+    origin = chain[-1]
+    about = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
+        "origin": f"{type(origin).__name__}: {origin}",
+    }
+    text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": about}})
+    with contextlib.suppress(OSError):  # the agent has removed its folder: nobody reads the error any more
+        write_whole(path, text)
 
 
 def wait_for_work(descriptor: int, *, cpu: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The launcher's view into its ranks: their progress, their stacks, and the folder in which they report."""
+"""The view of a machine into its ranks: their progress, their stacks, and the folder in which they report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_state.launching.watching.hang_report import RankStack, is_whole, parse_stack, render_hang
+from accel_state.launching.watching.hang_report import (
+    LastCollective,
+    RankStack,
+    is_whole,
+    parse_stack,
+    render_hang,
+)
 from accel_state.launching.watching.straggler_report import render_phases
 from accel_state.launching.watching.tracebacks import listed
 from accel_state.monitoring.answers import STACK_SIGNAL
 from accel_state.monitoring.heartbeat import PHASES, HeartbeatFile, Pulse
 
-__all__ = ["CAN_WATCH", "Limits", "Monitor"]
+__all__ = ["CAN_WATCH", "Activity", "Limits", "Monitor"]
 
 CAN_WATCH = STACK_SIGNAL is not None and hasattr(os, "mkfifo") and sys.platform == "linux"
 _SHARED = Path("/dev/shm")
@@ -49,18 +55,33 @@ class Limits:
         return not (self.start is None and self.step is None and self.checkpoint is None)
 
 
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The progress of the ranks of a machine.
+
+    Attributes:
+        joined: all have joined their world.
+        since: the latest progress of any, in nanoseconds of ``time.monotonic_ns``.
+        saving: some are in a save.
+    """
+
+    joined: bool
+    since: int
+    saving: bool
+
+
 class Monitor:
     """Watches the ranks of one machine.
 
     Args:
-        ranks: how many there are.
+        ranks: they have these numbers in the world.
         limits: time-outs.
         timed: ranks report every step.
         folded: fold the frames of libraries in stacks.
     """
 
     def __init__(
-        self, ranks: int, limits: Limits | None = None, *, timed: bool = False, folded: bool = True
+        self, ranks: range, limits: Limits | None = None, *, timed: bool = False, folded: bool = True
     ) -> None:
         self._ranks = ranks
         self._limits = limits or Limits()
@@ -72,12 +93,12 @@ class Monitor:
         self._file = self._fresh_file()
 
     def _fresh_file(self) -> HeartbeatFile:
-        return HeartbeatFile.create(self.folder / "heart", self._ranks, timed=self._timed)
+        return HeartbeatFile.create(self.folder / "heart", self._ranks.stop, timed=self._timed)
 
     def begin(self) -> None:
         """Begin an attempt: reports of earlier processes are discarded."""
         self._file = self._fresh_file()
-        for rank in range(self._ranks):
+        for rank in self._ranks:
             for name in (f"stack.{rank}", f"answer.{rank}", f"ask.{rank}"):
                 (self.folder / name).unlink(missing_ok=True)
             os.mkfifo(self.folder / f"ask.{rank}", 0o600)
@@ -95,12 +116,34 @@ class Monitor:
         """
         if not self._limits:
             return None
+        ranks = list(ranks)
+        return self.late(ranks) or self._late_step(self.activity(ranks))
+
+    def late(self, ranks: Iterable[int]) -> str | None:
+        """Which ranks have not joined, or have not ended a save, in time, in words; None: all have.
+
+        Args:
+            ranks: those that run.
+        """
         now = time.monotonic_ns()
         if now - self._looked > _GAP * 1e9:
             self._resumed = now  # ranks were stopped as well (Ctrl-Z): their time begins again
         self._looked = now
         pulses = {rank: self._file.read(rank) for rank in ranks}
-        return self._late_start(pulses, now) or self._late_save(pulses, now) or self._late_step(pulses, now)
+        return self._late_start(pulses, now) or self._late_save(pulses, now)
+
+    def activity(self, ranks: Collection[int]) -> Activity:
+        """The progress of ranks.
+
+        Args:
+            ranks: those that run.
+        """
+        pulses = [self._file.read(rank) for rank in ranks]
+        return Activity(
+            all(pulse.joined for pulse in pulses),
+            max((pulse.since for pulse in pulses), default=0),
+            any(pulse.saving for pulse in pulses),
+        )
 
     def _late_start(self, pulses: Mapping[int, Pulse], now: int) -> str | None:
         late = [rank for rank, pulse in pulses.items() if not pulse.joined]
@@ -122,12 +165,11 @@ class Monitor:
         verb = "has" if len(late) == 1 else "have"
         return f"{_ranks(late)} {verb} been saving for more than {limit:g} s (--checkpoint_timeout)"
 
-    def _late_step(self, pulses: Mapping[int, Pulse], now: int) -> str | None:
+    def _late_step(self, activity: Activity) -> str | None:
         limit = self._limits.step
-        joined = pulses and all(pulse.joined for pulse in pulses.values())
-        if limit is None or not joined or any(pulse.saving for pulse in pulses.values()):
+        if limit is None or not (activity.since and activity.joined) or activity.saving:
             return None
-        if self._age(max(pulse.since for pulse in pulses.values()), now) <= limit:
+        if self._age(activity.since, time.monotonic_ns()) <= limit:
             return None
         return f"no rank has made progress for {limit:g} s (--step_timeout)"
 
@@ -135,6 +177,14 @@ class Monitor:
         return (now - max(since, self._resumed)) / 1e9
 
     def hang_report(self, ranks: Iterable[int]) -> str:
+        """The stacks of ranks and the collectives that they wait in, in words; takes up to two seconds.
+
+        Args:
+            ranks: those that run.
+        """
+        return render_hang(self.stacks(ranks), folded=self._folded)
+
+    def stacks(self, ranks: Iterable[int]) -> list[RankStack]:
         """The stacks of ranks and the collectives that they wait in; takes up to two seconds.
 
         Args:
@@ -149,17 +199,25 @@ class Monitor:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(pulse.pid, STACK_SIGNAL)
         self._wait_for_answers(present, before)
-        stacks = [
+        return [
             self._stack(rank, pulse, before[rank])
             if rank in present
             else RankStack(rank, note="it has not created an Accelerator or PartialState")
             for rank, pulse in pulses.items()
         ]
-        return render_hang(stacks, folded=self._folded)
 
     def phases(self) -> str:
         """The time per phase of a step by rank; empty if no rank has made a step."""
-        return render_phases({rank: self._file.read(rank) for rank in range(self._ranks)})
+        return render_phases(self.pulses())
+
+    def pulses(self) -> dict[int, Pulse]:
+        """The progress that each rank has reported."""
+        return {rank: self._file.read(rank) for rank in self._ranks}
+
+    @property
+    def limits(self) -> Limits:
+        """The time-outs."""
+        return self._limits
 
     @property
     def timed(self) -> bool:
@@ -200,14 +258,15 @@ class Monitor:
     def _stack(self, rank: int, pulse: Pulse, start: int) -> RankStack:
         text = self._written(rank, start)
         answer = self.folder / f"answer.{rank}"
-        collectives = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else []
+        told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
         note = "" if pulse.joined else "it has not joined the other ranks"
         if pulse.steps:
             seconds = (time.monotonic_ns() - pulse.since) / 1e9
             note = (
                 f"after {pulse.steps} steps, in phase {PHASES.get(pulse.phase, 'start')} for {seconds:.0f} s"
             )
-        return RankStack(rank, parse_stack(text), tuple(collectives), note)
+        recorded = tuple(LastCollective(*entry) for entry in told.get("recorded", ()))
+        return RankStack(rank, parse_stack(text), tuple(told.get("collectives", ())), note, recorded)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -31,11 +31,12 @@ def slowest(pulses: Mapping[int, Pulse]) -> tuple[int, float, int] | None:
     return rank, own[rank] / max(1.0, others), phase
 
 
-def render_phases(pulses: Mapping[int, Pulse]) -> str:
+def render_phases(pulses: Mapping[int, Pulse], hosts: Mapping[int, str] | None = None) -> str:
     """A table of milliseconds per step, one line for each rank, and the slowest rank.
 
     Args:
         pulses: the progress that each rank has reported.
+        hosts: the machine of each rank, where there are several.
 
     Returns:
         the table; empty if no rank has made an optimizer step.
@@ -44,20 +45,24 @@ def render_phases(pulses: Mapping[int, Pulse]) -> str:
     if not trained:
         return ""
     names = [name if name != "save" else "save (s)" for name in PHASES.values()]
-    head = f"{'rank':>6} {'steps':>7} " + " ".join(f"{name:>10}" for name in names)
+    hosts = hosts or {}
+    width = max(map(len, ["machine", *hosts.values()])) + 1 if hosts else 0
+    head = f"{'machine' if hosts else '':<{width}}{'rank':>6} {'steps':>7} "
+    head += " ".join(f"{name:>10}" for name in names)
     lines = ["time per step in each phase, in milliseconds (saves: seconds in all):", head]
     for rank, pulse in sorted(trained.items()):
         cells = []
         for phase, name in PHASES.items():
             value = pulse.spent[phase] / 1e9 if name == "save" else pulse.spent[phase] / 1e6 / pulse.steps
             cells.append(f"{value:>10.2f}")
-        lines.append(f"{rank:>6} {pulse.steps:>7} " + " ".join(cells))
+        lines.append(f"{hosts.get(rank, ''):<{width}}{rank:>6} {pulse.steps:>7} " + " ".join(cells))
     found = slowest(pulses)
     if found is not None:
         rank, ratio, phase = found
+        on = f" on {hosts[rank]}" if rank in hosts else ""
         lines.append(
-            f"slowest: rank {rank}, {ratio:.2f} times the others' time for data and forward, mostly {PHASES[phase]}"
+            f"slowest: rank {rank}{on}, {ratio:.2f} times the others' time for data and forward, mostly {PHASES[phase]}"
             if ratio >= _NOTABLE
-            else f"no rank is slow: the slowest, rank {rank}, takes {ratio:.2f} times the others' time"
+            else f"no rank is slow: the slowest, rank {rank}{on}, takes {ratio:.2f} times the others' time"
         )
     return "\n".join(lines)
