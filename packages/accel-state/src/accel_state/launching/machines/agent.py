@@ -64,7 +64,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the agent's own flags, ``--``, and those of torchrun.
 
     Returns:
-        the exit code of the rank that failed first, or 128 + n if signal n ended it or the agent.
+        the exit code of the rank that failed first; ``PEER_FAILED`` if that is on another machine, 1 under srun; or
+        128 + n if signal n ended it or the agent.
     """
     own, words = _split(arguments)
     from torch.distributed import run as torchrun
@@ -77,7 +78,9 @@ def main(arguments: Sequence[str]) -> int:
             if own.spares and not _healthy(args, own):
                 return 1
             with _meeting(args, own) as meeting:
-                return _run(args, own, meeting)
+                code = _run(args, own, meeting)
+            # The code of a step of Slurm is the highest of its tasks: it has to be that of the rank that failed first.
+            return 1 if code == PEER_FAILED and "SLURM_STEP_ID" in environment.snapshot() else code
         except _UnreachableError as error:
             say(f"accel: error: {error}")
             return 1
