@@ -128,7 +128,7 @@ class RaySubmission(Submission):
         """See the base class."""
         client, shown = _client(about, environ), 0
         while True:
-            ended = not follow or _STATES.get(_status(client, job)) not in ("waiting", "running")
+            ended = _STATES.get(_status(client, job)) not in ("waiting", "running") or not follow
             text = client.get_job_logs(job)
             yield from text[shown:].splitlines()
             shown = len(text)

@@ -150,8 +150,13 @@ def run_on_ray(run: RayRun, payload: bytes | None = None, write: Callable[[str],
         machines = run.machines
         while True:
             with _machines_of(run, machines, stop) as attempt:
-                if attempt is None:
+                if attempt is None and stop.is_set():
                     return 128 + signal.SIGTERM
+                if (
+                    attempt is None
+                ):  # Ray learns of a death after some seconds, in which it promises the machine
+                    machines = _wait_for_machines(run)
+                    continue
                 attempt.actors, attempt.nodes = known.in_order(attempt.actors, attempt.nodes)
                 codes = _watch(run, attempt, payload, stop, write, began)
             decision = decide(codes, retries)
@@ -188,16 +193,17 @@ class _Numbers:
 
 @contextlib.contextmanager
 def _machines_of(run: RayRun, machines: int, stop: threading.Event) -> Iterator[_Attempt | None]:
-    """The actors, each on a node of its own; None if the run is stopped while it waits for them."""
+    """The actors, each on a node of its own; None if the run is stopped meanwhile, or can do with fewer machines."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = placement_group([dict(run.resources)] * machines, strategy="STRICT_SPREAD")
     try:
-        told = time.monotonic()
+        began = told = time.monotonic()
         while not group.wait(timeout_seconds=_LOOK):
-            if stop.is_set():
+            late = time.monotonic() - began > run.patience and run.min_machines is not None
+            if stop.is_set() or (late and run.min_machines <= _fitting(run) < machines):
                 yield None
                 return
             if time.monotonic() - told > _TOLD_EVERY:
