@@ -202,8 +202,8 @@ def _machines_of(run: RayRun, machines: int, stop: threading.Event) -> Iterator[
     try:
         began = told = time.monotonic()
         while not group.wait(timeout_seconds=_LOOK):
-            late = time.monotonic() - began > run.patience and run.min_machines is not None
-            if stop.is_set() or (late and run.min_machines <= _fitting(run) < machines):
+            late = time.monotonic() - began > run.patience
+            if stop.is_set() or (late and (run.min_machines or machines) <= _fitting(run) < machines):
                 yield None
                 return
             if time.monotonic() - told > _TOLD_EVERY:
