@@ -216,7 +216,7 @@ def test_a_job_that_loses_a_machine_starts_again(cluster: dict[str, str], tmp_pa
     down = ["scontrol", "update", "NodeName=node1"]
     subprocess.run([*down, "State=DOWN", "Reason=test"], env=cluster, check=True)
     wait_until(lambda: state_of(cluster, job, "JobState") == "PENDING", f"job {job} was not requeued")
-    subprocess.run([*down, "State=RESUME"], env=cluster, check=True)
+    subprocess.run([*down, "State=RESUME"], env=cluster, check=False)  # unless slurmd has registered again
     text = finish(cluster, job, log)
     begun = [int(line.split("from step ")[1].split()[0]) for line in text.splitlines() if "from step" in line]
     assert begun[-1] > 0, text
@@ -235,7 +235,7 @@ def test_jobs_are_listed_followed_and_cancelled(cluster: dict[str, str], tmp_pat
     other, log = submit(
         cluster, tmp_path, "--submit_job_name", "long one", *training(tmp_path / "long", 900, 0.1)
     )
-    wait_until(lambda: "from step 0" in log.read_text(), f"job {other} did not start")
+    wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {other} did not start")
     listed = {one["id"]: one for one in json.loads(accel(cluster, "ls", "--json").stdout)}
     assert (listed[job]["state"], listed[job]["machines"]) == ("done", 2)
     assert (listed[other]["state"], listed[other]["name"]) == ("running", "long one")
