@@ -49,8 +49,9 @@ def _asked(
     config = resolve(file, snapshot()).config
     assert isinstance(config, LaunchConfig) or not hasattr(config, "submission")
     about: SubmitSection = getattr(config, "submission", LaunchConfig().submission)
-    given = {"namespace": namespace, "address": address}
-    about = dataclasses.replace(about, **{name: value for name, value in given.items() if value is not None})
+    about = dataclasses.replace(
+        about, namespace=namespace or about.namespace, address=address or about.address
+    )
     name = engine or about.engine
     if name is None:
         raise ConfigError(

@@ -55,7 +55,7 @@ def answer(path: str, words: Sequence[str], environ: Mapping[str, str], text: st
         raise LaunchError(
             f"{path} {words[0]} failed with exit code {done.returncode}: {told or 'it says nothing'}"
         )
-    return done.stdout
+    return str(done.stdout)
 
 
 def parsed(text: str, path: str) -> Any:
