@@ -22,6 +22,7 @@ __all__ = [
     "NAMES_TOLD",
     "OLDEST_TORCH",
     "OPTIMIZER_NAME",
+    "PEER_FAILED",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
     "RANK_PREFIXED",
@@ -68,6 +69,9 @@ STORE_SECRET = "ACCEL_STORE_SECRET"
 
 STALLED = 124
 """Exit code of a launcher that ended ranks which made no progress (that of the command ``timeout``)."""
+
+PEER_FAILED = 76
+"""Exit code of a launcher whose ranks ended because another machine failed first."""
 
 PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""

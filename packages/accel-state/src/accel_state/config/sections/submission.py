@@ -8,7 +8,7 @@ from accel_state.config.option import Section, option
 
 __all__ = ["ENGINES", "SubmitSection"]
 
-ENGINES = ("slurm",)
+ENGINES = ("slurm", "kubernetes")
 """The engines to which a run can be submitted."""
 
 
