@@ -147,7 +147,7 @@ def _train_job(job: Job) -> list[Object]:
 
 def _volcano_job(job: Job) -> list[Object]:
     about, machines = job.config.submission, job.config.num_machines
-    restarts = [{"exitCode": PREEMPTED}, {"event": "PodEvicted"}]
+    restarts: list[Object] = [{"exitCode": PREEMPTED}, {"event": "PodEvicted"}]
     spec: Object = {
         "schedulerName": "volcano",
         "minAvailable": machines,
@@ -347,8 +347,8 @@ def _variables(job: Job) -> tuple[list[Object], list[Object]]:
         else:
             wholes.append({"secretRef": {"name": name}})
     names = [variable["name"] for variable in found]
-    for place, name in enumerate(names):
-        if name in names[:place] or name in _WORLD[4:] or name.startswith("PET_"):
+    for number, name in enumerate(names):
+        if name in names[:number] or name in _WORLD[4:] or name.startswith("PET_"):
             raise ConfigError(
                 f"the variable {name} is set twice: by --submit_env or --submit_secrets, and by another one of them or "
                 "by the job itself, which describes its machines; leave it out"
