@@ -125,7 +125,7 @@ def test_a_preempted_job_saves_and_goes_on_without_counting(writer, submitted, u
     job.wait_for(0, "step 15\n")
     job.preempt(number)
     assert job.run().end == "done", job.told()
-    assert [job.log(machine).count("ended with exit code 75") for machine in (0, 1)] == [1, 1], job.told()
+    assert all("exit code 75" in job.log(machine) for machine in (0, 1)), job.told()
     assert (job.starts, job.engine.counted if writer.retries else 0) == ({0: 2, 1: 2}, 0), job.told()
     assert equal(tmp_path, undisturbed)
 

@@ -200,8 +200,8 @@ class StandIn:
         )
         self._stop(list(stopped.values()))
         for number in list(stopped):
-            self._note(number, f"stopped: {decision.why}")
-            del self._running[number]
+            code = self._running.pop(number).process.returncode
+            self._note(number, f"stopped, with exit code {128 - code if code < 0 else code}: {decision.why}")
         for number in sorted(decision.again):
             self._start(number)
 

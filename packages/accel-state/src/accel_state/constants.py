@@ -70,11 +70,11 @@ STORE_SECRET = "ACCEL_STORE_SECRET"
 STALLED = 124
 """Exit code of a launcher that ended ranks which made no progress (that of the command ``timeout``)."""
 
-PEER_FAILED = 76
-"""Exit code of a launcher whose ranks ended because another machine failed first."""
-
 PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
+
+PEER_FAILED = 76
+"""Exit code of a launcher whose ranks ended because another machine failed first (``EX_PROTOCOL``)."""
 
 MODEL_NAME = "pytorch_model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

@@ -238,9 +238,15 @@ def _message(body: object) -> str:
     return printable(found["message"] if isinstance(found, dict) and "message" in found else found)
 
 
-def _refused(told: str) -> RefusedError:
-    reason = re.search(r"\((\w+)\)", told)
-    return RefusedError(printable(told.strip()), _STATUS.get(reason[1], 0) if reason else 0)
+def _refused(told: str) -> LaunchError:
+    """The error of ``kubectl``: the server's, whose reason it gives in parentheses, or its own."""
+    reason = re.match(r"Error from server \((\w+)\)", told)
+    if reason is not None:
+        return RefusedError(printable(told.strip()), _STATUS.get(reason[1], 0))
+    return LaunchError(
+        f"kubectl failed: {printable(told.strip())}; check KUBECONFIG, ~/.kube/config and the context that "
+        "--submit_address names"
+    )
 
 
 def _unreachable(error: Exception) -> LaunchError:
