@@ -202,7 +202,7 @@ PLANTED: dict[str, tuple[str, tuple[str | int, ...], Any]] = {
     "container: values of variables are text": ("Job", (*BOX, "env", 4, "value"), 1e5),
     "container: quantities": ("Job", (*BOX, "resources", "limits", "memory"), "200GB"),
     "container: devices are limits and whole": ("Job", (*BOX, "resources", "requests", "nvidia.com/gpu"), 8),
-    "set: names of rules": ("JobSet", (*SET, 1, "name"), "preempted"),
+    "set: names of rules": ("JobSet", (*SET, 1, "name"), "on:"),
     "set: actions": ("JobSet", (*SET, 0, "action"), "RestartSet"),
     "set: reasons": ("JobSet", (*SET, 0, "onJobFailureReasons"), ["Preempted"]),
     "volcano: a policy has one event or one code": ("VolcanoJob", (*VOLCANO, "policies", 0, "event"), "PodFailed"),

@@ -276,6 +276,7 @@ def test_a_variable_is_text_for_every_reader_of_yaml(value):
         (("--submit_env", "1A=b"), r"--submit_env is '1A=b'"),
         (("--submit_env", "NNODES=3"), r"NNODES is set twice"),
         (("--submit_env", "PET_NNODES=3"), r"PET_NNODES is set twice"),
+        (("--submit_env", "NNODES=3", "--submit_kind", "TrainJob"), r"NNODES is set twice"),
         (("--submit_env", "A=1", "--submit_secrets", "A=b/c"), r"variable A is set twice"),
         (("--submit_env", "HF_TOKEN=hf_1"), r"HF_TOKEN looks like a secret.*--submit_secrets"),
         (("--submit_secrets", "A=b"), r"--submit_secrets is 'A=b'.*NAME=secret/key"),
@@ -400,6 +401,14 @@ def test_nothing_is_left_of_a_job_that_the_cluster_refuses(cluster):
     assert [call.split()[0] for call in calls(cluster)] == ["create", "create", "delete"]
 
 
+def test_what_cannot_be_deleted_again_is_named(cluster):
+    refusal = "Error from server (Forbidden): no\n"
+    says(cluster, "create", "/apis/batch/v1/namespaces/team/jobs", refusal)
+    says(cluster, "delete", "/api/v1/namespaces/team/services/train-abc123", refusal)
+    with pytest.raises(LaunchError, match="delete services/train-abc123, which it did not let go either"):
+        KUBERNETES.submit(job(), environ(cluster))
+
+
 def test_neither_client_nor_kubectl(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(MissingDependencyError, match=r"pip install kubernetes.*kubectl.*--dry_run"):
@@ -518,7 +527,9 @@ def test_the_output_of_all_pods_is_shown(cluster, follow):
 def test_a_job_that_is_not_there_or_is_no_job(cluster):
     with pytest.raises(LaunchError, match="NotFound"):
         list(KUBERNETES.logs("job/other", SubmitSection(), environ(cluster)))
-    for name in ("cronjob/a", "job/../secrets/a", "job/a?b", ""):
+    with pytest.raises(ConfigError, match=r"namespace '../kube-system' is not a name"):
+        KUBERNETES.cancel("job/a", SubmitSection(namespace="../kube-system"), environ(cluster))
+    for name in ("cronjob/a", "job/../secrets/a", "job/a?b", "job/é", ""):
         with pytest.raises(ConfigError, match="is not a job of Kubernetes; expected kind/name"):
             KUBERNETES.cancel(name, SubmitSection(), environ(cluster))
     foreign = {"metadata": {"name": "a", "labels": {}}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,25 +32,14 @@ _LOOK = 1.0
 """Seconds between two looks at the pods of a job whose output is followed."""
 _ENDED = ("done", "failed", "cancelled")
 _CONDITIONS: Mapping[str, JobState] = {
-    "Complete": "done",
-    "Completed": "done",
-    "Failed": "failed",
-    "FailureTarget": "failed",
-    "Suspended": "waiting",
-}
+    "Complete": "done", "Completed": "done", "Failed": "failed", "FailureTarget": "failed", "Suspended": "waiting",
+}  # fmt: skip
 """Conditions of a Job, a JobSet and a TrainJob."""
 _PHASES: Mapping[str, JobState] = {
-    "Pending": "waiting",
-    "Running": "running",
-    "Restarting": "preempted",
-    "Completing": "done",
-    "Completed": "done",
-    "Terminating": "failed",
-    "Terminated": "failed",
-    "Failed": "failed",
-    "Aborting": "cancelled",
+    "Pending": "waiting", "Running": "running", "Restarting": "preempted", "Completing": "done", "Completed": "done",
+    "Terminating": "failed", "Terminated": "failed", "Failed": "failed", "Aborting": "cancelled",
     "Aborted": "cancelled",
-}
+}  # fmt: skip
 """Phases of a Job of Volcano."""
 
 
@@ -124,10 +114,14 @@ class KubernetesSubmission(Submission):
             try:
                 api.call("POST", group, plural, one)
             except LaunchError as error:
-                for left, name in reversed(places[:number]):
-                    _delete(api, left, f"{name}/{job.label}")
+                left = [
+                    f"{name}/{job.label}"
+                    for at, name in reversed(places[:number])
+                    if not _deleted(api, at, f"{name}/{job.label}")
+                ]
                 raise LaunchError(
                     f"the cluster refused the {one['kind']} {job.label} in namespace {api.namespace}: {error}"
+                    + (f"; delete {' and '.join(left)}, which it did not let go either" if left else "")
                 ) from error
         return (
             f"submitted {kind.lower()}/{job.label} to namespace {api.namespace}; accel jobs logs --engine kubernetes "
@@ -187,9 +181,9 @@ class KubernetesSubmission(Submission):
         if _at(one, "metadata", "labels", MANAGER) != "accel-launch":
             raise LaunchError(f"{job} was not submitted by accel launch; delete it with kubectl delete")
         api.call("DELETE", form.api, f"{form.plural}/{name}", propagationPolicy="Background")
-        for group, plural in form.companions:
-            _delete(api, group, f"{plural}/{name}")
-        return f"cancelled {job}; its pods have the grace period of the job to save"
+        left = [plural for group, plural in form.companions if not _deleted(api, group, f"{plural}/{name}")]
+        told = f"; the cluster keeps its {' and '.join(left)}" if left else ""
+        return f"cancelled {job}; its pods have the grace period of the job to save{told}"
 
 
 KUBERNETES = KubernetesSubmission()
@@ -238,7 +232,7 @@ class _Reader:
 def _parsed(job: str) -> tuple[str, JobKind, str]:
     kind, slash, name = job.rpartition("/")
     found = next((known for known in KINDS if known.lower() == (kind if slash else "job")), None)
-    if found is None or not name.replace("-", "").replace(".", "").isalnum():
+    if found is None or not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", name):
         raise ConfigError(
             f"{job!r} is not a job of Kubernetes; expected kind/name, as accel jobs ls lists it, with one of the kinds "
             f"{', '.join(known.lower() for known in KINDS)}"
@@ -259,9 +253,13 @@ def _lines(api: Api, form: JobKind, pod: dict[str, Any], *, follow: bool) -> Ite
         yield f"[machine {printable(number, 10)}] {printable(line, 100_000)}"
 
 
-def _delete(api: Api, group: str, place: str) -> None:
-    with contextlib.suppress(RefusedError):  # it is gone already
+def _deleted(api: Api, group: str, place: str) -> bool:
+    """Delete an object; whether it is gone."""
+    try:
         api.call("DELETE", group, place)
+    except LaunchError as error:
+        return isinstance(error, RefusedError) and error.status == 404
+    return True
 
 
 def _at(found: Any, *names: str | int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from accel_state.config.sections.submission import SubmitSection
-from accel_state.errors import LaunchError, MissingDependencyError
+from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
 
 __all__ = ["Api", "RefusedError", "connect", "printable"]
 
@@ -213,9 +213,16 @@ def connect(about: SubmitSection, environ: Mapping[str, str]) -> Api:
         environ: the environment of this process.
 
     Raises:
+        ConfigError: the namespace is not a name.
         MissingDependencyError: neither the client nor ``kubectl`` is installed.
         LaunchError: no cluster is configured.
     """
+    if about.namespace is not None and not re.fullmatch(
+        r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", about.namespace
+    ):
+        raise ConfigError(
+            f"the namespace {about.namespace!r} is not a name of Kubernetes; expected one such as research"
+        )
     try:
         import kubernetes  # noqa: F401
     except ImportError:

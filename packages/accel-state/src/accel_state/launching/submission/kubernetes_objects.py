@@ -101,11 +101,7 @@ _Dumper.add_representer(str, _represent)
 
 def _job(job: Job) -> list[Object]:
     name, about = job.label, job.config.submission
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {LABEL: name},
-    }
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL: name}}
     # A pod that ends only because a sibling failed is not counted: one crash costs one try.
     rules = [_disrupted("Ignore"), _exits("Ignore", PREEMPTED, PEER_FAILED)]
     spec = {**_suspended(job), **_indexed(job, about.retries, rules)}
@@ -124,7 +120,7 @@ def _job_set(job: Job) -> list[Object]:
 def _train_job(job: Job) -> list[Object]:
     machines = job.config.num_machines
     runtime = {
-        "apiVersion": KINDS["TrainJob"].api,
+        "apiVersion": _TRAINER,
         "kind": "TrainingRuntime",
         "metadata": _metadata(job, {"trainer.kubeflow.org/framework": "torch"}),
         "spec": {"mlPolicy": {"numNodes": machines, "torch": {}}, "template": {"spec": _set(job)}},
@@ -134,11 +130,7 @@ def _train_job(job: Job) -> list[Object]:
     total = job.config.num_processes
     processes = total // machines if total is not None else job.accelerators[1] or 1
     spec = {
-        "runtimeRef": {
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "TrainingRuntime",
-            "name": job.label,
-        },
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.label},
         **_suspended(job),
         "trainer": {"numNodes": machines, "numProcPerNode": processes},
     }
@@ -162,26 +154,14 @@ def _volcano_job(job: Job) -> list[Object]:
     return [_object("VolcanoJob", job, spec)]
 
 
+_TRAINER = "trainer.kubeflow.org/v1alpha1"
 KINDS: Mapping[str, JobKind] = {
     "Job": JobKind("batch/v1", "Job", "jobs", _job, (("v1", "services"),), first="{0}-0.{0}"),
     "JobSet": JobKind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", _job_set),
-    "TrainJob": JobKind(
-        "trainer.kubeflow.org/v1alpha1",
-        "TrainJob",
-        "trainjobs",
-        _train_job,
-        (("trainer.kubeflow.org/v1alpha1", "trainingruntimes"),),
-        first="",
-    ),
-    "VolcanoJob": JobKind(
-        "batch.volcano.sh/v1alpha1",
-        "Job",
-        "jobs",
-        _volcano_job,
-        index="volcano.sh/task-index",
-        first="{0}-node-0.{0}",
-    ),
-}
+    "TrainJob": JobKind(_TRAINER, "TrainJob", "trainjobs", _train_job, ((_TRAINER, "trainingruntimes"),), first=""),
+    "VolcanoJob": JobKind("batch.volcano.sh/v1alpha1", "Job", "jobs", _volcano_job, index="volcano.sh/task-index",
+                          first="{0}-node-0.{0}"),
+}  # fmt: skip
 """The value of ``--submit_kind`` to the form."""
 
 
@@ -241,16 +221,11 @@ def _set(job: Job) -> Object:
     failure that counts.
     """
     rules = [_exits("Ignore", PEER_FAILED), _disrupted("FailJob"), _exits("FailJob", PREEMPTED)]
-    restarts: list[Object] = [
-        {
-            "name": "preempted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        }
+    actions = {"RestartJobSetAndIgnoreMaxRestarts": "PodFailurePolicy", "FailJobSet": "DeadlineExceeded"}
+    restarts = [
+        {"name": f"on{reason}", "action": action, "onJobFailureReasons": [reason]}
+        for action, reason in actions.items()
     ]
-    if job.seconds is not None:
-        late = {"name": "late", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
-        restarts.append(late)
     template: Object = {"spec": _indexed(job, 0, rules)}
     if not KINDS[job.config.submission.kind].first:
         template = {
@@ -322,37 +297,35 @@ def _variables(job: Job) -> tuple[list[Object], list[Object]]:
     about, form = job.config.submission, KINDS[job.config.submission.kind]
     found: list[Object] = []
     wholes: list[Object] = []
-    if form.first:
-        rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{form.index}']"}}
-        port = job.config.main_process_port or DEFAULT_PORT
-        found += [
-            {"name": "NNODES", "value": str(job.config.num_machines)},
-            {"name": "NODE_RANK", "valueFrom": rank},
-            {"name": "MASTER_ADDR", "value": form.first.format(job.label)},
-            {"name": "MASTER_PORT", "value": str(port)},
-        ]
     for setting in about.env or ():
-        name, _, value = _matching("--submit_env", setting, rf"(?s){_VARIABLE}=.*", "NAME=value").partition(
-            "="
-        )
+        _matching("--submit_env", setting, rf"(?s){_VARIABLE}=.*", "NAME=value")
+        name, _, value = setting.partition("=")
         found.append({"name": name, "value": _literal(value)})
     for secret in about.secrets or ():
-        key = rf"({_VARIABLE})=({_SUBDOMAIN})/([-._A-Za-z0-9]+)|{_SUBDOMAIN}"
-        _matching("--submit_secrets", secret, key, "NAME=secret/key, or the name of a secret")
+        form_of_one = rf"({_VARIABLE})=({_SUBDOMAIN})/([-._A-Za-z0-9]+)|{_SUBDOMAIN}"
+        _matching("--submit_secrets", secret, form_of_one, "NAME=secret/key, or the name of a secret")
         name, equals, place = secret.partition("=")
         if equals:
             owner, _, key = place.partition("/")
-            reference = {"secretKeyRef": {"name": owner, "key": key}}
-            found.append({"name": name, "valueFrom": reference})
+            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": owner, "key": key}}})
         else:
             wholes.append({"secretRef": {"name": name}})
     names = [variable["name"] for variable in found]
     for number, name in enumerate(names):
-        if name in names[:number] or name in _WORLD[4:] or name.startswith("PET_"):
+        if name in names[:number] or name in _WORLD or name.startswith("PET_"):
             raise ConfigError(
                 f"the variable {name} is set twice: by --submit_env or --submit_secrets, and by another one of them or "
                 "by the job itself, which describes its machines; leave it out"
             )
+    if form.first:
+        rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{form.index}']"}}
+        found = [
+            {"name": "NNODES", "value": str(job.config.num_machines)},
+            {"name": "NODE_RANK", "valueFrom": rank},
+            {"name": "MASTER_ADDR", "value": form.first.format(job.label)},
+            {"name": "MASTER_PORT", "value": str(job.config.main_process_port or DEFAULT_PORT)},
+            *found,
+        ]
     return found, wholes
 
 
