@@ -160,3 +160,13 @@ def test_a_job_that_loses_a_machine_goes_on(writer, submitted, undisturbed, tmp_
     assert (job.starts, job.engine.counted if writer.retries else 0) == ({0: 2, 1: 2}, 0), job.told()
     assert "2 ranks from step 10" in job.log(0)
     assert equal(tmp_path, undisturbed)
+
+
+def test_an_elastic_job_keeps_the_pods_that_are_left(submitted, tmp_path):
+    """Only an indexed Job replaces pods one by one; the launcher of the first one goes on."""
+    job = submitted(WRITERS["Job"], "--min_machines", "1", "--max_restarts", "3")
+    job.wait_for(0, "step 15\n")
+    job.lose(1)
+    assert job.run().end == "done", job.told()
+    assert (job.starts, job.engine.counted) == ({0: 1, 1: 2}, 0), job.told()
+    assert f"done after step {STEPS}" in job.told()

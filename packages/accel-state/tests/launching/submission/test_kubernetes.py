@@ -405,7 +405,7 @@ def test_what_cannot_be_deleted_again_is_named(cluster):
     refusal = "Error from server (Forbidden): no\n"
     says(cluster, "create", "/apis/batch/v1/namespaces/team/jobs", refusal)
     says(cluster, "delete", "/api/v1/namespaces/team/services/train-abc123", refusal)
-    with pytest.raises(LaunchError, match="delete services/train-abc123, which it did not let go either"):
+    with pytest.raises(LaunchError, match="delete services/train-abc123 by hand, because it refused that, too"):
         KUBERNETES.submit(job(), environ(cluster))
 
 

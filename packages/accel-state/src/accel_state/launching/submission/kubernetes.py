@@ -121,7 +121,7 @@ class KubernetesSubmission(Submission):
                 ]
                 raise LaunchError(
                     f"the cluster refused the {one['kind']} {job.label} in namespace {api.namespace}: {error}"
-                    + (f"; delete {' and '.join(left)}, which it did not let go either" if left else "")
+                    + (f"; delete {' and '.join(left)} by hand, because it refused that, too" if left else "")
                 ) from error
         return (
             f"submitted {kind.lower()}/{job.label} to namespace {api.namespace}; accel jobs logs --engine kubernetes "
