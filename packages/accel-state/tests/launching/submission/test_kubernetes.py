@@ -405,7 +405,9 @@ def test_what_cannot_be_deleted_again_is_named(cluster):
     refusal = "Error from server (Forbidden): no\n"
     says(cluster, "create", "/apis/batch/v1/namespaces/team/jobs", refusal)
     says(cluster, "delete", "/api/v1/namespaces/team/services/train-abc123", refusal)
-    with pytest.raises(LaunchError, match="delete services/train-abc123 by hand, because it refused that, too"):
+    with pytest.raises(
+        LaunchError, match="delete services/train-abc123 by hand, because it refused that, too"
+    ):
         KUBERNETES.submit(job(), environ(cluster))
 
 
@@ -522,6 +524,14 @@ def test_the_output_of_all_pods_is_shown(cluster, follow):
         says(cluster, "get", f"/api/v1/namespaces/team/pods/train-abc123-{number}/log", text)
     lines = list(KUBERNETES.logs("job/train-abc123", SubmitSection(), environ(cluster), follow=follow))
     assert sorted(lines) == ["[machine 0] 100%", r"[machine 0] step\x1b[2J", "[machine 1] no end"]
+
+
+def test_pods_that_wait_have_no_output(cluster):
+    KUBERNETES.submit(job(), environ(cluster))
+    items = [{"metadata": {"name": "a"}, "status": {"phase": "Pending"}}]
+    says(cluster, "get", "/api/v1/namespaces/team/pods", {"items": items})
+    with pytest.raises(LaunchError, match="job/train-abc123 has written no output yet; it is waiting"):
+        list(KUBERNETES.logs("job/train-abc123", SubmitSection(), environ(cluster)))
 
 
 def test_a_job_that_is_not_there_or_is_no_job(cluster):

@@ -157,21 +157,28 @@ class KubernetesSubmission(Submission):
         api = connect(about, environ)
         status = _status(kind, api.call("GET", form.api, f"{form.plural}/{name}"))
         if not follow:
-            for pod in _pods(api, name):
+            pods = _started(api, name)
+            if not pods:
+                raise LaunchError(
+                    f"{job} has written no output yet; it is {status.state} {status.why}".rstrip()
+                )
+            for pod in pods:
                 yield from _lines(api, form, pod, follow=False)
             return
         reader = _Reader(api, form)
         while True:
             ended = status.state in _ENDED
-            reader.start(_pods(api, name))
+            reader.start(_started(api, name))
             yield from reader.read()
             if ended and not reader.reading():
                 yield from reader.read()
                 return
-            with contextlib.suppress(RefusedError):  # cancelled meanwhile: its pods end
+            try:
                 status = _status(kind, api.call("GET", form.api, f"{form.plural}/{name}"))
-                continue
-            status = JobStatus(job, name, "cancelled")
+            except RefusedError as error:
+                if error.status != 404:
+                    raise
+                status = JobStatus(job, name, "cancelled")  # meanwhile: its pods end
 
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""
@@ -198,10 +205,10 @@ class _Reader:
         self._lines: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
 
     def start(self, pods: list[dict[str, Any]]) -> None:
-        """Read the logs of pods that have started since the last call."""
+        """Read the logs of pods that were not there at the last call."""
         for pod in pods:
             key = str(_at(pod, "metadata", "uid") or _at(pod, "metadata", "name"))
-            if key not in self._threads and _at(pod, "status", "phase") in ("Running", "Succeeded", "Failed"):
+            if key not in self._threads:
                 self._threads[key] = threading.Thread(target=self._read, args=(pod,), daemon=True)
                 self._threads[key].start()
 
@@ -240,9 +247,11 @@ def _parsed(job: str) -> tuple[str, JobKind, str]:
     return found, KINDS[found], name
 
 
-def _pods(api: Api, name: str) -> list[dict[str, Any]]:
+def _started(api: Api, name: str) -> list[dict[str, Any]]:
+    """The pods of a job that have output, the newest last."""
     found = _listed(api.call("GET", "v1", "pods", labelSelector=f"{LABEL}={name},{MANAGER}=accel-launch"))
-    return sorted(found, key=lambda pod: str(_at(pod, "metadata", "creationTimestamp")))
+    begun = [pod for pod in found if _at(pod, "status", "phase") in ("Running", "Succeeded", "Failed")]
+    return sorted(begun, key=lambda pod: str(_at(pod, "metadata", "creationTimestamp")))
 
 
 def _lines(api: Api, form: JobKind, pod: dict[str, Any], *, follow: bool) -> Iterator[str]:
