@@ -12,24 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from testkit import hosts as hosts_of_a_network
+from testkit.hosts import Network
+
 HERE = Path(__file__).parent
 PORT = "29600"
 PATIENCE = 120.0
 
 
-class Host:
-    """A network namespace with one interface, on a bridge with the others, and a host name of its own."""
-
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
-        self.address = address
-        self.launchers: list[subprocess.Popen[str]] = []
+class Host(hosts_of_a_network.Host):
+    """A host on which tests run `accel launch`."""
 
     def launch(self, log: Path, *words: str, script: str = "steps.py") -> subprocess.Popen[str]:
         """Start `accel launch` on this host; its output goes to ``log``."""
-        inside = f'hostname {self.name}; exec "$@"'
-        command = ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c", inside, "launch"]
-        command += [
+        command = [
             sys.executable,
             "-m",
             "accel_cli",
@@ -41,57 +37,13 @@ class Host:
         ]
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         with log.open("a") as stream:
-            started = subprocess.Popen(command, env=environ, stdout=stream, stderr=stream, text=True)
-        self.launchers.append(started)
-        return started
-
-    def die(self) -> None:
-        """Kill every process of this host, as a power cut does."""
-        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
-        for pid in found.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
-        for launcher in self.launchers:
-            launcher.wait(10)
+            return self.start(command, environ, stream.fileno())
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    network = f"accel{os.getpid()}"
-    made = [Host(f"{network}h{number}", f"10.77.0.{number + 1}") for number in range(3)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    try:
-        ip("netns", "add", network)
-        ip("-n", network, "link", "add", "bridge", "type", "bridge")
-        ip("-n", network, "link", "set", "bridge", "up")
-        for host in made:
-            ip("netns", "add", host.name)
-            ip(
-                "-n",
-                network,
-                "link",
-                "add",
-                host.name[5:],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                host.name,
-            )
-            ip("-n", network, "link", "set", host.name[5:], "master", "bridge", "up")
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            ip("-n", host.name, "link", "set", "eth0", "up")
-            ip("-n", host.name, "link", "set", "lo", "up")
-        yield made
-    finally:
-        for host in made:
-            host.die()
-            subprocess.run(["ip", "netns", "del", host.name], check=False)
-        subprocess.run(["ip", "netns", "del", network], check=False)
+    with Network(Host) as network:
+        yield [network.add() for _ in range(3)]
 
 
 def common(hosts: list[Host], *words: str, machines: int = 2) -> tuple[str, ...]:
@@ -296,15 +248,8 @@ def test_the_slow_rank_is_named_with_its_host(hosts: list[Host], tmp_path: Path)
 
 def examine(host: Host, *words: str) -> subprocess.Popen[str]:
     """Start `accel doctor` on this host."""
-    inside = f'hostname {host.name}; exec "$@"'
-    command = ["ip", "netns", "exec", host.name, "unshare", "--uts", "bash", "-c", inside, "doctor"]
-    command += [sys.executable, "-m", "accel_cli", "doctor", "--cpu", *words]
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
-    started = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    host.launchers.append(started)
-    return started
+    command = [sys.executable, "-m", "accel_cli", "doctor", "--cpu", *words]
+    return host.start(command, {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}, subprocess.PIPE)
 
 
 def doctors(hosts: list[Host], *words: str) -> list[str]:

@@ -8,7 +8,7 @@ from accel_state.config.option import Section, option
 
 __all__ = ["ENGINES", "SubmitSection"]
 
-ENGINES = ("slurm", "ray", "skypilot", "dstack")
+ENGINES = ("slurm", "kubernetes", "ray", "skypilot", "dstack")
 """The engines to which a run can be submitted."""
 
 
