@@ -28,7 +28,7 @@ from accel_state.launching.ranks.processes import CommandProcess, start_command
 from accel_state.launching.submission.outcomes import decide
 from accel_state.messages import first_line, say
 
-__all__ = ["Machine", "RayRun", "main", "ray_launcher", "run_on_ray"]
+__all__ = ["RayMachine", "RayRun", "main", "ray_launcher", "run_on_ray"]
 
 _TOLD_EVERY = 60.0
 _LOOK = 1.0
@@ -63,7 +63,7 @@ class RayRun:
     limit: float | None = None
 
 
-class Machine:
+class RayMachine:
     """One machine of a run: an actor that starts the launcher and passes its output on."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def run_on_ray(run: RayRun, payload: bytes | None = None, write: Callable[[str],
 
     Args:
         run: the run.
-        payload: a function that the ranks call, see ``Machine.run``.
+        payload: a function that the ranks call, see ``RayMachine.run``.
         write: receives each line of output; by default it is printed.
 
     Returns:
@@ -214,7 +214,7 @@ def _machines_of(run: RayRun, machines: int, stop: threading.Event) -> Iterator[
         others = {
             name: amount for name, amount in run.resources.items() if name not in ("CPU", "GPU", "memory")
         }
-        actor = ray.remote(Machine)
+        actor = ray.remote(RayMachine)
         actors = [
             actor.options(
                 num_cpus=run.resources.get("CPU", 0),
