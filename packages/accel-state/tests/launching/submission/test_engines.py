@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -175,7 +176,10 @@ def test_labels_are_those_of_dns(name, label):
     assert len(job(script=f"{'long' * 30}.py").label) == 40
 
 
-def loop_with(tmp_path, codes, retries):
+SHELLS = [shell for shell in ("bash", "dash") if shutil.which(shell)]  # dstack's is /bin/sh of the image
+
+
+def loop_with(shell, tmp_path, codes, retries):
     """The exit code of dstack's loop where `accel` ends with one of ``codes`` after the other, and the codes left."""
     (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
     accel = tmp_path / "accel"
@@ -183,7 +187,7 @@ def loop_with(tmp_path, codes, retries):
     accel.chmod(0o755)
     text = yaml.safe_load(made("dstack", *TWO, "--submit_retries", str(retries)))["commands"][-1]
     done = subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, timeout=30, check=False
+        [shell, "-c", text], cwd=tmp_path, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, timeout=30, check=False
     )
     return done.returncode, (tmp_path / "codes").read_text().split()
 
@@ -198,16 +202,18 @@ def loop_with(tmp_path, codes, retries):
         ([76, 76, 1, 76, 75, 124, 3], 2, (3, [])),
     ],
 )
-def test_dstacks_loop_keeps_the_contract(tmp_path, codes, retries, end):
-    assert loop_with(tmp_path, codes, retries) == end
+@pytest.mark.parametrize("shell", SHELLS)
+def test_dstacks_loop_keeps_the_contract(tmp_path, codes, retries, end, shell):
+    assert loop_with(shell, tmp_path, codes, retries) == end
 
 
-def test_dstacks_loop_passes_the_stop_signal_on_and_ends(tmp_path):
+@pytest.mark.parametrize("shell", SHELLS)
+def test_dstacks_loop_passes_the_stop_signal_on_and_ends(tmp_path, shell):
     accel = tmp_path / "accel"
     accel.write_text("#!/bin/sh\ntrap 'sleep 0.3; exit 75' TERM\ntouch begun\nwhile :; do sleep 0.05; done\n")
     accel.chmod(0o755)
     text = yaml.safe_load(made("dstack", *TWO))["commands"][-1]
-    running = subprocess.Popen(["bash", "-c", text], cwd=tmp_path, env={"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    running = subprocess.Popen([shell, "-c", text], cwd=tmp_path, env={"PATH": f"{tmp_path}:/bin:/usr/bin"})
     until = time.monotonic() + 20
     while not (tmp_path / "begun").exists():
         assert time.monotonic() < until
