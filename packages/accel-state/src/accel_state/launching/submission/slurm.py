@@ -126,7 +126,7 @@ class SlurmSubmission(Submission):
         """See the base class. The file is read where Slurm writes it, so this machine has to see it."""
         path = Path(_field(_checked(job), "StdOut", environ))
         while not path.is_file():
-            if not follow or _field(job, "JobState", environ) not in ("PENDING", "CONFIGURING"):
+            if not follow or _STATES.get(_field(job, "JobState", environ)) not in _GOES_ON:
                 raise LaunchError(f"job {job} has written no output yet; it goes to {path}")
             time.sleep(_LOOK)
         with path.open(encoding="utf-8", errors="replace") as stream:
