@@ -225,16 +225,16 @@ def test_a_job_that_loses_a_machine_starts_again(cluster: dict[str, str], tmp_pa
 
 def accel(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accel_cli", "jobs", *words, "--engine", "slurm"]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180)
 
 
 def test_jobs_are_listed_followed_and_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
     job, log = submit(cluster, tmp_path, *training(tmp_path / "run", 6, 0.0))
     followed = accel(cluster, "logs", job, "--follow")
     assert "done after step 6" in followed.stdout, followed.stdout + followed.stderr
-    other, log = submit(
-        cluster, tmp_path, "--submit_job_name", "long one", *training(tmp_path / "long", 900, 0.1)
-    )
+    (tmp_path / "second").mkdir()
+    words = ("--submit_job_name", "long one", *training(tmp_path / "long", 900, 0.1))
+    other, log = submit(cluster, tmp_path / "second", *words)
     wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {other} did not start")
     listed = {one["id"]: one for one in json.loads(accel(cluster, "ls", "--json").stdout)}
     assert (listed[job]["state"], listed[job]["machines"]) == ("done", 2)
