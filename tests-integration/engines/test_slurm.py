@@ -24,6 +24,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         subprocess.run(["bash", str(SCRIPT), "start", str(folder)], check=True)
         yield {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
+        # Jobs outlive the daemons, and the next cluster gives the same numbers, and so the same ports, again.
+        environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        subprocess.run(["scancel", "--me"], env=environ, check=False)
+        subprocess.run(["scancel", "--me", "--signal=KILL"], env=environ, check=False)
+        time.sleep(1)
         subprocess.run(["bash", str(SCRIPT), "stop", str(folder)], check=True)
 
 
