@@ -4,6 +4,8 @@ from accel_cli.wizard.answers import Situation
 from accel_cli.wizard.interview import BACK, Interview
 from accel_cli.wizard.table import QUESTIONS
 
+FIRST = [row for row in QUESTIONS if row.name in ("place", "num_machines", "devices")]
+
 
 def scripted(*script):
     """Answers in turn; the rest with the default. Also returns what was asked, with its default."""
@@ -18,7 +20,7 @@ def scripted(*script):
 
 def test_going_back_keeps_answers_of_a_branch_that_was_left():
     ask, asked = scripted("several", 5, BACK, BACK, "here", BACK, "several")
-    answers = Interview(QUESTIONS[:3], Situation(), ask).run()
+    answers = Interview(FIRST, Situation(), ask).run()
     assert asked[:3] == [("place", "here"), ("num_machines", 2), ("devices", "cpu")]
     assert asked[3:5] == [("num_machines", 5), ("place", "several")]
     assert asked[-3:] == [("place", "here"), ("num_machines", 5), ("devices", "cpu")]
@@ -27,7 +29,7 @@ def test_going_back_keeps_answers_of_a_branch_that_was_left():
 
 def test_answers_of_a_branch_that_was_left_do_not_count():
     ask, _ = scripted("several", 5, BACK, BACK, "here")
-    assert "num_machines" not in Interview(QUESTIONS[:3], Situation(), ask).run().given
+    assert "num_machines" not in Interview(FIRST, Situation(), ask).run().given
 
 
 def test_back_at_the_first_question_changes_nothing():

@@ -320,10 +320,14 @@ def _ended_by_signals(folder: str | None) -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         if ranks_run():  # torch's agent does not listen to this signal: end through its clean-up
             raise SystemExit(128 + number)
+        time.sleep(
+            _ANSWER
+        )  # until the thread ends this process: what is written meanwhile would be left behind
 
     def listen() -> None:
         while numbers := os.read(heard, 1):
             if numbers[0] in mine and not ranks_run():
+                time.sleep(0.05)  # the main thread has come to its handler, unless it waits in native code
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
                 os._exit(128 + numbers[0])
