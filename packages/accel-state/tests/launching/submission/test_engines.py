@@ -143,7 +143,43 @@ def test_what_does_not_fit_the_engine_is_named(engine, flags, match):
 def test_secrets_in_arguments_are_refused(engine, words):
     with pytest.raises(ConfigError, match="looks like a secret"):
         made(engine, *TWO, arguments=words)
-    assert "--hf_token_file" not in made(engine, *TWO, arguments=("--tokens",))
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ray", "skypilot", "dstack", "kubernetes"])
+@pytest.mark.parametrize(
+    ("flags", "arguments", "match"),
+    [
+        ((), ("hub.token=hf_x",), "argument hub.token looks"),
+        ((), ("--db", "postgres://me:pass@host/db"), "with the password of an address looks"),
+        (("--submit_env", "DB=https://me:pass@host"), (), "--submit_env with the password of an address"),
+        (("--submit_setup", "cd x; export HF_TOKEN='hf_x'"), (), "--submit_setup HF_TOKEN looks"),
+        (("--submit_image", "https://me:pass@registry/x"), (), "--submit_image with the password"),
+        (("--submit_args=--container-env=HF_TOKEN=hf_x",), (), "--submit_args HF_TOKEN looks"),
+    ],
+)
+def test_secrets_are_refused_wherever_they_are(engine, flags, arguments, match):
+    submission = SUBMISSIONS.get(engine)
+    option = flags[0].removeprefix("--submit_").partition("=")[0] if flags else ""
+    if flags and option not in submission.uses:
+        match = "have no such option"
+    elif engine == "kubernetes" and option != "image":
+        flags = (*flags, "--submit_image", "x")
+    with pytest.raises(ConfigError, match=match):
+        made(engine, *TWO, *flags, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--num_key_value_heads=8", "--private=true", "--pad_token=<pad>", "--mask_token=[MASK]", "--key_file=/run/s/key",
+     "--url=http://host:80/@x", "--url=redis://me:$PASS@host", "token_lr=1e-3", "--auth=none"],
+)  # fmt: skip
+def test_names_like_those_of_secrets_may_have_other_values(word):
+    assert word in shlex.split(yaml.safe_load(made("skypilot", *TWO, arguments=(word,)))["run"])
+
+
+def test_secrets_of_the_shell_of_the_job_may_be_named_in_its_setup():
+    line = 'export HF_TOKEN="$(cat /run/secrets/token)"'
+    assert yaml.safe_load(made("skypilot", *TWO, "--submit_setup", line))["setup"] == line
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,12 @@ __all__ = ["Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_SETTING = re.compile(r"([\w.-]+)=(?=(\S+))")
+_PASSWORD = re.compile(r"://[^\s/:@]*:[^\s/:@$][^\s/@]*@")
+_HARMLESS = re.compile(
+    r"[$`].*|[\d.e+-]+|true|false|none|null|<.*>|\[.*\]|(/[\w.-]+){2,}", re.IGNORECASE | re.DOTALL
+)
+"""Values that are no secrets under any name: references, numbers, switches, tokens of a tokenizer, paths."""
 _LABEL = 40
 """Characters of a label: names of pods, which engines build from it, are DNS labels of at most 63."""
 
@@ -245,8 +251,14 @@ def _seconds(time: str) -> int:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-def _is_secret(setting: str) -> bool:
-    return is_secret(setting.partition("=")[0])
+def _secret_in(text: str) -> str | None:
+    """The name of a secret whose value is in a text; None if there is none."""
+    if _PASSWORD.search(text):
+        return "with the password of an address"
+    settings = ((found[1], found[2].strip("\"'")) for found in _SETTING.finditer(text))
+    return next(
+        (name for name, value in settings if is_secret(name) and not _HARMLESS.fullmatch(value)), None
+    )
 
 
 class Submission(ABC):
@@ -267,7 +279,7 @@ class Submission(ABC):
         """Check what all engines have in common.
 
         Raises:
-            ConfigError: an option is set that the engine does not have, or an argument holds a secret.
+            ConfigError: an option is set that the engine does not have, or an argument or option holds a secret.
         """
         about = job.config.submission
         for bound in schema_of(SubmitSection).options:
@@ -279,18 +291,23 @@ class Submission(ABC):
                 raise ConfigError(
                     f"{bound.label} is {value!r}, and jobs of {self.title} have no such option; leave it out"
                 )
-        secrets = [
-            f"--submit_env {setting.partition('=')[0]}" for setting in about.env or () if _is_secret(setting)
+        texts = [("--submit_image", about.image or "")]
+        texts += [
+            (f"--submit_{name}", text)
+            for name in ("env", "setup", "args")
+            for text in getattr(about, name) or ()
         ]
         for word, following in zip(job.arguments, (*job.arguments[1:], "-"), strict=False):
-            if word.startswith("--") and _is_secret(word) and ("=" in word or not following.startswith("-")):
-                secrets.append(f"the script's argument {word.partition('=')[0]}")
-        if secrets:
-            raise ConfigError(
-                f"{secrets[0]} looks like a secret, which everybody who can see the job would read; let the engine "
-                "keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let the "
-                "script read the variable"
-            )
+            two = word.startswith("--") and "=" not in word and not following.startswith("-")
+            texts.append(("the script's argument", f"{word}={following}" if two else word))
+        for place, text in texts:
+            secret = _secret_in(text)
+            if secret is not None:
+                raise ConfigError(
+                    f"{place} {secret} looks like a secret, which everybody who can see the job would read; let the "
+                    "engine keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let "
+                    "the script read the variable"
+                )
 
     @staticmethod
     @contextlib.contextmanager
