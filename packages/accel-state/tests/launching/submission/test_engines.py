@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -290,10 +292,10 @@ def test_jobs_of_skypilot(tmp_path):
     found = sky.jobs(about, environ)
     assert [(one.id, one.name, one.state, one.why) for one in found] == [
         ("1", "a", "preempted", ""),
-        ("2", "b\\x1b[2J", "failed", "no disk"),
+        ("2", "b\x1b[2J", "failed", "no disk"),
     ]
     assert sky.cancel("1", about, environ) == "cancelled job 1"
-    assert list(sky.logs("1", about, environ))
+    assert "".join(sky.logs("1", about, environ))
     assert (tmp_path / "asked").read_text().splitlines() == [
         "jobs queue --all --output json", "jobs cancel --yes 1", "jobs logs --no-follow 1"
     ]  # fmt: skip
@@ -353,3 +355,47 @@ def test_a_secret_of_this_shell_is_never_an_argument(tmp_path):
     assert "hf_secret" not in asked
     with pytest.raises(ConfigError, match="no variable has that name"):
         SUBMISSIONS.get("skypilot").submit(job(*TWO, "--submit_secrets", "OTHER"), environ)
+
+
+def test_a_line_that_is_being_written_is_shown_when_it_is_whole(monkeypatch, tmp_path):
+    ray, texts = importlib.import_module("accel_state.launching.submission.ray"), ["one\ntw", "one\ntwo\nend"]
+    states = iter(["RUNNING", "SUCCEEDED"])
+    client = SimpleNamespace(
+        get_job_status=lambda job: next(states), get_job_logs=lambda job: texts.pop(0), list_jobs=None
+    )
+    monkeypatch.setattr(ray, "_client", lambda about, environ: client)
+    monkeypatch.setattr(ray, "_LOOK", 0)
+    about = job().config.submission
+    assert list(SUBMISSIONS.get("ray").logs("train", about, {}, follow=True)) == ["one", "two", "end"]
+
+    def refuse():
+        raise RuntimeError("Request failed with status code 500")
+
+    client.list_jobs = refuse
+    with pytest.raises(LaunchError, match=r"job server of Ray has refused: .* 500"):
+        SUBMISSIONS.get("ray").jobs(about, {})
+
+
+def test_a_line_of_slurms_output_is_shown_when_it_is_whole(monkeypatch, tmp_path):
+    output = tmp_path / "out"
+    output.write_text("one\ntw")
+    environ = tool(tmp_path, "scontrol", f'echo "JobState=$(cat {tmp_path}/state) StdOut={output}"')
+    (tmp_path / "state").write_text("RUNNING")
+    slurm = importlib.import_module("accel_state.launching.submission.slurm")
+
+    def sleep(seconds):
+        output.write_text("one\ntwo\nend")
+        (tmp_path / "state").write_text("COMPLETED")
+
+    monkeypatch.setattr(slurm.time, "sleep", sleep)
+    lines = list(SUBMISSIONS.get("slurm").logs("1", job().config.submission, environ, follow=True))
+    assert lines == ["one\n", "two\n", "end"]
+
+
+@pytest.mark.parametrize(
+    "run", [1, {}, {"run_spec": 3}, {"run_spec": {"run_name": "a", "configuration": [1]}}]
+)
+def test_a_run_of_dstack_that_is_none_is_refused(tmp_path, run):
+    environ = tool(tmp_path, "dstack", f"cat <<'END'\n{json.dumps({'runs': [run]})}\nEND")
+    with pytest.raises(LaunchError, match="which is not a run"):
+        SUBMISSIONS.get("dstack").jobs(job().config.submission, environ)

@@ -454,7 +454,7 @@ def condition(name, **more):
         ("VolcanoJob", {"state": {"phase": "Thinking"}}, "unknown", ""),
         ("Job", {"conditions": 3, "ready": "x"}, "running", ""),
         ("Job", ["list"], "waiting", ""),
-        ("Job", condition("Failed", message="a\x1b[2Jb\x07"), "failed", r"a\x1b[2Jb\x07"),
+        ("Job", condition("Failed", message="a\x1b[2Jb\x07"), "failed", "a\x1b[2Jb\x07"),
     ],
 )
 def test_the_state_of_a_job(cluster, kind, status, state, why):
@@ -523,7 +523,7 @@ def test_the_output_of_all_pods_is_shown(cluster, follow):
     for number, text in enumerate(["10%\r100%\nstep\x1b[2J\n", "no end"]):
         says(cluster, "get", f"/api/v1/namespaces/team/pods/train-abc123-{number}/log", text)
     lines = list(KUBERNETES.logs("job/train-abc123", SubmitSection(), environ(cluster), follow=follow))
-    assert sorted(lines) == ["[machine 0] 100%", r"[machine 0] step\x1b[2J", "[machine 1] no end"]
+    assert sorted(lines) == ["[machine 0] 100%", "[machine 0] step\x1b[2J", "[machine 1] no end"]
 
 
 def test_pods_that_wait_have_no_output(cluster):

@@ -292,11 +292,8 @@ class Submission(ABC):
                     f"{bound.label} is {value!r}, and jobs of {self.title} have no such option; leave it out"
                 )
         texts = [("--submit_image", about.image or "")]
-        texts += [
-            (f"--submit_{name}", text)
-            for name in ("env", "setup", "args")
-            for text in getattr(about, name) or ()
-        ]
+        for name in ("env", "setup", "args"):
+            texts += [(f"--submit_{name}", text) for text in getattr(about, name) or ()]
         for word, following in zip(job.arguments, (*job.arguments[1:], "-"), strict=False):
             two = word.startswith("--") and "=" not in word and not following.startswith("-")
             texts.append(("the script's argument", f"{word}={following}" if two else word))

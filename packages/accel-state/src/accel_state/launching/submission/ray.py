@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
 from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.tools import printable
 from accel_state.messages import first_line
 
 __all__ = ["RAY", "RaySubmission"]
@@ -62,10 +63,7 @@ class RaySubmission(Submission):
         """See the base class."""
         request = self._request(job)
         client = _client(job.config.submission, environ)
-        try:
-            number = client.submit_job(**request)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise LaunchError(f"Ray refused the job: {first_line(error)}") from error
+        number = _asked(client.submit_job, **request)
         return f"submitted job {number}; accel jobs logs {number} --engine ray --follow shows its output"
 
     def _request(self, job: Job) -> dict[str, Any]:
@@ -112,7 +110,7 @@ class RaySubmission(Submission):
     def jobs(self, about: SubmitSection, environ: Mapping[str, str]) -> list[JobStatus]:
         """See the base class."""
         found = []
-        for job in sorted(_client(about, environ).list_jobs(), key=lambda job: job.start_time or 0):
+        for job in sorted(_asked(_client(about, environ).list_jobs), key=lambda job: job.start_time or 0):
             about_it = job.metadata or {}
             if not str(about_it.get(_MARK, "")).isdecimal() or not job.submission_id:
                 continue
@@ -129,9 +127,10 @@ class RaySubmission(Submission):
         client, shown = _client(about, environ), 0
         while True:
             ended = _STATES.get(_status(client, job)) not in ("waiting", "running") or not follow
-            text = client.get_job_logs(job)
-            yield from text[shown:].splitlines()
-            shown = len(text)
+            text = _asked(client.get_job_logs, job)
+            whole = len(text) if ended else text.rfind("\n") + 1
+            yield from text[shown:whole].splitlines()
+            shown = whole
             if ended:
                 return
             time.sleep(_LOOK)
@@ -141,7 +140,7 @@ class RaySubmission(Submission):
         client = _client(about, environ)
         if _STATES.get(_status(client, job)) not in ("waiting", "running"):
             raise LaunchError(f"job {job} of Ray has ended already ({_status(client, job)})")
-        client.stop_job(job)
+        _asked(client.stop_job, job)
         return f"cancelled job {job}"
 
 
@@ -171,13 +170,20 @@ def _client(about: SubmitSection, environ: Mapping[str, str]) -> Any:
         ) from error
 
 
-def _status(client: Any, job: str) -> str:
+def _asked(ask: Callable[..., Any], *words: str, **options: Any) -> Any:
+    """An answer of the job server.
+
+    Raises:
+        LaunchError: it has refused, or does not answer any more.
+    """
     try:
-        status = client.get_job_status(job)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"Ray does not know the job {job!r}; accel jobs ls --engine ray lists them"
-        ) from error
+        return ask(*words, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(f"the job server of Ray has refused: {printable(first_line(error))}") from error
+
+
+def _status(client: Any, job: str) -> str:
+    status = _asked(client.get_job_status, job)
     return str(getattr(status, "value", status))
 
 

@@ -15,7 +15,7 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
-from accel_state.launching.submission.tools import answer, lines, parsed, printable, tool
+from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["SKYPILOT", "SkyPilotSubmission"]
 
@@ -32,6 +32,8 @@ _STATES: Mapping[str, JobState] = {
     "CANCELLED": "cancelled",
 }
 """States of managed jobs; those that begin with FAILED are failures."""
+_ENDS = (100, 101, 103)
+"""Exit codes of ``sky jobs logs`` that are the state of the job: failed, not finished, cancelled (``JobExitCode``)."""
 
 
 class SkyPilotSubmission(Submission):
@@ -72,7 +74,7 @@ class SkyPilotSubmission(Submission):
         resources = {
             "accelerators": f"{kind}:{number}" if number else None,
             "cpus": None if about.cpus_per_task is None else f"{about.cpus_per_task}+",
-            "memory": None if about.memory is None else f"{job.memory_bytes // 2**30}+",
+            "memory": None if about.memory is None else f"{job.memory_bytes / 2**30:g}+",
             "image_id": None if about.image is None else f"docker:{about.image}",
             # A machine that ends because another one failed (76) is not recovered: the other one's code decides.
             "job_recovery": {"max_restarts_on_errors": about.retries, "recover_on_exit_codes": [PREEMPTED]},
@@ -121,7 +123,7 @@ class SkyPilotSubmission(Submission):
             word = str(job.get("status") or "")
             state = "failed" if word.startswith("FAILED") else _STATES.get(word, "unknown")
             name, why = str(job.get("job_name") or ""), str(job.get("failure_reason") or "")
-            found.append(JobStatus(str(job["job_id"]), printable(name), state, None, printable(why)))
+            found.append(JobStatus(str(job["job_id"]), name, state, why=why))
         return found[::-1]  # the newest comes first
 
     def logs(
@@ -129,7 +131,7 @@ class SkyPilotSubmission(Submission):
     ) -> Iterator[str]:
         """See the base class."""
         words = ["jobs", "logs", "--follow" if follow else "--no-follow", _checked(job)]
-        yield from lines(tool("sky", environ, _REMEDY), words, environ)
+        yield from lines(tool("sky", environ, _REMEDY), words, environ, _ENDS)
 
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""

@@ -21,7 +21,7 @@ from accel_state.launching.submission.tools import answer, tool
 __all__ = ["SLURM", "SlurmSubmission"]
 
 _FLAGS = {
-    "job-name": "--submit_name, or the name of the script,",
+    "job-name": "--submit_job_name, or the name of the script,",
     "gpus-per-node": "--submit_gpus_per_machine",
     "cpus-per-task": "--submit_cpus_per_task",
     "partition": "--submit_partition",
@@ -130,12 +130,19 @@ class SlurmSubmission(Submission):
                 raise LaunchError(f"job {job} has written no output yet; it goes to {path}")
             time.sleep(_LOOK)
         with path.open(encoding="utf-8", errors="replace") as stream:
+            begun = ""
             while True:
                 ended = not follow or _STATES.get(_field(job, "JobState", environ)) not in _GOES_ON
-                yield from stream
+                for line in stream:
+                    begun += line
+                    if line.endswith("\n"):  # else the rest of it will be written
+                        yield begun
+                        begun = ""
                 if ended:
-                    return
+                    break
                 time.sleep(_LOOK)
+            if begun:
+                yield begun
 
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""
@@ -178,7 +185,7 @@ def _options(job: Job) -> list[str]:
         "cpus-per-task": about.cpus_per_task,
         "partition": about.partition,
         "account": about.account,
-        "mem": about.memory,
+        "mem": about.memory and about.memory.removesuffix("i"),  # Slurm's G has 1024 MB
         "time": about.time,
         "comment": _MARK,
         "output": _output(job),
