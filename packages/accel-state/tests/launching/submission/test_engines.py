@@ -109,7 +109,17 @@ def test_a_request_to_rays_job_server(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "flags", "match"),
     [
-        ("skypilot", (*TWO, "--submit_time", "60"), "--submit_time 60 has no meaning for SkyPilot"),
+        (
+            "skypilot",
+            (*TWO, "--submit_time", "60"),
+            "--submit_time is '60', and jobs of SkyPilot have no such",
+        ),
+        (
+            "skypilot",
+            (*TWO, "--submit_signal_time", "60"),
+            "--submit_signal_time is 60, and jobs of SkyPilot",
+        ),
+        ("skypilot", (*TWO, "--submit_volumes", "data:/data:ro"), "'data:/data:ro' is not a volume"),
         ("skypilot", ("--num_processes", "8"), "8 names no accelerator"),
         (
             "skypilot",

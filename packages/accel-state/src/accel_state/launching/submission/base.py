@@ -21,7 +21,7 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, NotAvailableError
 from accel_state.messages import is_secret
 
-__all__ = ["Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
+__all__ = ["COMMON", "Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -33,6 +33,9 @@ _HARMLESS = re.compile(
 """Values that are no secrets under any name: references, numbers, switches, tokens of a tokenizer, paths."""
 _LABEL = 40
 """Characters of a label: names of pods, which engines build from it, are DNS labels of at most 63."""
+
+COMMON = frozenset({"job_name", "gpus_per_machine", "cpus_per_task", "memory", "retries"})
+"""The options of ``SubmitSection`` that every engine uses."""
 
 JobState = Literal["waiting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
 """States of jobs. ``preempted``: the job saved its state, ended with code 75, and waits to be started again."""
@@ -117,6 +120,16 @@ class Job:
         return accelerators_of(self.config)
 
     @property
+    def processes(self) -> int | None:
+        """Processes of each machine; None: the launcher of each machine decides.
+
+        Raises:
+            ConfigError: they cannot be divided over the machines.
+        """
+        processes = _per_machine(self.config)
+        return self.accelerators[1] or None if processes is None else processes
+
+    @property
     def seconds(self) -> int | None:
         """The time limit; None without one.
 
@@ -166,7 +179,7 @@ class Job:
         found = []
         for text in self.config.submission.volumes or ():
             name, _, folder = text.partition(":")
-            if not name or not folder.startswith("/"):
+            if not name or not folder.startswith("/") or ":" in folder:
                 raise ConfigError(f"--submit_volumes {text!r} is not a volume; expected name:/folder")
             found.append((name, folder))
         return found
@@ -230,17 +243,24 @@ def _gpus(config: LaunchConfig) -> str | None:
         return config.submission.gpus_per_machine
     if config.use_cpu or config.distributed_type == "MULTI_CPU":
         return None
-    if config.num_processes is None:
+    processes = _per_machine(config)
+    if processes is None:
         raise ConfigError(
             "--submit cannot know how many accelerators the machines of the job have; pass --num_processes (the "
             "total) or --submit_gpus_per_machine, or --cpu"
         )
+    return str(processes)
+
+
+def _per_machine(config: LaunchConfig) -> int | None:
+    if config.num_processes is None:
+        return None
     if config.num_processes % config.num_machines:
         raise ConfigError(
             f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it "
             "is the total over all machines"
         )
-    return str(config.num_processes // config.num_machines)
+    return config.num_processes // config.num_machines
 
 
 def _seconds(time: str) -> int:

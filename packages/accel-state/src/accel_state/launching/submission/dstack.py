@@ -16,12 +16,12 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PEER_FAILED, PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["DSTACK", "DstackSubmission"]
 
-_REMEDY = "install dstack (pip install dstack) and set its project, or add --dry_run to see the task"
+_REMEDY = "install dstack (pip install dstack) and set its project; accel launch --dry_run prints the task without it"
 _NAME = r"[a-z][a-z0-9-]{1,40}"
 _STATES: Mapping[str, JobState] = {
     "pending": "preempted",  # a run that waits to be tried again
@@ -59,21 +59,17 @@ class DstackSubmission(Submission):
 
     title = "dstack"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes", "shared_memory"),
-        }
-    )
+    uses = COMMON | {
+        "time",
+        "signal_time",
+        "setup",
+        "image",
+        "workdir",
+        "env",
+        "secrets",
+        "volumes",
+        "shared_memory",
+    }
 
     def script(self, job: Job) -> str:
         """See the base class."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.kubernetes_api import Api, RefusedError, connect
 from accel_state.launching.submission.kubernetes_objects import (
     KINDS,
@@ -49,22 +49,21 @@ class KubernetesSubmission(Submission):
 
     title = "Kubernetes"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes", "shared_memory", "kind", "namespace", "queue"),
-            *("node_selector", "tolerations", "service_account", "address"),
-        }
-    )
+    uses = COMMON | {
+        *(
+            "time",
+            "signal_time",
+            "setup",
+            "image",
+            "workdir",
+            "env",
+            "secrets",
+            "volumes",
+            "shared_memory",
+            "kind",
+        ),
+        *("namespace", "queue", "node_selector", "tolerations", "service_account", "address"),
+    }
 
     def check(self, job: Job) -> None:
         """See the base class.

@@ -14,7 +14,7 @@ from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import printable
 from accel_state.messages import first_line
 
@@ -39,21 +39,7 @@ class RaySubmission(Submission):
 
     title = "Ray"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "workdir",
-                "env",
-                "address",
-            ),
-            *("signal_time", "time"),
-        }
-    )
+    uses = COMMON | {"time", "signal_time", "workdir", "env", "address"}
 
     def script(self, job: Job) -> str:
         """See the base class: the request to Ray's job server as JSON."""
@@ -88,7 +74,7 @@ class RaySubmission(Submission):
             resources["memory"] = job.memory_bytes
         machines = {
             "command": job.container_command(num_machines=1, min_machines=None, num_processes=None),
-            "per_machine": _processes(job),
+            "per_machine": job.processes,
             "machines": config.num_machines,
             "min_machines": config.min_machines,
             "resources": resources,
@@ -185,16 +171,3 @@ def _asked(ask: Callable[..., Any], *words: str, **options: Any) -> Any:
 def _status(client: Any, job: str) -> str:
     status = _asked(client.get_job_status, job)
     return str(getattr(status, "value", status))
-
-
-def _processes(job: Job) -> int | None:
-    """Processes of each machine; None: the launcher of each machine decides."""
-    config = job.config
-    if config.num_processes is None:
-        return job.accelerators[1] or None
-    if config.num_processes % config.num_machines:
-        raise ConfigError(
-            f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it is "
-            "the total over all machines"
-        )
-    return config.num_processes // config.num_machines

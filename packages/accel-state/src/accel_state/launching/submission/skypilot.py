@@ -14,12 +14,12 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["SKYPILOT", "SkyPilotSubmission"]
 
-_REMEDY = "install SkyPilot (pip install skypilot) and log in to a cloud, or add --dry_run to see the task"
+_REMEDY = "install SkyPilot (pip install skypilot) and log in to a cloud; accel launch --dry_run prints the task without it"
 _STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
     "SUBMITTED": "waiting",
@@ -41,30 +41,12 @@ class SkyPilotSubmission(Submission):
 
     title = "SkyPilot"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes"),
-        }
-    )
+    uses = COMMON | {"setup", "image", "workdir", "env", "secrets", "volumes"}
 
     def script(self, job: Job) -> str:
         """See the base class."""
         self.check(job)
         config, about = job.config, job.config.submission
-        if about.time is not None:
-            raise ConfigError(
-                f"--submit_time {about.time} has no meaning for SkyPilot, whose jobs have no time limit; leave it out"
-            )
         kind, number = job.accelerators
         if number and not kind:
             raise ConfigError(

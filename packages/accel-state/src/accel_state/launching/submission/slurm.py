@@ -15,7 +15,7 @@ from pathlib import Path
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, tool
 
 __all__ = ["SLURM", "SlurmSubmission"]
@@ -67,12 +67,7 @@ class SlurmSubmission(Submission):
     """Submits with ``sbatch``."""
 
     title = "Slurm"
-    uses = frozenset(
-        {
-            *("job_name", "partition", "account", "time", "gpus_per_machine", "cpus_per_task", "memory"),
-            *("signal_time", "output", "setup", "args", "retries"),
-        }
-    )
+    uses = COMMON | {"partition", "account", "time", "signal_time", "output", "setup", "args"}
 
     def script(self, job: Job) -> str:
         """See the base class. With ``--resume`` the job is signalled before its limit, and requeued after it has
@@ -155,7 +150,9 @@ SLURM = SlurmSubmission()
 
 
 def _ask(name: str, words: Sequence[str], environ: Mapping[str, str], text: str | None = None) -> str:
-    remedy = "run this command on a login node of the cluster, or add --dry_run to see the script"
+    remedy = (
+        "run this command on a login node of the cluster; accel launch --dry_run prints the script without it"
+    )
     return answer(tool(name, environ, remedy), words, environ, text)
 
 
