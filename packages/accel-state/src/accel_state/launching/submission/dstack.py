@@ -21,7 +21,7 @@ from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["DSTACK", "DstackSubmission"]
 
-_REMEDY = "install dstack (pip install dstack) and set its project; accel launch --dry_run prints the task without it"
+_REMEDY = "install dstack (pip install dstack) and set its project; accel launch --dry_run prints the task"
 _NAME = r"[a-z][a-z0-9-]{1,40}"
 _STATES: Mapping[str, JobState] = {
     "pending": "preempted",  # a run that waits to be tried again

@@ -19,7 +19,9 @@ from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["SKYPILOT", "SkyPilotSubmission"]
 
-_REMEDY = "install SkyPilot (pip install skypilot) and log in to a cloud; accel launch --dry_run prints the task without it"
+_REMEDY = (
+    "install SkyPilot (pip install skypilot) and log in to a cloud; accel launch --dry_run prints the task"
+)
 _STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
     "SUBMITTED": "waiting",

@@ -150,9 +150,7 @@ SLURM = SlurmSubmission()
 
 
 def _ask(name: str, words: Sequence[str], environ: Mapping[str, str], text: str | None = None) -> str:
-    remedy = (
-        "run this command on a login node of the cluster; accel launch --dry_run prints the script without it"
-    )
+    remedy = "run this command on a login node of the cluster; accel launch --dry_run prints the script"
     return answer(tool(name, environ, remedy), words, environ, text)
 
 
