@@ -18,7 +18,7 @@ def scripted(*script):
 
 def test_going_back_keeps_answers_of_a_branch_that_was_left():
     ask, asked = scripted("several", 5, BACK, BACK, "here", BACK, "several")
-    answers = Interview(QUESTIONS[:3], Situation(), ask).run()
+    answers = Interview(QUESTIONS[:4], Situation(), ask).run()
     assert asked[:3] == [("place", "here"), ("num_machines", 2), ("devices", "cpu")]
     assert asked[3:5] == [("num_machines", 5), ("place", "several")]
     assert asked[-3:] == [("place", "here"), ("num_machines", 5), ("devices", "cpu")]
@@ -27,7 +27,7 @@ def test_going_back_keeps_answers_of_a_branch_that_was_left():
 
 def test_answers_of_a_branch_that_was_left_do_not_count():
     ask, _ = scripted("several", 5, BACK, BACK, "here")
-    assert "num_machines" not in Interview(QUESTIONS[:3], Situation(), ask).run().given
+    assert "num_machines" not in Interview(QUESTIONS[:4], Situation(), ask).run().given
 
 
 def test_back_at_the_first_question_changes_nothing():
