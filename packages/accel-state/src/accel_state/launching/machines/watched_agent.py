@@ -136,7 +136,7 @@ class WatchedAgent(LocalElasticAgent):
         return self._watch.settle(failure)
 
     def interrupted(self, number: int) -> int:
-        """The exit code after signal ``number``; the other machines are told of it."""
+        """Tell the other machines that signal ``number`` has ended this one; return the exit code."""
         if self._preempted:
             return PREEMPTED
         failure = Failure(self._worker_group.workers[0].global_rank, 128 + number, FailureCause.OWN)
