@@ -83,3 +83,12 @@ def test_the_machine_that_fails_first_has_its_code_and_the_others_76(tmp_path, a
         wanted = f"rank {at[0]} on " if code == 76 else f"failed first, with exit code {code}"
         assert wanted in text
         assert code != 76 or f"failed first, with exit code {others[0]}" in text
+
+
+def test_a_machine_that_is_interrupted_tells_the_others(tmp_path):
+    fault = "import psutil; psutil.Process().parent().parent().send_signal(2)"
+    codes, (own, other) = launch(tmp_path, body=FAILS.format(at=(0,), fault=fault))
+    assert codes == [-2, 76], (own, other)
+    assert "did not exit in time" not in own
+    assert "rank 0 on " in other
+    assert "failed first, with exit code 130" in other

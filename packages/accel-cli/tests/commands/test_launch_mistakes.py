@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_cli.app import main
 from accel_state.errors import TargetError
@@ -167,3 +168,12 @@ def test_a_script_that_cannot_be_read():
         child.join()
     assert "cannot be read: permission denied; chmod u+r" in message
     assert code == 2
+
+
+def test_a_dry_run_of_a_submission_is_what_is_submitted(capsys):
+    words = "--cpu --submit dstack --submit_secrets HF_TOKEN --submit_secrets WANDB_API_KEY=team --dry_run train.py"
+    assert main(["launch", *words.split()]) == 0
+    task = yaml.safe_load(capsys.readouterr().out)
+    assert task["env"] == ["HF_TOKEN=${{ secrets.HF_TOKEN }}", "WANDB_API_KEY=${{ secrets.team }}"]
+    assert main(["launch", *words.split(), "--token=hf_x"]) == 2
+    assert "hf_x" not in "".join(capsys.readouterr())

@@ -183,3 +183,22 @@ def test_writing(capsys, folder, advised):
 def test_wrong_words(capsys, folder, words, code, message):
     assert main(["plan", folder, "--seq_length", "8", *words]) == code
     assert message in capsys.readouterr().err
+
+
+def test_the_cluster_of_a_job(capsys, folder, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "num_machines: 2\nnum_processes: 16\nsubmit_config:\n  engine: ray\n  gpus_per_machine: H100:8\n"
+    )
+    asked = ["plan", folder, "--seq_length", "8", "--json"]
+    assert main([*asked, "--config_file", str(file)]) == 0
+    found = capsys.readouterr().out
+    assert main([*asked, "--devices", "16", "--machines", "2", "--device", "h100"]) == 0
+    assert found == capsys.readouterr().out
+    for flag, value in (("--devices", "2"), ("--device", "h100"), ("--machines", "4")):
+        assert main([*asked, "--config_file", str(file), flag, value]) == 2
+        assert f"--config_file and {flag} both describe the cluster" in capsys.readouterr().err
+    file.write_text("num_machines: 2\nnum_processes: 16\n")
+    assert main([*asked, "--config_file", str(file)]) == 2
+    assert "set submit_config.gpus_per_machine: H100:8, or pass --memory" in capsys.readouterr().err
+    assert main([*asked, "--config_file", str(file), "--memory", "80GB"]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,12 +13,13 @@ from accel_cli.dialect import App
 from accel_cli.render import show_table
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
+from accel_state.config.sections.submission import SubmitSection
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.submission import SUBMISSIONS
+from accel_state.launching.submission.tools import printable
 
 if TYPE_CHECKING:
-    from accel_state.config.sections.submission import SubmitSection
     from accel_state.launching.submission import Submission
 
 __all__ = ["app"]
@@ -44,21 +46,26 @@ def _asked(
     """The engine's name, its submission, and the options with which it is asked.
 
     Raises:
-        ConfigError: no engine is named, or it does not exist.
+        ConfigError: no engine is named, it does not exist, or it has no such option.
     """
     config = resolve(file, snapshot()).config
-    assert isinstance(config, LaunchConfig) or not hasattr(config, "submission")
-    about: SubmitSection = getattr(config, "submission", LaunchConfig().submission)
-    about = dataclasses.replace(
-        about, namespace=namespace or about.namespace, address=address or about.address
-    )
+    about = config.submission if isinstance(config, LaunchConfig) else SubmitSection()
     name = engine or about.engine
     if name is None:
         raise ConfigError(
             f"no engine is named; pass --engine (one of {', '.join(SUBMISSIONS.names())}), or set submit_config.engine "
             "in the configuration file"
         )
-    return name, SUBMISSIONS.get(name), about
+    submission = SUBMISSIONS.get(name)
+    for flag, value in (("namespace", namespace), ("address", address)):
+        if value is not None and submission.uses is not None and flag not in submission.uses:
+            raise ConfigError(
+                f"--{flag} is {value!r}, and {submission.title} has no such option; leave it out"
+            )
+    about = dataclasses.replace(
+        about, namespace=namespace or about.namespace, address=address or about.address
+    )
+    return name, submission, about
 
 
 @app.command("ls")
@@ -77,10 +84,8 @@ def list_jobs(
     elif not found:
         typer.echo(f"accel launch has submitted no job that {submission.title} remembers ({name})")
     else:
-        rows = [
-            [job.id, job.name, job.state, "-" if job.machines is None else str(job.machines), job.why or "-"]
-            for job in found
-        ]
+        cells = ((job.id, job.name, job.state, job.machines, " ".join(job.why.split())) for job in found)
+        rows = [[printable("-" if cell in (None, "") else cell) for cell in row] for row in cells]
         show_table(("job", "name", "state", "machines", "why"), rows, left=3, spare=("why",))
 
 
@@ -96,7 +101,8 @@ def logs(
     """Print the output of a job."""
     _, submission, about = _asked(engine, namespace, address, config_file)
     for line in submission.logs(job, about, snapshot(), follow=follow):
-        typer.echo(line.rstrip("\n"))
+        line = line.rstrip("\n")
+        typer.echo(printable(line, len(line)) if sys.stdout.isatty() else line)
 
 
 @app.command()

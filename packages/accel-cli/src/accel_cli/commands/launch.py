@@ -24,7 +24,7 @@ from accel_state.errors import ConfigError
 from accel_state.launching.deepspeed_file import check_deepspeed_file
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
-from accel_state.messages import folded, say, without_secrets
+from accel_state.messages import folded, say
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -149,7 +149,7 @@ def _submit(
     command = (sys.executable, "-m", "accel_cli", "launch", *kept)
     job = Job(config, command, target.name, tuple(target.args), secrets.token_hex(3))
     if config.dry_run:
-        sys.stdout.write(without_secrets(submission.script(job)))
+        sys.stdout.write(submission.script(job))  # as it is submitted: secrets were refused
     else:
         sys.stdout.write(folded(f"accel: {submission.submit(job, environ)}\n", sys.stdout))
     return 0

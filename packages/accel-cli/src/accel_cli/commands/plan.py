@@ -122,9 +122,12 @@ def plan(
     if write is not None and write.expanduser().exists():
         raise ConfigError(f"--write {write} exists and is not changed; remove it, or give another path")
     if config_file is not None:
-        if devices is not None or device is not None:
-            given = "--devices" if devices is not None else "--device"
-            raise ConfigError(f"--config_file and {given} both describe the cluster; leave one of them out")
+        flags = {"--devices": devices, "--device": device, "--machines": machines if machines > 1 else None}
+        for flag, given in flags.items():
+            if given is not None:
+                raise ConfigError(
+                    f"--config_file and {flag} both describe the cluster; leave one of them out"
+                )
         devices, machines, device = _cluster_of_job(config_file, memory)
     with progress("loading torch") as shown:
         from accel_bigmodel.planning.footprints.base import Workload

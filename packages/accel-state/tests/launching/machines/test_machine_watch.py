@@ -110,6 +110,18 @@ def machines(monkeypatch):
         watch.close()
 
 
+@pytest.mark.parametrize(
+    ("limits", "told"), [(Limits(step=9.0), False), (Limits(), True), (Limits(step=8.0), True)]
+)
+def test_time_outs_that_differ_between_machines_are_told(machines, capsys, limits, told):
+    first = machines(Limits(step=9.0), alive=[0])[0]
+    until(lambda: first.store.kept.check(["limits"]))
+    other = MachineWatch(Store(first.store.kept), 0, 1, 2, list, Ranks(1, limits))
+    until(lambda: other._compared)
+    other.close()
+    assert ("accel: the time-outs of host0 are not those of the first" in capsys.readouterr().err) == told
+
+
 def until(condition, seconds=10):
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -108,7 +110,17 @@ def test_a_request_to_rays_job_server(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "flags", "match"),
     [
-        ("skypilot", (*TWO, "--submit_time", "60"), "--submit_time 60 has no meaning for SkyPilot"),
+        (
+            "skypilot",
+            (*TWO, "--submit_time", "60"),
+            "--submit_time is '60', and jobs of SkyPilot have no such",
+        ),
+        (
+            "skypilot",
+            (*TWO, "--submit_signal_time", "60"),
+            "--submit_signal_time is 60, and jobs of SkyPilot",
+        ),
+        ("skypilot", (*TWO, "--submit_volumes", "data:/data:ro"), "'data:/data:ro' is not a volume"),
         ("skypilot", ("--num_processes", "8"), "8 names no accelerator"),
         (
             "skypilot",
@@ -144,7 +156,43 @@ def test_what_does_not_fit_the_engine_is_named(engine, flags, match):
 def test_secrets_in_arguments_are_refused(engine, words):
     with pytest.raises(ConfigError, match="looks like a secret"):
         made(engine, *TWO, arguments=words)
-    assert "--hf_token_file" not in made(engine, *TWO, arguments=("--tokens",))
+
+
+@pytest.mark.parametrize("engine", ["slurm", "ray", "skypilot", "dstack", "kubernetes"])
+@pytest.mark.parametrize(
+    ("flags", "arguments", "match"),
+    [
+        ((), ("hub.token=hf_x",), "argument hub.token looks"),
+        ((), ("--db", "postgres://me:pass@host/db"), "with the password of an address looks"),
+        (("--submit_env", "DB=https://me:pass@host"), (), "--submit_env with the password of an address"),
+        (("--submit_setup", "cd x; export HF_TOKEN='hf_x'"), (), "--submit_setup HF_TOKEN looks"),
+        (("--submit_image", "https://me:pass@registry/x"), (), "--submit_image with the password"),
+        (("--submit_args=--container-env=HF_TOKEN=hf_x",), (), "--submit_args HF_TOKEN looks"),
+    ],
+)
+def test_secrets_are_refused_wherever_they_are(engine, flags, arguments, match):
+    submission = SUBMISSIONS.get(engine)
+    option = flags[0].removeprefix("--submit_").partition("=")[0] if flags else ""
+    if flags and option not in submission.uses:
+        match = "have no such option"
+    elif engine == "kubernetes" and option != "image":
+        flags = (*flags, "--submit_image", "x")
+    with pytest.raises(ConfigError, match=match):
+        made(engine, *TWO, *flags, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--num_key_value_heads=8", "--private=true", "--pad_token=<pad>", "--mask_token=[MASK]", "--key_file=/run/s/key",
+     "--url=http://host:80/@x", "--url=redis://me:$PASS@host", "token_lr=1e-3", "--auth=none"],
+)  # fmt: skip
+def test_names_like_those_of_secrets_may_have_other_values(word):
+    assert word in shlex.split(yaml.safe_load(made("skypilot", *TWO, arguments=(word,)))["run"])
+
+
+def test_secrets_of_the_shell_of_the_job_may_be_named_in_its_setup():
+    line = 'export HF_TOKEN="$(cat /run/secrets/token)"'
+    assert yaml.safe_load(made("skypilot", *TWO, "--submit_setup", line))["setup"] == line
 
 
 @pytest.mark.parametrize(
@@ -260,10 +308,10 @@ def test_jobs_of_skypilot(tmp_path):
     found = sky.jobs(about, environ)
     assert [(one.id, one.name, one.state, one.why) for one in found] == [
         ("1", "a", "preempted", ""),
-        ("2", "b\\x1b[2J", "failed", "no disk"),
+        ("2", "b\x1b[2J", "failed", "no disk"),
     ]
     assert sky.cancel("1", about, environ) == "cancelled job 1"
-    assert list(sky.logs("1", about, environ))
+    assert "".join(sky.logs("1", about, environ))
     assert (tmp_path / "asked").read_text().splitlines() == [
         "jobs queue --all --output json", "jobs cancel --yes 1", "jobs logs --no-follow 1"
     ]  # fmt: skip
@@ -323,3 +371,47 @@ def test_a_secret_of_this_shell_is_never_an_argument(tmp_path):
     assert "hf_secret" not in asked
     with pytest.raises(ConfigError, match="no variable has that name"):
         SUBMISSIONS.get("skypilot").submit(job(*TWO, "--submit_secrets", "OTHER"), environ)
+
+
+def test_a_line_that_is_being_written_is_shown_when_it_is_whole(monkeypatch, tmp_path):
+    ray, texts = importlib.import_module("accel_state.launching.submission.ray"), ["one\ntw", "one\ntwo\nend"]
+    states = iter(["RUNNING", "SUCCEEDED"])
+    client = SimpleNamespace(
+        get_job_status=lambda job: next(states), get_job_logs=lambda job: texts.pop(0), list_jobs=None
+    )
+    monkeypatch.setattr(ray, "_client", lambda about, environ: client)
+    monkeypatch.setattr(ray, "_LOOK", 0)
+    about = job().config.submission
+    assert list(SUBMISSIONS.get("ray").logs("train", about, {}, follow=True)) == ["one", "two", "end"]
+
+    def refuse():
+        raise RuntimeError("Request failed with status code 500")
+
+    client.list_jobs = refuse
+    with pytest.raises(LaunchError, match=r"job server of Ray has refused: .* 500"):
+        SUBMISSIONS.get("ray").jobs(about, {})
+
+
+def test_a_line_of_slurms_output_is_shown_when_it_is_whole(monkeypatch, tmp_path):
+    output = tmp_path / "out"
+    output.write_text("one\ntw")
+    environ = tool(tmp_path, "scontrol", f'echo "JobState=$(cat {tmp_path}/state) StdOut={output}"')
+    (tmp_path / "state").write_text("RUNNING")
+    slurm = importlib.import_module("accel_state.launching.submission.slurm")
+
+    def sleep(seconds):
+        output.write_text("one\ntwo\nend")
+        (tmp_path / "state").write_text("COMPLETED")
+
+    monkeypatch.setattr(slurm.time, "sleep", sleep)
+    lines = list(SUBMISSIONS.get("slurm").logs("1", job().config.submission, environ, follow=True))
+    assert lines == ["one\n", "two\n", "end"]
+
+
+@pytest.mark.parametrize(
+    "run", [1, {}, {"run_spec": 3}, {"run_spec": {"run_name": "a", "configuration": [1]}}]
+)
+def test_a_run_of_dstack_that_is_none_is_refused(tmp_path, run):
+    environ = tool(tmp_path, "dstack", f"cat <<'END'\n{json.dumps({'runs': [run]})}\nEND")
+    with pytest.raises(LaunchError, match="which is not a run"):
+        SUBMISSIONS.get("dstack").jobs(job().config.submission, environ)

@@ -272,8 +272,8 @@ def test_a_variable_is_text_for_every_reader_of_yaml(value):
         (("--submit_volumes", "Data:/x"), r"--submit_volumes is 'Data:/x'"),
         (("--submit_volumes", "a:/x", "--submit_volumes", "b:/x/"), r"second volume at /x/"),
         (("--submit_volumes", "a:/dev/shm"), r"second volume at /dev/shm"),
-        (("--submit_env", "A"), r"--submit_env is 'A'.*NAME=value"),
-        (("--submit_env", "1A=b"), r"--submit_env is '1A=b'"),
+        (("--submit_env", "A"), r"--submit_env 'A' is.*NAME=value"),
+        (("--submit_env", "1A=b"), r"--submit_env '1A=b'"),
         (("--submit_env", "NNODES=3"), r"NNODES is set twice"),
         (("--submit_env", "PET_NNODES=3"), r"PET_NNODES is set twice"),
         (("--submit_env", "NNODES=3", "--submit_kind", "TrainJob"), r"NNODES is set twice"),
@@ -294,6 +294,10 @@ def test_a_variable_is_text_for_every_reader_of_yaml(value):
         (("--min_machines", "1", "--submit_kind", "JobSet"), r"--min_machines 1 needs --submit_kind Job"),
         (("--submit_kind", "VolcanoJob", "--submit_retries", "1"), r"--submit_retries 1.*--submit_kind JobSet"),
         (("--submit_kind", "VolcanoJob", "--submit_time", "60"), r"--submit_time 60 is no option"),
+        (
+            ("--submit_kind", "TrainJob", "--num_processes", "3", "--submit_gpus_per_machine", "2"),
+            r"--num_processes 3 is not divisible by --num_machines 2",
+        ),
         (("--submit_partition", "gpu"), r"--submit_partition is 'gpu'.*Kubernetes have no such option"),
     ],
 )  # fmt: skip
@@ -454,7 +458,7 @@ def condition(name, **more):
         ("VolcanoJob", {"state": {"phase": "Thinking"}}, "unknown", ""),
         ("Job", {"conditions": 3, "ready": "x"}, "running", ""),
         ("Job", ["list"], "waiting", ""),
-        ("Job", condition("Failed", message="a\x1b[2Jb\x07"), "failed", r"a\x1b[2Jb\x07"),
+        ("Job", condition("Failed", message="a\x1b[2Jb\x07"), "failed", "a\x1b[2Jb\x07"),
     ],
 )
 def test_the_state_of_a_job(cluster, kind, status, state, why):
@@ -523,7 +527,7 @@ def test_the_output_of_all_pods_is_shown(cluster, follow):
     for number, text in enumerate(["10%\r100%\nstep\x1b[2J\n", "no end"]):
         says(cluster, "get", f"/api/v1/namespaces/team/pods/train-abc123-{number}/log", text)
     lines = list(KUBERNETES.logs("job/train-abc123", SubmitSection(), environ(cluster), follow=follow))
-    assert sorted(lines) == ["[machine 0] 100%", r"[machine 0] step\x1b[2J", "[machine 1] no end"]
+    assert sorted(lines) == ["[machine 0] 100%", "[machine 0] step\x1b[2J", "[machine 1] no end"]
 
 
 def test_pods_that_wait_have_no_output(cluster):

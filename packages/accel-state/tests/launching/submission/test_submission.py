@@ -62,6 +62,7 @@ def test_resources_reach_the_scheduler():
     } <= found
     assert {"--job-name='one run'", "--constraint=a100", "--exclusive"} <= found
     assert "--output='logs/one run-%j.log'" in found
+    assert "--mem=64G" in options("--cpu", "--submit_memory", "64Gi")  # Slurm knows no Gi
     assert "--gpus-per-node=h100:8" in options("--submit_gpus_per_machine", "h100:8")
 
 

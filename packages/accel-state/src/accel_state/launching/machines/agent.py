@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any
 
 from accel_state import environment
-from accel_state.constants import PEER_FAILED, PREEMPTED
+from accel_state.constants import PEER_FAILED
 from accel_state.messages import first_line, say
 
 __all__ = ["main", "read_state"]
@@ -396,7 +396,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         try:
             return run()
         except SignalException as error:
-            return PREEMPTED if agents and agents[-1].preempted else 128 + int(error.sigval)
+            return agents[-1].interrupted(int(error.sigval)) if agents else 128 + int(error.sigval)
         except RendezvousTimeoutError as error:
             if own.spares and meeting.is_running():
                 continue  # a spare: the run goes on without it

@@ -106,6 +106,8 @@ class MachineWatch:
         self._monitor = monitor
         self._folded = folded
         self._host = socket.gethostname()
+        self._limits = repr(monitor.limits if monitor is not None and monitor.limits else None)
+        self._compared = False
         self._stop, self._wake = threading.Event(), threading.Event()
         self._answered = self._looked = self._changed = time.monotonic()
         self._joined = self._all_joined = False
@@ -211,6 +213,8 @@ class MachineWatch:
     def _run(self) -> None:
         try:
             self._set(f"host/{self._machine}", self._host)
+            if self._machine == 0:
+                self._set("limits", self._limits)
             while not self._stop.is_set():
                 self._look()
                 quick = self._finished or self._failure is not None
@@ -221,6 +225,13 @@ class MachineWatch:
                 say(f"accel: {self._host} lost the store of this run ({first_line(error).rstrip('.')})")
 
     def _look(self) -> None:
+        if not self._compared and self._store.check(["limits"]):
+            self._compared = True
+            if self._get("limits") != self._limits:
+                say(
+                    f"accel: the time-outs of {self._host} are not those of the first machine, so a hang may not be "
+                    "noticed; give --start_timeout, --step_timeout and --checkpoint_timeout on all machines alike"
+                )
         if self._failure is not None and not self._posted:
             failure = self._failure
             self._post("failure", [failure.rank, failure.code, int(failure.cause), failure.error[:200]])

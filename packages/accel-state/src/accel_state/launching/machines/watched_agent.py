@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from accel_state import environment
 from accel_state.communication.signed_store import prefixed, signed
 from accel_state.constants import PREEMPTED, RUN_FOLDER, STORE_SECRET
-from accel_state.launching.machines.failures import first_failure, read_errors
+from accel_state.launching.machines.failures import Failure, FailureCause, first_failure, read_errors
 from accel_state.launching.machines.machine_watch import End, MachineWatch
 from accel_state.launching.watching.monitor import Limits, Monitor
 from accel_state.messages import say
@@ -44,12 +44,11 @@ class WatchedAgent(LocalElasticAgent):
 
     Attributes:
         started: ranks have been started, so that all machines had found each other.
-        preempted: a rank has ended with the exit code of a preemption.
     """
 
     def __init__(self, own: argparse.Namespace, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.started = self.preempted = False
+        self.started = self._preempted = False
         self._own = own
         self._watch: MachineWatch | None = None
         self._monitor: Monitor | None = None
@@ -126,7 +125,7 @@ class WatchedAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)
-        self.preempted = PREEMPTED in self._codes().values()
+        self._preempted = PREEMPTED in self._codes().values()
 
     def settle(self) -> End:
         """How this machine ends after a failure of its ranks: by itself, or because another one failed first."""
@@ -135,6 +134,13 @@ class WatchedAgent(LocalElasticAgent):
         if self._watch is None:
             return End(failure.code, f"rank {failure.rank} failed first, with exit code {failure.code}")
         return self._watch.settle(failure)
+
+    def interrupted(self, number: int) -> int:
+        """Tell the other machines that signal ``number`` has ended this one; return the exit code."""
+        if self._preempted:
+            return PREEMPTED
+        failure = Failure(self._worker_group.workers[0].global_rank, 128 + number, FailureCause.OWN)
+        return failure.code if self._watch is None else self._watch.settle(failure).code
 
     def close(self) -> None:
         """End the exchange with the other machines, and remove the folder of the ranks."""

@@ -21,12 +21,21 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, NotAvailableError
 from accel_state.messages import is_secret
 
-__all__ = ["Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
+__all__ = ["COMMON", "Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_SETTING = re.compile(r"([\w.-]+)=(?=(\S+))")
+_PASSWORD = re.compile(r"://[^\s/:@]*:[^\s/:@$][^\s/@]*@")
+_HARMLESS = re.compile(
+    r"[$`].*|[\d.e+-]+|true|false|none|null|<.*>|\[.*\]|(/[\w.-]+){2,}", re.IGNORECASE | re.DOTALL
+)
+"""Values that are no secrets under any name: references, numbers, switches, tokens of a tokenizer, paths."""
 _LABEL = 40
 """Characters of a label: names of pods, which engines build from it, are DNS labels of at most 63."""
+
+COMMON = frozenset({"job_name", "gpus_per_machine", "cpus_per_task", "memory", "retries"})
+"""The options of ``SubmitSection`` that every engine uses."""
 
 JobState = Literal["waiting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
 """States of jobs. ``preempted``: the job saved its state, ended with code 75, and waits to be started again."""
@@ -111,6 +120,16 @@ class Job:
         return accelerators_of(self.config)
 
     @property
+    def processes(self) -> int | None:
+        """Processes of each machine; None: the launcher of each machine decides.
+
+        Raises:
+            ConfigError: they cannot be divided over the machines.
+        """
+        processes = _per_machine(self.config)
+        return self.accelerators[1] or None if processes is None else processes
+
+    @property
     def seconds(self) -> int | None:
         """The time limit; None without one.
 
@@ -160,7 +179,7 @@ class Job:
         found = []
         for text in self.config.submission.volumes or ():
             name, _, folder = text.partition(":")
-            if not name or not folder.startswith("/"):
+            if not name or not folder.startswith("/") or ":" in folder:
                 raise ConfigError(f"--submit_volumes {text!r} is not a volume; expected name:/folder")
             found.append((name, folder))
         return found
@@ -224,17 +243,24 @@ def _gpus(config: LaunchConfig) -> str | None:
         return config.submission.gpus_per_machine
     if config.use_cpu or config.distributed_type == "MULTI_CPU":
         return None
-    if config.num_processes is None:
+    processes = _per_machine(config)
+    if processes is None:
         raise ConfigError(
             "--submit cannot know how many accelerators the machines of the job have; pass --num_processes (the "
             "total) or --submit_gpus_per_machine, or --cpu"
         )
+    return str(processes)
+
+
+def _per_machine(config: LaunchConfig) -> int | None:
+    if config.num_processes is None:
+        return None
     if config.num_processes % config.num_machines:
         raise ConfigError(
             f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it "
             "is the total over all machines"
         )
-    return str(config.num_processes // config.num_machines)
+    return config.num_processes // config.num_machines
 
 
 def _seconds(time: str) -> int:
@@ -245,8 +271,14 @@ def _seconds(time: str) -> int:
     return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
-def _is_secret(setting: str) -> bool:
-    return is_secret(setting.partition("=")[0])
+def _secret_in(text: str) -> str | None:
+    """The name of a secret whose value is in a text; None if there is none."""
+    if _PASSWORD.search(text):
+        return "with the password of an address"
+    settings = ((found[1], found[2].strip("\"'")) for found in _SETTING.finditer(text))
+    return next(
+        (name for name, value in settings if is_secret(name) and not _HARMLESS.fullmatch(value)), None
+    )
 
 
 class Submission(ABC):
@@ -267,7 +299,7 @@ class Submission(ABC):
         """Check what all engines have in common.
 
         Raises:
-            ConfigError: an option is set that the engine does not have, or an argument holds a secret.
+            ConfigError: an option is set that the engine does not have, or an argument or option holds a secret.
         """
         about = job.config.submission
         for bound in schema_of(SubmitSection).options:
@@ -279,18 +311,20 @@ class Submission(ABC):
                 raise ConfigError(
                     f"{bound.label} is {value!r}, and jobs of {self.title} have no such option; leave it out"
                 )
-        secrets = [
-            f"--submit_env {setting.partition('=')[0]}" for setting in about.env or () if _is_secret(setting)
-        ]
+        texts = [("--submit_image", about.image or "")]
+        for name in ("env", "setup", "args"):
+            texts += [(f"--submit_{name}", text) for text in getattr(about, name) or ()]
         for word, following in zip(job.arguments, (*job.arguments[1:], "-"), strict=False):
-            if word.startswith("--") and _is_secret(word) and ("=" in word or not following.startswith("-")):
-                secrets.append(f"the script's argument {word.partition('=')[0]}")
-        if secrets:
-            raise ConfigError(
-                f"{secrets[0]} looks like a secret, which everybody who can see the job would read; let the engine "
-                "keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let the "
-                "script read the variable"
-            )
+            two = word.startswith("--") and "=" not in word and not following.startswith("-")
+            texts.append(("the script's argument", f"{word}={following}" if two else word))
+        for place, text in texts:
+            secret = _secret_in(text)
+            if secret is not None:
+                raise ConfigError(
+                    f"{place} {secret} looks like a secret, which everybody who can see the job would read; let the "
+                    "engine keep it (--submit_secrets NAME=secret/key, or a variable of your shell on Slurm), and let "
+                    "the script read the variable"
+                )
 
     @staticmethod
     @contextlib.contextmanager

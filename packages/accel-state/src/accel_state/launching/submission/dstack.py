@@ -16,12 +16,12 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PEER_FAILED, PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
-from accel_state.launching.submission.tools import answer, lines, parsed, printable, tool
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["DSTACK", "DstackSubmission"]
 
-_REMEDY = "install dstack (pip install dstack) and set its project, or add --dry_run to see the task"
+_REMEDY = "install dstack (pip install dstack) and set its project; accel launch --dry_run prints the task"
 _NAME = r"[a-z][a-z0-9-]{1,40}"
 _STATES: Mapping[str, JobState] = {
     "pending": "preempted",  # a run that waits to be tried again
@@ -59,21 +59,17 @@ class DstackSubmission(Submission):
 
     title = "dstack"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes", "shared_memory"),
-        }
-    )
+    uses = COMMON | {
+        "time",
+        "signal_time",
+        "setup",
+        "image",
+        "workdir",
+        "env",
+        "secrets",
+        "volumes",
+        "shared_memory",
+    }
 
     def script(self, job: Job) -> str:
         """See the base class."""
@@ -126,14 +122,15 @@ class DstackSubmission(Submission):
             )
         found = []
         for run in data["runs"]:
-            spec = run.get("run_spec", {}) if isinstance(run, dict) else {}
-            name = str(spec.get("run_name") or "")
-            about_it = spec.get("configuration") or {}
-            if not name or about_it.get("type") != "task":
-                continue
-            state = _STATES.get(str(run.get("status")), "unknown")
-            why = str(run.get("status_message") or run.get("error") or "")
-            found.append(JobStatus(name, name, state, about_it.get("nodes"), printable(why)))
+            try:
+                name, task = run["run_spec"]["run_name"], run["run_spec"]["configuration"]
+                if task["type"] != "task":
+                    continue
+                state = _STATES.get(str(run["status"]), "unknown")
+                why = run.get("status_message") or run.get("error") or ""
+                found.append(JobStatus(str(name), str(name), state, task.get("nodes"), str(why)))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise LaunchError(f"{path} has answered {str(run)[:80]!r}, which is not a run") from error
         return found[::-1]
 
     def logs(

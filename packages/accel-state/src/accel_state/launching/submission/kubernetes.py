@@ -15,8 +15,8 @@ from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
-from accel_state.launching.submission.kubernetes_api import Api, RefusedError, connect, printable
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.kubernetes_api import Api, RefusedError, connect
 from accel_state.launching.submission.kubernetes_objects import (
     KINDS,
     LABEL,
@@ -25,6 +25,7 @@ from accel_state.launching.submission.kubernetes_objects import (
     objects,
     to_yaml,
 )
+from accel_state.launching.submission.tools import printable
 
 __all__ = ["KUBERNETES", "KubernetesSubmission"]
 
@@ -48,22 +49,21 @@ class KubernetesSubmission(Submission):
 
     title = "Kubernetes"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes", "shared_memory", "kind", "namespace", "queue"),
-            *("node_selector", "tolerations", "service_account", "address"),
-        }
-    )
+    uses = COMMON | {
+        *(
+            "time",
+            "signal_time",
+            "setup",
+            "image",
+            "workdir",
+            "env",
+            "secrets",
+            "volumes",
+            "shared_memory",
+            "kind",
+        ),
+        *("namespace", "queue", "node_selector", "tolerations", "service_account", "address"),
+    }
 
     def check(self, job: Job) -> None:
         """See the base class.
@@ -160,7 +160,7 @@ class KubernetesSubmission(Submission):
             pods = _started(api, name)
             if not pods:
                 raise LaunchError(
-                    f"{job} has written no output yet; it is {status.state} {status.why}".rstrip()
+                    f"{job} has written no output yet; it is {status.state} {printable(status.why)}".rstrip()
                 )
             for pod in pods:
                 yield from _lines(api, form, pod, follow=False)
@@ -259,7 +259,7 @@ def _lines(api: Api, form: JobKind, pod: dict[str, Any], *, follow: bool) -> Ite
     place = f"pods/{_at(pod, 'metadata', 'name')}/log"
     query = {"container": "node", **({"follow": "true"} if follow else {})}
     for line in api.lines(place, **query):
-        yield f"[machine {printable(number, 10)}] {printable(line, 100_000)}"
+        yield f"[machine {number}] {line}"
 
 
 def _deleted(api: Api, group: str, place: str) -> bool:
@@ -315,6 +315,6 @@ def _status(kind: str, one: dict[str, Any]) -> JobStatus:
             known = _CONDITIONS.get(str(_at(condition, "type")))
             if known is not None and _at(condition, "status") == "True":
                 state, why = known, _at(condition, "message") or _at(condition, "reason")
-    name = printable(_at(one, "metadata", "name"), 63)
+    name = str(_at(one, "metadata", "name"))
     count = machines if isinstance(machines, int) else None
-    return JobStatus(f"{kind.lower()}/{name}", name, state, count, printable(why or "", 200))
+    return JobStatus(f"{kind.lower()}/{name}", name, state, count, str(why or ""))

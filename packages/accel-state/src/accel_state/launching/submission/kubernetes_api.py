@@ -14,8 +14,9 @@ from urllib.parse import urlencode
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
+from accel_state.launching.submission.tools import printable
 
-__all__ = ["Api", "RefusedError", "connect", "printable"]
+__all__ = ["Api", "RefusedError", "connect"]
 
 _PATIENCE = 30
 """Seconds that the API server has to answer."""
@@ -33,12 +34,6 @@ class RefusedError(LaunchError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-def printable(text: object, most: int = 500) -> str:
-    """Text of a cluster for a terminal: control characters are written out, and what is long is cut."""
-    shown = "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in str(text)[: most + 1])
-    return shown if len(shown) <= most else f"{shown[:most]}…"
 
 
 class Api(ABC):

@@ -127,12 +127,10 @@ def _train_job(job: Job) -> list[Object]:
     }
     # Without numProcPerNode the trainer tells every pod as many processes as it has CPU cores. And it sets its
     # variables only for a TrainJob that has a trainer.
-    total = job.config.num_processes
-    processes = total // machines if total is not None else job.accelerators[1] or 1
     spec = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.label},
         **_suspended(job),
-        "trainer": {"numNodes": machines, "numProcPerNode": processes},
+        "trainer": {"numNodes": machines, "numProcPerNode": job.processes or 1},
     }
     return [runtime, _object("TrainJob", job, spec)]
 
@@ -295,12 +293,8 @@ def _literal(text: str) -> str:
 def _variables(job: Job) -> tuple[list[Object], list[Object]]:
     """Variables of the container, and the secrets that it gets as a whole."""
     about, form = job.config.submission, KINDS[job.config.submission.kind]
-    found: list[Object] = []
     wholes: list[Object] = []
-    for setting in about.env or ():
-        _matching("--submit_env", setting, rf"(?s){_VARIABLE}=.*", "NAME=value")
-        name, _, value = setting.partition("=")
-        found.append({"name": name, "value": _literal(value)})
+    found: list[Object] = [{"name": name, "value": _literal(value)} for name, value in job.variables.items()]
     for secret in about.secrets or ():
         form_of_one = rf"({_VARIABLE})=({_SUBDOMAIN})/([-._A-Za-z0-9]+)|{_SUBDOMAIN}"
         _matching("--submit_secrets", secret, form_of_one, "NAME=secret/key, or the name of a secret")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.tools import printable
 from accel_state.messages import first_line
 
 __all__ = ["RAY", "RaySubmission"]
@@ -38,21 +39,7 @@ class RaySubmission(Submission):
 
     title = "Ray"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "workdir",
-                "env",
-                "address",
-            ),
-            *("signal_time", "time"),
-        }
-    )
+    uses = COMMON | {"time", "signal_time", "workdir", "env", "address"}
 
     def script(self, job: Job) -> str:
         """See the base class: the request to Ray's job server as JSON."""
@@ -62,10 +49,7 @@ class RaySubmission(Submission):
         """See the base class."""
         request = self._request(job)
         client = _client(job.config.submission, environ)
-        try:
-            number = client.submit_job(**request)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise LaunchError(f"Ray refused the job: {first_line(error)}") from error
+        number = _asked(client.submit_job, **request)
         return f"submitted job {number}; accel jobs logs {number} --engine ray --follow shows its output"
 
     def _request(self, job: Job) -> dict[str, Any]:
@@ -90,7 +74,7 @@ class RaySubmission(Submission):
             resources["memory"] = job.memory_bytes
         machines = {
             "command": job.container_command(num_machines=1, min_machines=None, num_processes=None),
-            "per_machine": _processes(job),
+            "per_machine": job.processes,
             "machines": config.num_machines,
             "min_machines": config.min_machines,
             "resources": resources,
@@ -112,7 +96,7 @@ class RaySubmission(Submission):
     def jobs(self, about: SubmitSection, environ: Mapping[str, str]) -> list[JobStatus]:
         """See the base class."""
         found = []
-        for job in sorted(_client(about, environ).list_jobs(), key=lambda job: job.start_time or 0):
+        for job in sorted(_asked(_client(about, environ).list_jobs), key=lambda job: job.start_time or 0):
             about_it = job.metadata or {}
             if not str(about_it.get(_MARK, "")).isdecimal() or not job.submission_id:
                 continue
@@ -129,9 +113,10 @@ class RaySubmission(Submission):
         client, shown = _client(about, environ), 0
         while True:
             ended = _STATES.get(_status(client, job)) not in ("waiting", "running") or not follow
-            text = client.get_job_logs(job)
-            yield from text[shown:].splitlines()
-            shown = len(text)
+            text = _asked(client.get_job_logs, job)
+            whole = len(text) if ended else text.rfind("\n") + 1
+            yield from text[shown:whole].splitlines()
+            shown = whole
             if ended:
                 return
             time.sleep(_LOOK)
@@ -141,7 +126,7 @@ class RaySubmission(Submission):
         client = _client(about, environ)
         if _STATES.get(_status(client, job)) not in ("waiting", "running"):
             raise LaunchError(f"job {job} of Ray has ended already ({_status(client, job)})")
-        client.stop_job(job)
+        _asked(client.stop_job, job)
         return f"cancelled job {job}"
 
 
@@ -171,24 +156,18 @@ def _client(about: SubmitSection, environ: Mapping[str, str]) -> Any:
         ) from error
 
 
-def _status(client: Any, job: str) -> str:
+def _asked(ask: Callable[..., Any], *words: str, **options: Any) -> Any:
+    """An answer of the job server.
+
+    Raises:
+        LaunchError: it has refused, or does not answer any more.
+    """
     try:
-        status = client.get_job_status(job)
-    except RuntimeError as error:
-        raise LaunchError(
-            f"Ray does not know the job {job!r}; accel jobs ls --engine ray lists them"
-        ) from error
+        return ask(*words, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise LaunchError(f"the job server of Ray has refused: {printable(first_line(error))}") from error
+
+
+def _status(client: Any, job: str) -> str:
+    status = _asked(client.get_job_status, job)
     return str(getattr(status, "value", status))
-
-
-def _processes(job: Job) -> int | None:
-    """Processes of each machine; None: the launcher of each machine decides."""
-    config = job.config
-    if config.num_processes is None:
-        return job.accelerators[1] or None
-    if config.num_processes % config.num_machines:
-        raise ConfigError(
-            f"--num_processes {config.num_processes} is not divisible by --num_machines {config.num_machines}; it is "
-            "the total over all machines"
-        )
-    return config.num_processes // config.num_machines

@@ -14,12 +14,14 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
-from accel_state.launching.submission.tools import answer, lines, parsed, printable, tool
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["SKYPILOT", "SkyPilotSubmission"]
 
-_REMEDY = "install SkyPilot (pip install skypilot) and log in to a cloud, or add --dry_run to see the task"
+_REMEDY = (
+    "install SkyPilot (pip install skypilot) and log in to a cloud; accel launch --dry_run prints the task"
+)
 _STATES: Mapping[str, JobState] = {
     "PENDING": "waiting",
     "SUBMITTED": "waiting",
@@ -32,6 +34,8 @@ _STATES: Mapping[str, JobState] = {
     "CANCELLED": "cancelled",
 }
 """States of managed jobs; those that begin with FAILED are failures."""
+_ENDS = (100, 101, 103)
+"""Exit codes of ``sky jobs logs`` that are the state of the job: failed, not finished, cancelled (``JobExitCode``)."""
 
 
 class SkyPilotSubmission(Submission):
@@ -39,30 +43,12 @@ class SkyPilotSubmission(Submission):
 
     title = "SkyPilot"
     has_own_files = True
-    uses = frozenset(
-        {
-            *(
-                "job_name",
-                "time",
-                "gpus_per_machine",
-                "cpus_per_task",
-                "memory",
-                "retries",
-                "signal_time",
-                "setup",
-            ),
-            *("image", "workdir", "env", "secrets", "volumes"),
-        }
-    )
+    uses = COMMON | {"setup", "image", "workdir", "env", "secrets", "volumes"}
 
     def script(self, job: Job) -> str:
         """See the base class."""
         self.check(job)
         config, about = job.config, job.config.submission
-        if about.time is not None:
-            raise ConfigError(
-                f"--submit_time {about.time} has no meaning for SkyPilot, whose jobs have no time limit; leave it out"
-            )
         kind, number = job.accelerators
         if number and not kind:
             raise ConfigError(
@@ -72,7 +58,7 @@ class SkyPilotSubmission(Submission):
         resources = {
             "accelerators": f"{kind}:{number}" if number else None,
             "cpus": None if about.cpus_per_task is None else f"{about.cpus_per_task}+",
-            "memory": None if about.memory is None else f"{job.memory_bytes // 2**30}+",
+            "memory": None if about.memory is None else f"{job.memory_bytes / 2**30:g}+",
             "image_id": None if about.image is None else f"docker:{about.image}",
             # A machine that ends because another one failed (76) is not recovered: the other one's code decides.
             "job_recovery": {"max_restarts_on_errors": about.retries, "recover_on_exit_codes": [PREEMPTED]},
@@ -121,7 +107,7 @@ class SkyPilotSubmission(Submission):
             word = str(job.get("status") or "")
             state = "failed" if word.startswith("FAILED") else _STATES.get(word, "unknown")
             name, why = str(job.get("job_name") or ""), str(job.get("failure_reason") or "")
-            found.append(JobStatus(str(job["job_id"]), printable(name), state, None, printable(why)))
+            found.append(JobStatus(str(job["job_id"]), name, state, why=why))
         return found[::-1]  # the newest comes first
 
     def logs(
@@ -129,7 +115,7 @@ class SkyPilotSubmission(Submission):
     ) -> Iterator[str]:
         """See the base class."""
         words = ["jobs", "logs", "--follow" if follow else "--no-follow", _checked(job)]
-        yield from lines(tool("sky", environ, _REMEDY), words, environ)
+        yield from lines(tool("sky", environ, _REMEDY), words, environ, _ENDS)
 
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, tool
 
 __all__ = ["SLURM", "SlurmSubmission"]
 
 _FLAGS = {
-    "job-name": "--submit_name, or the name of the script,",
+    "job-name": "--submit_job_name, or the name of the script,",
     "gpus-per-node": "--submit_gpus_per_machine",
     "cpus-per-task": "--submit_cpus_per_task",
     "partition": "--submit_partition",
@@ -67,12 +67,7 @@ class SlurmSubmission(Submission):
     """Submits with ``sbatch``."""
 
     title = "Slurm"
-    uses = frozenset(
-        {
-            *("job_name", "partition", "account", "time", "gpus_per_machine", "cpus_per_task", "memory"),
-            *("signal_time", "output", "setup", "args", "retries"),
-        }
-    )
+    uses = COMMON | {"partition", "account", "time", "signal_time", "output", "setup", "args"}
 
     def script(self, job: Job) -> str:
         """See the base class. With ``--resume`` the job is signalled before its limit, and requeued after it has
@@ -130,12 +125,19 @@ class SlurmSubmission(Submission):
                 raise LaunchError(f"job {job} has written no output yet; it goes to {path}")
             time.sleep(_LOOK)
         with path.open(encoding="utf-8", errors="replace") as stream:
+            begun = ""
             while True:
                 ended = not follow or _STATES.get(_field(job, "JobState", environ)) not in _GOES_ON
-                yield from stream
+                for line in stream:
+                    begun += line
+                    if line.endswith("\n"):  # else the rest of it will be written
+                        yield begun
+                        begun = ""
                 if ended:
-                    return
+                    break
                 time.sleep(_LOOK)
+            if begun:
+                yield begun
 
     def cancel(self, job: str, about: SubmitSection, environ: Mapping[str, str]) -> str:
         """See the base class."""
@@ -148,7 +150,7 @@ SLURM = SlurmSubmission()
 
 
 def _ask(name: str, words: Sequence[str], environ: Mapping[str, str], text: str | None = None) -> str:
-    remedy = "run this command on a login node of the cluster, or add --dry_run to see the script"
+    remedy = "run this command on a login node of the cluster; accel launch --dry_run prints the script"
     return answer(tool(name, environ, remedy), words, environ, text)
 
 
@@ -178,7 +180,7 @@ def _options(job: Job) -> list[str]:
         "cpus-per-task": about.cpus_per_task,
         "partition": about.partition,
         "account": about.account,
-        "mem": about.memory,
+        "mem": about.memory and about.memory.removesuffix("i"),  # Slurm's G has 1024 MB
         "time": about.time,
         "comment": _MARK,
         "output": _output(job),

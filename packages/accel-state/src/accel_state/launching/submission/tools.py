@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_state.errors import LaunchError
@@ -74,8 +74,16 @@ def parsed(text: str, path: str) -> Any:
         ) from error
 
 
-def lines(path: str, words: Sequence[str], environ: Mapping[str, str]) -> Iterator[str]:
+def lines(
+    path: str, words: Sequence[str], environ: Mapping[str, str], accepted: Collection[int] = ()
+) -> Iterator[str]:
     """The lines that a tool prints, as they come.
+
+    Args:
+        path: the tool.
+        words: its arguments.
+        environ: its environment.
+        accepted: exit codes beside 0 that are no failure of the tool.
 
     Raises:
         LaunchError: it failed.
@@ -95,12 +103,17 @@ def lines(path: str, words: Sequence[str], environ: Mapping[str, str]) -> Iterat
             for line in process.stdout:
                 last = line.rstrip("\n")
                 yield last
-        finally:
+        except BaseException:  # nobody reads on, and it would go on until its job ends
             process.terminate()
-    if process.returncode > 0:
+            raise
+    if process.returncode and process.returncode not in accepted:
         raise LaunchError(f"{path} {words[0]} failed with exit code {process.returncode}: {printable(last)}")
 
 
-def printable(text: str) -> str:
-    """A text of somebody else for a terminal: control characters, which could move its cursor, are shown as escapes."""
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+def printable(text: object, most: int = 500) -> str:
+    """A text of somebody else for a terminal: control characters, which could move its cursor, are shown as escapes,
+    and what is longer than ``most`` characters is cut.
+    """
+    text = str(text)
+    shown = "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text[:most])
+    return shown if len(text) <= most else f"{shown}…"
