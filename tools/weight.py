@@ -63,10 +63,10 @@ def _train(*paths: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_651),
+    Part("accel-state", 15_000, (_source("accel_state"),), limit=15_889),
     Part("accel-ckpt", 12_000, (_source("accel_ckpt"),), limit=13_766),
     Part("accel-bigmodel", 9_000, (_source("accel_bigmodel"),), limit=9_164),
-    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_873),
+    Part("accel-cli", 8_500, (_source("accel_cli"),), limit=8_947),
     Part("accel-train: core", 13_000, _train(""), limit=15_125),
     Part("accel-train: data", 5_000, _train("data"), limit=5_176),
     Part(
@@ -104,6 +104,7 @@ PARTS = (
                 for name in ("alone", "aws_batch", "dstack", "vertex_ai", "volcano")
             ),
         ),
+        limit=2_827,
     ),
 )
 OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_500
@@ -130,8 +131,8 @@ OPTIONS = (
     ),
 )
 OTHERS = (
-    Part("tools", 12_500, ("tools",), limit=15_306),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=97_059),
+    Part("tools", 12_500, ("tools",), limit=16_225),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=100_061),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
