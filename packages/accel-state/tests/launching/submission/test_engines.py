@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -415,3 +416,19 @@ def test_a_run_of_dstack_that_is_none_is_refused(tmp_path, run):
     environ = tool(tmp_path, "dstack", f"cat <<'END'\n{json.dumps({'runs': [run]})}\nEND")
     with pytest.raises(LaunchError, match="which is not a run"):
         SUBMISSIONS.get("dstack").jobs(job().config.submission, environ)
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, OSError, RuntimeError])
+def test_a_job_server_that_does_not_answer_is_told_without_its_password(monkeypatch, kind):
+    class Client:
+        def __init__(self, address):
+            raise kind(f"500 at {address}\x1b[2J")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray.job_submission", SimpleNamespace(JobSubmissionClient=Client))
+    with pytest.raises(LaunchError) as raised:
+        SUBMISSIONS.get("ray").jobs(job("--submit_address", "http://me:pass@host:1").config.submission, {})
+    assert str(raised.value).startswith(
+        r"no job server of Ray answers at http://host:1 (500 at http://host:1\x1b[2J)"
+    )
+    assert raised.value.__suppress_context__

@@ -6,6 +6,7 @@ Options of the job and of its runtime environment: Ray's documentation, "Ray Job
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -149,11 +150,11 @@ def _client(about: SubmitSection, environ: Mapping[str, str]) -> Any:
     address = about.address or environ.get("RAY_API_SERVER_ADDRESS") or environ.get("RAY_ADDRESS") or _ADDRESS
     try:
         return JobSubmissionClient(address)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        told = re.sub("//[^/@]*@", "//", f"{address} ({printable(first_line(error))})")  # without a password
         raise LaunchError(
-            f"no job server of Ray answers at {address} ({first_line(error)}); pass --submit_address "
-            "http://head:8265, or set RAY_ADDRESS"
-        ) from error
+            f"no job server of Ray answers at {told}; pass --submit_address http://head:8265, or set RAY_ADDRESS"
+        ) from None
 
 
 def _asked(ask: Callable[..., Any], *words: str, **options: Any) -> Any:
