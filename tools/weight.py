@@ -104,7 +104,7 @@ PARTS = (
                 for name in ("alone", "aws_batch", "dstack", "vertex_ai", "volcano")
             ),
         ),
-        limit=2_827,
+        limit=2_828,
     ),
 )
 OPTIONS_GOAL, OPTIONS_LIMIT = 12_500, 12_500
@@ -131,8 +131,8 @@ OPTIONS = (
     ),
 )
 OTHERS = (
-    Part("tools", 12_500, ("tools",), limit=16_225),
-    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=100_061),
+    Part("tools", 12_500, ("tools",), limit=16_226),
+    Part("tests", 85_000, ("tests-integration", "packages/*/tests"), limit=100_086),
 )
 SHARED_CLASS_NAMES_LIMIT = 1
 VERBS = {"Strategy": 28, "StateAdapter": 18}  # how many each may have
