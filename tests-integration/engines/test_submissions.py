@@ -47,6 +47,7 @@ class Writer:
 
 def kubernetes(kind: str, *, retries: bool = True) -> Writer:
     flags = ("--submit_kind", kind, "--submit_image", "image", "--submit_volumes", "runs:{shared}")
+    flags += ("--submit_signal_time", "60")
     return Writer(
         "kubernetes", flags, lambda text, _: kubernetes_engine([*yaml.safe_load_all(text)]), retries
     )
@@ -58,7 +59,12 @@ WRITERS: Mapping[str, Writer] = {
     "TrainJob": kubernetes("TrainJob"),
     "VolcanoJob": kubernetes("VolcanoJob", retries=False),
     "SkyPilot": Writer("skypilot", (), lambda text, shared: SkyPilot(yaml.safe_load(text), shared)),
-    "dstack": Writer("dstack", (), lambda text, shared: Dstack(yaml.safe_load(text), shared), in_place=True),
+    "dstack": Writer(
+        "dstack",
+        ("--submit_signal_time", "60"),
+        lambda text, shared: Dstack(yaml.safe_load(text), shared),
+        in_place=True,
+    ),
 }
 every = pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
 with_retries = pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def submitted(tmp_path: Path) -> Iterator[Callable[..., StandIn]]:
 
     def start(writer: Writer, *flags: str, crash: tuple[str, ...] = ()) -> StandIn:
         own = [word.format(shared=shared) for word in writer.flags]
-        world = ("--num_machines", "2", "--num_processes", "2", "--resume", "--submit_signal_time", "60")
+        world = ("--num_machines", "2", "--num_processes", "2", "--resume")
         words = ("--submit", writer.engine, "--dry_run", *own, *world, *flags)
         text = launch(*words, str(SCRIPT), str(shared / "run"), STEPS, *crash)
         job = StandIn(writer.read(text, str(shared)), network, tmp_path / "job")
