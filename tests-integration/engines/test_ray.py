@@ -197,7 +197,7 @@ def test_a_submitted_job(server: str, tmp_path: Path) -> None:
     again = accel("jobs", "cancel", number, *place)
     assert again.returncode == 1
     assert "has ended already" in again.stderr
-    assert "does not know the job 'nobody'" in accel("jobs", "logs", "nobody", *place).stderr
+    assert "Job nobody does not exist" in accel("jobs", "logs", "nobody", *place).stderr
 
 
 def test_a_cancelled_job_saves_first(server: str, tmp_path: Path) -> None:
