@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from accel_state.constants import PEER_FAILED
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
 from accel_state.launching.ranks.processes import CommandProcess, start_command
@@ -274,21 +275,28 @@ def _watch(
         threading.Thread(target=follow, args=(at,), daemon=True, name=f"accel-ray-{at}").start()
     ends: float | None = None
     told = False
+    looked = 0.0
     while len(attempt.codes) < count and (ends is None or time.monotonic() < ends):
         with contextlib.suppress(queue.Empty):
             at, event = events.get(timeout=_LOOK)
             if isinstance(event, str):
                 write(f"[machine {at}] {event.rstrip()}" if count > 1 else event.rstrip())
-                continue
-            attempt.codes[at] = event
-            if event != 0 and ends is None:
-                ends = time.monotonic() + run.grace
-        late = run.limit is not None and time.monotonic() - began > run.limit - run.grace
-        if not told and (stop.is_set() or late or _is_taken_away(attempt.nodes)):
-            told, ends = True, time.monotonic() + run.grace
+            else:
+                attempt.codes[at] = event
+                if event != 0 and ends is None:
+                    ends = time.monotonic() + run.grace
+        now = time.monotonic()
+        if told or now - looked < _LOOK:  # ranks may write without a pause
+            continue
+        looked = now
+        late = run.limit is not None and now - began > run.limit - run.grace
+        if stop.is_set() or late or _is_taken_away(attempt.nodes):
+            told, ends = True, now + run.grace
             for one in attempt.actors:
                 one.stop.remote()
-    return [attempt.codes.get(at) for at in range(count)]
+    # A launcher that is still there is ended now: after a stop signal as if its machine was taken away, else because
+    # another machine has failed.
+    return [attempt.codes.get(at, None if told else PEER_FAILED) for at in range(count)]
 
 
 def _command(run: RayRun, machines: int) -> list[str]:
