@@ -31,10 +31,7 @@ class Ranks:
         self.waits = "all_reduce (#7 of gloo; Float 5)"
 
     def activity(self, ranks):
-        return Activity(self.joined, self.since, self.saving)
-
-    def late(self, ranks):
-        return self.late_now
+        return Activity(self.joined, self.since, self.saving, self.late_now)
 
     def stalled(self, ranks):
         return "no rank has made progress"

@@ -249,8 +249,7 @@ class MachineWatch:
 
     def _late(self, monitor: Monitor) -> str | None:
         """Compare the progress of this machine, and of all, with the time-outs."""
-        running = list(self._running())
-        activity, now = monitor.activity(running), time.monotonic()
+        activity, now = monitor.activity(self._running()), time.monotonic()
         if now - self._looked > _GAP:
             self._changed = now
         self._looked = now
@@ -263,9 +262,9 @@ class MachineWatch:
         if progress != self._progress:
             self._changed = now
         self._since, self._progress = activity.since, progress
-        limit, late = monitor.limits.step, monitor.late(running)
-        if late is not None:
-            return f"on {self._host} {late}"
+        limit = monitor.limits.step
+        if activity.late is not None:
+            return f"on {self._host} {activity.late}"
         if limit is not None and now - self._changed > limit:
             return f"no rank of any machine has made progress for {limit:g} s (--step_timeout)"
         return None

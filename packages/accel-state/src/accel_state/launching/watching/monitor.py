@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +63,13 @@ class Activity:
         joined: all have joined their world.
         since: the latest progress of any, in nanoseconds of ``time.monotonic_ns``.
         saving: some are in a save.
+        late: which ranks have not joined, or have not ended a save, in time, in words; None: all have.
     """
 
     joined: bool
     since: int
     saving: bool
+    late: str | None = None
 
 
 class Monitor:
@@ -116,11 +118,11 @@ class Monitor:
         """
         if not self._limits:
             return None
-        ranks = list(ranks)
-        return self.late(ranks) or self._late_step(self.activity(ranks))
+        activity = self.activity(ranks)
+        return activity.late or self._late_step(activity)
 
-    def late(self, ranks: Iterable[int]) -> str | None:
-        """Which ranks have not joined, or have not ended a save, in time, in words; None: all have.
+    def activity(self, ranks: Iterable[int]) -> Activity:
+        """The progress of ranks.
 
         Args:
             ranks: those that run.
@@ -130,19 +132,11 @@ class Monitor:
             self._resumed = now  # ranks were stopped as well (Ctrl-Z): their time begins again
         self._looked = now
         pulses = {rank: self._file.read(rank) for rank in ranks}
-        return self._late_start(pulses, now) or self._late_save(pulses, now)
-
-    def activity(self, ranks: Collection[int]) -> Activity:
-        """The progress of ranks.
-
-        Args:
-            ranks: those that run.
-        """
-        pulses = [self._file.read(rank) for rank in ranks]
         return Activity(
-            all(pulse.joined for pulse in pulses),
-            max((pulse.since for pulse in pulses), default=0),
-            any(pulse.saving for pulse in pulses),
+            all(pulse.joined for pulse in pulses.values()),
+            max((pulse.since for pulse in pulses.values()), default=0),
+            any(pulse.saving for pulse in pulses.values()),
+            self._late_start(pulses, now) or self._late_save(pulses, now),
         )
 
     def _late_start(self, pulses: Mapping[int, Pulse], now: int) -> str | None:
