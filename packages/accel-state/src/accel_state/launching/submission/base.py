@@ -21,7 +21,7 @@ from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, NotAvailableError
 from accel_state.messages import is_secret
 
-__all__ = ["COMMON", "Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
+__all__ = ["COMMON", "CONTAINER", "Job", "JobState", "JobStatus", "Submission", "accelerators_of"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -36,6 +36,8 @@ _LABEL = 40
 
 COMMON = frozenset({"job_name", "gpus_per_machine", "cpus_per_task", "memory", "retries"})
 """The options of ``SubmitSection`` that every engine uses."""
+CONTAINER = frozenset({"setup", "image", "workdir", "env", "secrets", "volumes"})
+"""Those of engines that start an image."""
 
 JobState = Literal["waiting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
 """States of jobs. ``preempted``: the job saved its state, ended with code 75, and waits to be started again."""

@@ -16,7 +16,7 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PEER_FAILED, PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, CONTAINER, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["DSTACK", "DstackSubmission"]
@@ -59,17 +59,7 @@ class DstackSubmission(Submission):
 
     title = "dstack"
     has_own_files = True
-    uses = COMMON | {
-        "time",
-        "signal_time",
-        "setup",
-        "image",
-        "workdir",
-        "env",
-        "secrets",
-        "volumes",
-        "shared_memory",
-    }
+    uses = COMMON | CONTAINER | {"time", "signal_time", "shared_memory"}
 
     def script(self, job: Job) -> str:
         """See the base class."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, CONTAINER, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.kubernetes_api import Api, RefusedError, connect
 from accel_state.launching.submission.kubernetes_objects import (
     KINDS,
@@ -49,21 +49,12 @@ class KubernetesSubmission(Submission):
 
     title = "Kubernetes"
     has_own_files = True
-    uses = COMMON | {
-        *(
-            "time",
-            "signal_time",
-            "setup",
-            "image",
-            "workdir",
-            "env",
-            "secrets",
-            "volumes",
-            "shared_memory",
-            "kind",
-        ),
-        *("namespace", "queue", "node_selector", "tolerations", "service_account", "address"),
-    }
+    uses = (
+        COMMON
+        | CONTAINER
+        | {"time", "signal_time", "shared_memory", "kind", "namespace", "queue", "address"}
+        | {"node_selector", "tolerations", "service_account"}
+    )
 
     def check(self, job: Job) -> None:
         """See the base class.

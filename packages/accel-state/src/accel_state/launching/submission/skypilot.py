@@ -14,7 +14,7 @@ import yaml
 from accel_state.config.sections.submission import SubmitSection
 from accel_state.constants import PREEMPTED
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.submission.base import COMMON, Job, JobState, JobStatus, Submission
+from accel_state.launching.submission.base import COMMON, CONTAINER, Job, JobState, JobStatus, Submission
 from accel_state.launching.submission.tools import answer, lines, parsed, tool
 
 __all__ = ["SKYPILOT", "SkyPilotSubmission"]
@@ -43,7 +43,7 @@ class SkyPilotSubmission(Submission):
 
     title = "SkyPilot"
     has_own_files = True
-    uses = COMMON | {"setup", "image", "workdir", "env", "secrets", "volumes"}
+    uses = COMMON | CONTAINER
 
     def script(self, job: Job) -> str:
         """See the base class."""
