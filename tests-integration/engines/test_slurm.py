@@ -179,26 +179,24 @@ def finish(environ: dict[str, str], job: str, log: Path, state: str = "COMPLETED
     return log.read_text()
 
 
-def training(folder: Path, steps: int, pace: float) -> tuple[str, ...]:
-    folder.mkdir()
-    return (str(HERE / "averaged.py"), str(folder), str(steps), str(pace))
+def training(folder: Path, steps: int, *crash: str) -> tuple[str, ...]:
+    return (str(HERE / "submitted.py"), str(folder), str(steps), *crash)
 
 
 def assert_equal_weights(folder: Path, other: Path, steps: int) -> None:
     """Compare with a run on one process that nothing happens to."""
-    subprocess.run([sys.executable, *training(other, steps, 0.0)], check=True, timeout=120)
+    subprocess.run([sys.executable, *training(other, steps)], check=True, timeout=120)
     torch.testing.assert_close(
         torch.load(folder / "weights.pt"), torch.load(other / "weights.pt"), rtol=1e-12, atol=0
     )
 
 
 def test_a_crash_costs_one_retry(cluster: dict[str, str], tmp_path: Path) -> None:
-    words = ("--resume", "--submit_retries", "1", *training(tmp_path / "run", 20, 0.0))
-    (tmp_path / "run" / "crash").touch()
+    words = ("--resume", "--submit_retries", "1", *training(tmp_path / "run", 20, "1", "15", "1"))
     job, log = submit(cluster, tmp_path, *words)
     text = finish(cluster, job, log)
-    assert "told to crash" in text
-    assert "from step 3 on 2 ranks" in text
+    assert "a planted crash" in text
+    assert "2 ranks from step 10" in text
     assert_equal_weights(tmp_path / "run", tmp_path / "other", 20)
 
 
@@ -214,10 +212,9 @@ def test_out_of_retries_a_job_fails_with_the_code_of_the_rank(
 
 
 def test_a_job_that_loses_a_machine_starts_again(cluster: dict[str, str], tmp_path: Path) -> None:
-    words = ("--resume", *training(tmp_path / "run", 60, 0.1))
+    words = ("--resume", *training(tmp_path / "run", 60))
     job, log = submit(cluster, tmp_path, *words)
-    wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {job} did not start")
-    time.sleep(2)
+    wait_until(lambda: log.exists() and "step 15\n" in log.read_text(), f"job {job} did not start")
     down = ["scontrol", "update", "NodeName=node1"]
     subprocess.run([*down, "State=DOWN", "Reason=test"], env=cluster, check=True)
     wait_until(lambda: state_of(cluster, job, "JobState") == "PENDING", f"job {job} was not requeued")
@@ -234,11 +231,11 @@ def accel(environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[s
 
 
 def test_jobs_are_listed_followed_and_cancelled(cluster: dict[str, str], tmp_path: Path) -> None:
-    job, log = submit(cluster, tmp_path, *training(tmp_path / "run", 6, 0.0))
+    job, log = submit(cluster, tmp_path, *training(tmp_path / "run", 6))
     followed = accel(cluster, "logs", job, "--follow")
     assert "done after step 6" in followed.stdout, followed.stdout + followed.stderr
     (tmp_path / "second").mkdir()
-    words = ("--submit_job_name", "long one", *training(tmp_path / "long", 900, 0.1))
+    words = ("--submit_job_name", "long one", *training(tmp_path / "long", 900))
     other, log = submit(cluster, tmp_path / "second", *words)
     wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {other} did not start")
     listed = {one["id"]: one for one in json.loads(accel(cluster, "ls", "--json").stdout)}
